@@ -1,0 +1,75 @@
+# Each target first makes what it needs: .venv with pinned tools, and the extension, anew when its
+# sources change.
+#
+#   make demo       train, generate and draw, on CPUs or GPUs
+#   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some)
+#   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
+#   make lint       ruff, clang-format, mypy
+#   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
+#   make gpu-check  CUDA tests and benchmarks on this machine's GPU, with the Python that is there
+#   make wheel      an ordinary isolated build, into build/wheel
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eo pipefail -c
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+TOOLS := .venv/tools.stamp
+BUILT := .venv/built.stamp
+PEERS := .venv/peers.stamp
+CSRC := $(shell find csrc -path csrc/tests -prune -o -type f -print)
+
+.PHONY: demo test bench lint cuda-check gpu-check wheel clean
+
+$(TOOLS): constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt setuptools pybind11 cmake ninja
+	touch $@
+
+$(BUILT): $(TOOLS) constraints.txt pyproject.toml setup.py pipekernels/_version.py $(CSRC)
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+# Both are sdists that look for torch while they are built.
+$(PEERS): $(BUILT)
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --no-deps fairscale torchgpipe
+	touch $@
+
+demo: $(BUILT)
+	$(BIN)/python -m demo $(ARGS)
+
+test: $(BUILT)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(PEERS)
+	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python -m bench.report
+
+lint: $(BUILT)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy
+
+# Compiled from scratch, as only then ptxas reports; linked into a module of its own.
+cuda-check: $(BUILT)
+	CUDAARCHS='80;90;100' $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -S csrc -B build/cuda-check \
+	  -DPIPEKERNELS_CUDA=1 -DPIPEKERNELS_WERROR=ON -DPIPEKERNELS_KERNEL_REPORT=ON \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
+	$(BIN)/cmake --build build/cuda-check --clean-first --verbose > build/cuda-check/log.txt 2>&1 \
+	  || { cat build/cuda-check/log.txt; exit 1; }
+	$(BIN)/python csrc/cmake/kernel_report.py build/cuda-check/log.txt --require 80 90 100
+
+gpu-check:
+	PYTHON='$(PYTHON)' bench/gpu_check.sh
+
+wheel: $(TOOLS)
+	rm -rf build/wheel build/lib*
+	$(BIN)/pip wheel -q --no-deps -w build/wheel .
+	$(BIN)/python -m zipfile -l build/wheel/*.whl
+
+clean:
+	rm -rf .venv build *.egg-info pipekernels/_C.*.so

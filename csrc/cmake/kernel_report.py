@@ -1,0 +1,57 @@
+"""Lists what ptxas (-v) says of every kernel in a build log; fails on spills or missing architectures."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<architecture>\w+)'"
+    r"(?:(?!Compiling entry function).)*?"
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+    r"(?:(?!Compiling entry function).)*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def readable(mangled: str) -> str:
+    """The kernel's name and template arguments, without namespaces and parameters."""
+    full = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout
+    match = re.search(
+        r"(\w+(<[^()]*>)?)\(", full.replace("(anonymous namespace)", "").replace("(int)", "")
+    )
+    return match[1] if match else mangled
+
+
+def main() -> int:
+    """Prints the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--require", nargs="+", required=True, metavar="ARCHITECTURE")
+    args = parser.parse_args()
+    spills, seen = 0, set()
+    print(f"{'kernel':<44} {'arch':<7} registers  shared  spills (bytes)")
+    for kernel in KERNEL.finditer(args.log.read_text()):
+        spilled = int(kernel["stores"]) + int(kernel["loads"])
+        shared = re.search(r"(\d+) bytes smem", kernel["rest"])
+        print(
+            f"{readable(kernel['name']):<44} sm_{kernel['architecture']:<4} "
+            f"{kernel['registers']:>9} {shared[1] if shared else 0:>7} {spilled:>8}"
+        )
+        spills += spilled
+        seen.add(kernel["architecture"])
+    missing = set(args.require) - seen
+    if missing:
+        print(f"no kernel was compiled for sm_{', sm_'.join(sorted(missing))}")
+    if spills:
+        print(
+            "kernels spill registers to memory; give them fewer live values or larger launch bounds"
+        )
+    return 1 if spills or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
