@@ -1,0 +1,197 @@
+// Python module pipekernels._C: the only file that knows pybind11.
+//
+// Tensors arrive as integer addresses, sizes, strides and item sizes; std::invalid_argument becomes
+// ValueError. Everything that copies or waits runs without the GIL.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "pipekernels/all_gather.h"
+#include "pipekernels/all_reduce.h"
+#include "pipekernels/broadcast.h"
+#include "pipekernels/communicator.h"
+#include "pipekernels/micro_batch.h"
+#include "pipekernels/reduce_scatter.h"
+
+namespace py = pybind11;
+
+namespace {
+
+#ifdef PIPEKERNELS_WITH_CUDA
+constexpr bool kWithCuda = true;
+constexpr const char* kCudaVersion = PIPEKERNELS_CUDA_VERSION;
+constexpr const char* kCudaArchitectures = PIPEKERNELS_CUDA_ARCHITECTURES;
+#else
+constexpr bool kWithCuda = false;
+constexpr const char* kCudaVersion = "";
+constexpr const char* kCudaArchitectures = "";
+#endif
+
+// ---- build information
+// ---------------------------------------------------------------------------
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = PIPEKERNELS_VERSION;
+  info["compiler"] = PIPEKERNELS_COMPILER;
+  info["cuda"] = kWithCuda;
+  info["cuda_version"] = kCudaVersion;
+  info["cuda_architectures"] = kCudaArchitectures;
+  return info;
+}
+
+// ---- micro-batches
+// -------------------------------------------------------------------------------
+
+using Integers = std::vector<int64_t>;
+
+using Whole =
+    std::tuple<uintptr_t, int64_t, Integers, Integers>;  // address, item size, shape, strides
+using Part = std::pair<uintptr_t, Integers>;             // address, strides
+
+pipekernels::MicroBatchCopy micro_batch_copy(bool split, int64_t dim, Integers sizes,
+                                             const std::vector<Whole>& wholes,
+                                             const std::vector<Part>& micro_batches) {
+  pipekernels::MicroBatchCopy request;
+  request.direction = split ? pipekernels::Direction::kSplit : pipekernels::Direction::kConcat;
+  request.dim = dim;
+  request.sizes = std::move(sizes);
+  for (const auto& [address, item_size, shape, strides] : wholes) {
+    request.wholes.push_back({reinterpret_cast<char*>(address), item_size, shape, strides});
+  }
+  for (const auto& [address, strides] : micro_batches) {
+    request.micro_batches.push_back({reinterpret_cast<char*>(address), strides});
+  }
+  return request;
+}
+
+void bind_micro_batches(py::module_& m) {
+  m.def(
+      "copy_micro_batches",
+      [](bool split, int64_t dim, Integers sizes, const std::vector<Whole>& wholes,
+         const std::vector<Part>& micro_batches, int threads) {
+        const auto request = micro_batch_copy(split, dim, std::move(sizes), wholes, micro_batches);
+        pipekernels::copy_micro_batches(request, threads);
+      },
+      py::arg("split"), py::arg("dim"), py::arg("sizes"), py::arg("wholes"),
+      py::arg("micro_batches"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+#ifdef PIPEKERNELS_WITH_CUDA
+  m.def(
+      "copy_micro_batches_cuda",
+      [](bool split, int64_t dim, Integers sizes, const std::vector<Whole>& wholes,
+         const std::vector<Part>& micro_batches, uintptr_t stream) {
+        const auto request = micro_batch_copy(split, dim, std::move(sizes), wholes, micro_batches);
+        pipekernels::copy_micro_batches_cuda(request, reinterpret_cast<void*>(stream));
+      },
+      py::arg("split"), py::arg("dim"), py::arg("sizes"), py::arg("wholes"),
+      py::arg("micro_batches"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+#endif
+}
+
+// ---- collectives
+// ---------------------------------------------------------------------------------
+
+// The class that Python raises for a PeerError: cls(message, rank).
+PyObject* peer_error_class = nullptr;
+
+void translate_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const pipekernels::PeerError& e) {
+    const py::object instance =
+        py::reinterpret_borrow<py::object>(peer_error_class)(e.what(), e.rank);
+    PyErr_SetObject(peer_error_class, instance.ptr());
+  } catch (const pipekernels::TimeoutError& e) {
+    PyErr_SetString(PyExc_TimeoutError, e.what());
+  }
+}
+
+// Lets Ctrl-C end a wait. Python handles signals in the main thread alone.
+void check_signals() {
+  if (gettid() != getpid()) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+void* address(uintptr_t pointer) { return reinterpret_cast<void*>(pointer); }
+
+void bind_collectives(py::module_& m) {
+  using namespace pipekernels;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  m.def("set_peer_error", [](const py::object& cls) {
+    Py_XDECREF(peer_error_class);
+    peer_error_class = cls.inc_ref().ptr();
+  });
+  py::register_local_exception_translator(&translate_error);
+
+  py::class_<SymmetricBuffer>(m, "SymmetricBuffer", py::buffer_protocol())
+      .def_buffer([](SymmetricBuffer& buffer) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(buffer.data()), buffer.bytes());
+      });
+
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
+      .def_static("create", &Segment::create)
+      .def(py::init(&Segment::map), py::arg("fd"), py::arg("world_size"), NoGil());
+
+  py::class_<Communicator>(m, "Communicator")
+      .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
+                       double timeout) {
+             return std::make_unique<Communicator>(std::move(segment), rank, std::move(pidfds),
+                                                   Seconds(timeout), &check_signals);
+           }),
+           py::arg("segment"), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
+      .def("allocate",
+           [](const Communicator& communicator, size_t bytes) {
+             return std::make_unique<SymmetricBuffer>(communicator.heap(), bytes);
+           })
+      .def(
+          "all_reduce",
+          [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
+             int algorithm) {
+            all_reduce(communicator, address(data), count, static_cast<DType>(dtype),
+                       static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm));
+          },
+          NoGil())
+      .def(
+          "reduce_scatter",
+          [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,
+             int reduction) {
+            reduce_scatter(communicator, address(input), address(output), count,
+                           static_cast<DType>(dtype), static_cast<Reduction>(reduction));
+          },
+          NoGil())
+      .def(
+          "all_gather",
+          [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count,
+             int dtype) {
+            all_gather(communicator, address(input), address(output), count,
+                       static_cast<DType>(dtype));
+          },
+          NoGil())
+      .def(
+          "broadcast",
+          [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int root) {
+            broadcast(communicator, address(data), count, static_cast<DType>(dtype), root);
+          },
+          NoGil())
+      .def("barrier", &barrier, NoGil())
+      .def("close", &Communicator::close, NoGil())
+      .def("abort", &Communicator::abort, NoGil());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &build_info);
+  bind_micro_batches(m);
+  bind_collectives(m);
+}

@@ -1,0 +1,60 @@
+#include "pipekernels/all_gather.h"
+
+#include "pipekernels/copy.h"
+#include "pipekernels/slices.h"
+
+namespace pipekernels {
+
+// Every rank copies its data to its result buffers, block by block, and reads those of its peers.
+// Block k + 1 is copied before block k is read, so that peers need not wait for it. That takes the
+// three sets there are: copy_in(k+1) comes after wait S_k, which peers make after gather(k-2).
+void all_gather(Communicator& communicator, const void* input, void* output, size_t count,
+                DType dtype) {
+  const int me = communicator.rank();
+  const size_t size = size_of(dtype);
+  const Slices blocks{count, count, kStagingBytes / size};
+  const auto* mine = static_cast<const std::byte*>(input);
+  auto* all = static_cast<std::byte*>(output);
+  const Call call{Operation::kAllGather, dtype, {}, {}, 0, count};
+
+  run_collective(communicator, call, input, count * size, [&](Collective& collective) {
+    const auto copy_in = [&](size_t k) {
+      if (collective.direct()) return;
+      const Range block = blocks(0, k);
+      copy_bytes(collective.result(me, k), mine + block.begin * size, block.count * size);
+    };
+    const auto gather = [&](size_t k, const Range& block) {
+      for (int rank = 0; rank < collective.world_size(); ++rank) {
+        const std::byte* data = rank == me ? mine : collective.data_of(rank);
+        copy_bytes(all + (rank * count + block.begin) * size,
+                   data ? data + block.begin * size : collective.result(rank, k),
+                   block.count * size);
+      }
+    };
+
+    size_t rounds = blocks.blocks();
+    copy_in(0);
+    collective.signal();
+    collective.wait();
+    const int direct = collective.direct_ranks();
+    if (direct == collective.world_size()) {
+      gather(0, {0, count});
+      rounds = 0;
+    }
+    for (size_t k = 0; k < rounds; ++k) {
+      if (k + 1 < rounds) {
+        copy_in(k + 1);
+        collective.signal();
+      }
+      gather(k, blocks(0, k));
+      if (k + 1 < rounds) collective.wait();
+    }
+    if (direct > 0) {  // Peers read until here.
+      collective.signal();
+      collective.wait();
+    }
+    collective.finish_rounds(rounds);
+  });
+}
+
+}  // namespace pipekernels

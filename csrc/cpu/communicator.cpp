@@ -1,0 +1,352 @@
+#include "pipekernels/communicator.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "pipekernels/process.h"
+
+namespace pipekernels {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a rank sleeps before it looks for dead peers, the timeout and Ctrl-C.
+constexpr std::chrono::milliseconds kSlice{20};
+
+// How often a rank looks for a signal before it goes to sleep: first in a tight loop, then offering
+// its core to others in between. Ranks that share cores meet fast that way. One with a core of its
+// own should not offer it while its peers are at work in the same collective, which takes some 10
+// us at most: any other process would keep it for milliseconds.
+constexpr int kSpinsCrowded = 20;
+constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
+constexpr int kSpins = 1000;      // In the others.
+constexpr int kYields = 200;
+
+std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+std::string seconds(Seconds duration) {
+  std::string text = std::to_string(duration.count());
+  text.erase(text.find_last_not_of('0') + 1);
+  if (text.back() == '.') text.pop_back();
+  return text + " s";
+}
+
+std::string describe(const Call& call) {
+  constexpr const char* names[] = {"barrier", "all_reduce", "reduce_scatter", "all_gather",
+                                   "broadcast"};
+  std::string text = names[static_cast<int>(call.operation)];
+  if (call.operation == Operation::kBarrier) return text + "()";
+  text += "(" + std::to_string(call.count) + " x " + name_of(call.dtype);
+  if (call.operation == Operation::kBroadcast)
+    return text + ", src=" + std::to_string(call.root) + ")";
+  if (call.operation != Operation::kAllGather) text += std::string(", ") + name_of(call.reduction);
+  if (call.operation == Operation::kAllReduce) text += std::string(", ") + name_of(call.algorithm);
+  return text + ")";
+}
+
+bool same(const Call& a, const Call& b) {
+  return a.operation == b.operation && a.dtype == b.dtype && a.reduction == b.reduction &&
+         a.algorithm == b.algorithm && a.root == b.root && a.count == b.count;
+}
+
+}  // namespace
+
+// ---- life
+// ----------------------------------------------------------------------------------------
+
+Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
+                           Seconds timeout, std::function<void()> interrupt)
+    : rank_(rank),
+      world_size_(segment->world_size()),
+      timeout_(timeout),
+      interrupt_(std::move(interrupt)),
+      crowded_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
+      process_(process_generation()),
+      heap_(std::make_shared<SymmetricHeap>(segment, rank)),
+      segment_(std::move(segment)),
+      pidfds_(std::move(pidfds)) {}
+
+Communicator::~Communicator() { close(); }
+
+void Communicator::close() { shut_down(RankStatus::kClosed); }
+
+void Communicator::abort() { shut_down(RankStatus::failed(Reason::kAborted, rank_)); }
+
+void Communicator::shut_down(uint32_t status) {
+  if (closed_.exchange(true)) return;  // A call in another thread sees this and gives up.
+  std::unique_lock<std::timed_mutex> hold(mutex_, std::defer_lock);
+  if (process_ == process_generation()) {  // In a forked child neither lock nor status are ours.
+    hold.lock();
+    if (!failure_) publish(status, calls_ + 1);
+  }
+  for (const int fd : pidfds_) {
+    if (fd >= 0) ::close(fd);
+  }
+  segment_.reset();
+  std::atomic_store(&heap_, std::shared_ptr<SymmetricHeap>());
+}
+
+std::shared_ptr<SymmetricHeap> Communicator::heap() const {
+  check_process();
+  auto heap = std::atomic_load(&heap_);
+  if (!heap) throw std::runtime_error("this communicator has been closed");
+  return heap;
+}
+
+void Communicator::check_process() const {
+  if (process_ != process_generation()) {
+    throw std::runtime_error(
+        "this communicator belongs to the process that made it, and cannot be used in a forked "
+        "child; make a new one there");
+  }
+}
+
+void Communicator::check_usable() const {
+  if (closed_.load(std::memory_order_relaxed)) {
+    throw std::runtime_error("this communicator has been closed; make a new one");
+  }
+  if (!failure_) return;
+  const std::string message = "this communicator cannot be used after a failure (" +
+                              failure_->message + "); make a new one";
+  if (failure_->culprit == rank_ || failure_->reason == Reason::kTimedOut) {
+    throw std::runtime_error(message);
+  }
+  throw PeerError(failure_->culprit, failure_->reason, message);
+}
+
+// ---- waiting
+// ---------------------------------------------------------------------------------------
+
+void Communicator::lock() {
+  check_process();
+  if (mutex_.try_lock()) return;
+  const auto deadline = Clock::now() + timeout_;
+  // The system's clock, since ThreadSanitizer does not know a lock by the steady one.
+  while (!mutex_.try_lock_until(std::chrono::system_clock::now() + kSlice)) {
+    if (closed_.load(std::memory_order_relaxed)) check_usable();
+    if (Clock::now() >= deadline) {
+      throw TimeoutError(rank_,
+                         "another thread has been in a collective of this communicator for " +
+                             seconds(timeout_) + " (its timeout)");
+    }
+    interrupt_();
+  }
+}
+
+void Communicator::await(Signal& signal, uint32_t target, int owner, int spins) const {
+  for (int i = 0; i < spins; ++i) {
+    if (signal.reached(target)) return;
+    relax();
+  }
+  for (int i = 0; i < kYields; ++i) {
+    if (signal.reached(target)) return;
+    sched_yield();
+  }
+  await_slowly(signal, target, owner);
+}
+
+void Communicator::await_slowly(Signal& signal, uint32_t target, int owner) const {
+  const auto deadline = Clock::now() + timeout_;
+  while (true) {
+    check_peers(signal, target);
+    signal.sleep(target, kSlice);
+    if (signal.reached(target)) return;
+    check_processes(signal, target);
+    if (Clock::now() >= deadline) throw_timeout(signal, target, owner);
+    interrupt_();
+  }
+}
+
+void Communicator::await_arrivals(uint32_t target, int spins) const {
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (rank == rank_) continue;
+    Signal& arrivals = state(rank).arrivals;
+    await(arrivals, target, rank, spins);
+    // A rank that failed in this collective no longer keeps its data for us, though it got so far.
+    const uint32_t status = state(rank).status.load(std::memory_order_seq_cst);
+    if (RankStatus::is_failed(status) &&
+        state(rank).failed_call.load(std::memory_order_relaxed) <= calls_) {
+      throw_gone(rank, status);
+    }
+  }
+}
+
+// Throws if `signal` cannot be reached any more, judging by what the ranks say of themselves.
+void Communicator::check_peers(const Signal& signal, uint32_t target) const {
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const uint32_t status = state(rank).status.load(std::memory_order_acquire);
+    if (status != RankStatus::kOpen && !signal.reached(target)) throw_gone(rank, status);
+  }
+  if (closed_.load(std::memory_order_relaxed)) {
+    throw std::runtime_error("this communicator was closed by another thread during the call");
+  }
+}
+
+// Throws if `signal` cannot be reached any more because a process has ended.
+void Communicator::check_processes(const Signal& signal, uint32_t target) const {
+  if (is_threads()) return;
+  std::vector<pollfd> polls;
+  for (const int fd : pidfds_) polls.push_back({fd, POLLIN, 0});  // -1 is ignored.
+  if (poll(polls.data(), polls.size(), 0) <= 0) return;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (polls[rank].revents != 0 && !signal.reached(target)) {
+      // It may have closed or failed before it ended, which says more.
+      check_peers(signal, target);
+      throw PeerError(rank, Reason::kDied, rank_name(rank) + " has died");
+    }
+  }
+}
+
+// Throws what a rank with this status means for the others.
+void Communicator::throw_gone(int rank, uint32_t status) const {
+  constexpr const char* what[] = {" has died", " has closed its communicator",
+                                  " gave up after an error of its own", " did not arrive in time"};
+  const Reason reason = RankStatus::reason(status);
+  const int culprit = RankStatus::is_failed(status) ? RankStatus::culprit(status) : rank;
+  std::string message = rank_name(culprit) + what[static_cast<int>(reason)];
+  if (culprit != rank) message += ", as " + rank_name(rank) + " has noticed";
+  if (reason == Reason::kTimedOut) throw TimeoutError(culprit, message);
+  throw PeerError(culprit, reason, message);
+}
+
+void Communicator::throw_timeout(const Signal& signal, uint32_t target, int owner) const {
+  std::string missing = std::to_string(owner);
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const Signal& arrivals = state(rank).arrivals;
+    const bool counts = &signal == &state(owner).arrivals && rank != rank_ && rank != owner;
+    if (counts && !arrivals.reached(target)) missing += ", " + std::to_string(rank);
+  }
+  throw TimeoutError(owner, "rank(s) " + missing + " of " + std::to_string(world_size_) +
+                                " did not arrive at " + describe(call_) + ", collective number " +
+                                std::to_string(calls_) + " of this communicator, within " +
+                                seconds(timeout_));
+}
+
+// ---- failing
+// ---------------------------------------------------------------------------------------
+
+void Communicator::publish(uint32_t status, uint64_t failed_call) {
+  RankState& mine = state(rank_);
+  mine.failed_call.store(failed_call, std::memory_order_relaxed);
+  mine.status.store(status, std::memory_order_seq_cst);
+  for (Signal* signal : {&mine.arrivals, &mine.reduce_sent, &mine.gather_sent}) signal->wake();
+}
+
+// Tells the peers. The data of a thread may be freed as soon as its call has thrown, so that waits
+// here until no peer can access them any more: a peer that is inside a collective leaves it at its
+// next wait, and one that enters sees the status before it touches any data.
+void Communicator::fail(Failure failure) {
+  publish(RankStatus::failed(failure.reason, failure.culprit), calls_);
+  failure_ = std::move(failure);
+  state(rank_).inside.store(0, std::memory_order_seq_cst);
+  if (!is_threads()) return;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    while (state(rank).inside.load(std::memory_order_seq_cst) != 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+}
+
+// ---- a collective
+// ----------------------------------------------------------------------------------
+
+Collective::Collective(Communicator& communicator, const Call& call, const void* data, size_t bytes)
+    : communicator_(communicator), bytes_(bytes) {
+  communicator_.lock();
+  try {
+    communicator_.check_usable();
+  } catch (...) {
+    communicator_.mutex_.unlock();
+    throw;
+  }
+  communicator_.call_ = call;
+  ++communicator_.calls_;
+  Descriptor& mine = descriptor(rank());
+  mine.call = call;
+  mine.location = 0;
+  if (communicator_.is_threads()) {
+    mine.location = reinterpret_cast<uintptr_t>(data);
+  } else if (communicator_.heap_->contains(data, bytes)) {
+    mine.location = static_cast<const std::byte*>(data) - segment().base();
+  }
+  // Before any access to peers' memory, and before looking whether a peer has failed; see fail().
+  communicator_.state(rank()).inside.store(1, std::memory_order_seq_cst);
+}
+
+Collective::~Collective() {
+  communicator_.state(rank()).inside.store(0, std::memory_order_release);
+  communicator_.mutex_.unlock();
+}
+
+void Collective::signal() {
+  Signal& arrivals = communicator_.state(rank()).arrivals;
+  arrivals.raise(arrivals.own_value() + 1);
+}
+
+void Collective::wait() {
+  communicator_.await_arrivals(communicator_.state(rank()).arrivals.own_value(), spins());
+  if (!compared_) compare_descriptors();
+}
+
+void Collective::wait(Signal& signal, uint32_t target, int owner) {
+  communicator_.await(signal, target, owner, spins());
+}
+
+int Collective::spins() const {
+  if (communicator_.crowded_) return kSpinsCrowded;
+  return compared_ ? kSpins : kSpinsFirst;
+}
+
+void Collective::compare_descriptors() {
+  compared_ = true;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (same(descriptor(peer).call, mine().call)) continue;
+    std::string message = "the ranks call different collectives: ";
+    for (int i = 0; i < world_size(); ++i) {
+      message += (i ? ", " : "") + rank_name(i) + " " + describe(descriptor(i).call);
+    }
+    throw MismatchError(message);
+  }
+}
+
+std::byte* Collective::data_of(int peer) const {
+  const uint64_t location = descriptor(peer).location;
+  if (location == 0) return nullptr;
+  if (communicator_.is_threads()) return reinterpret_cast<std::byte*>(location);
+  return segment().base() + location;
+}
+
+int Collective::direct_ranks() const {
+  int ranks = 0;
+  for (int peer = 0; peer < world_size(); ++peer) ranks += descriptor(peer).location != 0;
+  return ranks;
+}
+
+void Collective::abandon() {
+  try {
+    throw;
+  } catch (const MismatchError&) {
+    return;
+  } catch (const PeerError& error) {
+    communicator_.fail({error.reason, error.rank, error.what()});
+  } catch (const TimeoutError& error) {
+    communicator_.fail({Reason::kTimedOut, error.rank, error.what()});
+  } catch (...) {
+    communicator_.fail({Reason::kAborted, rank(), "a call was interrupted"});
+  }
+  // A process that was stopped may go on one day, and write to what peers have published.
+  if (direct() && !communicator_.is_threads())
+    communicator_.heap_->isolate(data_of(rank()), bytes_);
+}
+
+void barrier(Communicator& communicator) {
+  run_collective(communicator, Call{}, nullptr, 0, [](Collective& collective) {
+    collective.signal();
+    collective.wait();
+  });
+}
+
+}  // namespace pipekernels

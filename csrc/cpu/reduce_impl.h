@@ -1,0 +1,307 @@
+// The reduction kernels, written once over vectors of kVectorBytes and compiled once per
+// instruction set by reduce_{baseline,avx2,avx512}.cpp.
+//
+// Everything here has internal linkage and uses nothing inline from elsewhere, so that the linker
+// cannot pick code of one instruction set for another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "pipekernels/reduce.h"
+
+namespace pipekernels {
+namespace {
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+};
+template <class T>
+using Vector = typename VectorOf<T>::type;
+
+// The same bits as lanes of another type.
+template <class To, class From>
+To bits(From v) {
+  return (To)v;
+}
+
+// ---- element types ---------------------------------------------------------------------------
+// A vector of elements widens to kParts vectors of accumulators, in an order of the type's own.
+
+template <class T>
+struct Plain {
+  using Element = T;
+  using Accumulator = T;
+  static constexpr int kParts = 1;
+  static void widen(Vector<T> v, Vector<T>* parts) { parts[0] = v; }
+  static Vector<T> narrow(const Vector<T>* parts) { return parts[0]; }
+};
+
+// 16-bit floats by hand: even elements in one part, odd ones in the other.
+template <class Format>
+struct EvenOdd {
+  using Element = uint16_t;
+  using Accumulator = float;
+  static constexpr int kParts = 2;
+  using U = Vector<uint32_t>;
+  static void widen(Vector<uint16_t> v, Vector<float>* parts) {
+    const U pairs = bits<U>(v);
+    parts[0] = Format::from_high(pairs << 16);
+    parts[1] = Format::from_high(pairs & 0xffff0000);
+  }
+  static Vector<uint16_t> narrow(const Vector<float>* parts) {
+    return bits<Vector<uint16_t>>(Format::to_low(parts[0]) | Format::to_low(parts[1]) << 16);
+  }
+};
+
+struct Bf16Format {
+  using U = Vector<uint32_t>;
+  using F = Vector<float>;
+  static F from_high(U x) { return bits<F>(x); }
+  static U to_low(F v) {
+    const U x = bits<U>(v);
+    const U rounded = x + 0x7fff + (x >> 16 & 1);
+    return (v == v ? rounded : (x | 0x400000)) >> 16;
+  }
+};
+using Bf16 = EvenOdd<Bf16Format>;
+
+#if defined(__F16C__)
+
+#if defined(__AVX512F__)
+// Masked with all ones, since GCC 12 warns about the plain forms.
+inline __m512 widen_half(__m256i v) { return _mm512_maskz_cvtph_ps(0xffff, v); }
+inline __m256i narrow_half(__m512 v) {
+  return _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT);
+}
+inline __m256i low_half(__m512i v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+inline __m256i high_half(__m512i v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+inline __m512i join_halves(__m256i low, __m256i high) {
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+#else
+inline __m256 widen_half(__m128i v) { return _mm256_cvtph_ps(v); }
+inline __m128i narrow_half(__m256 v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline __m128i low_half(__m256i v) { return __builtin_shufflevector(v, v, 0, 1); }
+inline __m128i high_half(__m256i v) { return __builtin_shufflevector(v, v, 2, 3); }
+inline __m256i join_halves(__m128i low, __m128i high) {
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3);
+}
+#endif
+
+struct Fp16 {
+  using Element = uint16_t;
+  using Accumulator = float;
+  static constexpr int kParts = 2;
+  static void widen(Vector<uint16_t> v, Vector<float>* parts) {
+    parts[0] = widen_half(low_half(bits<Vector<long long>>(v)));
+    parts[1] = widen_half(high_half(bits<Vector<long long>>(v)));
+  }
+  static Vector<uint16_t> narrow(const Vector<float>* parts) {
+    return bits<Vector<uint16_t>>(join_halves(narrow_half(parts[0]), narrow_half(parts[1])));
+  }
+};
+
+#else
+
+struct Fp16Format {
+  using U = Vector<uint32_t>;
+  using F = Vector<float>;
+  static constexpr uint32_t kRebias = (127 - 15) << 23;
+
+  static F from_high(U x) {
+    const U magnitude = x >> 3 & 0x0fffe000;
+    const U normal = magnitude + kRebias;
+    const U special = normal + kRebias;  // Infinity and NaN: exponent 255.
+    // A subnormal is its mantissa in units of 2^-24: put it below the mantissa of 2^-14, subtract.
+    const U offset = U{} + (kRebias + (1u << 23));
+    const U subnormal = bits<U>(bits<F>(magnitude + offset) - bits<F>(offset));
+    const U finite = magnitude < (1u << 23) ? subnormal : normal;
+    return bits<F>((magnitude >= (31u << 23) ? special : finite) | (x & 0x80000000));
+  }
+  static U to_low(F v) {
+    const U x = bits<U>(v);
+    const U magnitude = x & 0x7fffffff;
+    const U normal = (magnitude - kRebias + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    // Adding 0.5 leaves units of 2^-24 in the mantissa, rounded by the addition itself.
+    const U half = U{} + (126u << 23);
+    const U subnormal = bits<U>(bits<F>(magnitude) + bits<F>(half)) - half;
+    const U finite = magnitude < (113u << 23) ? subnormal : normal;
+    const U infinite = U{} + 0x7c00;
+    const U nan = (magnitude >> 13 & 0x3ff) | 0x7e00;
+    const U special = magnitude > 0x7f800000 ? nan : infinite;
+    return (magnitude >= (143u << 23) ? special : finite) | (x >> 16 & 0x8000);
+  }
+};
+using Fp16 = EvenOdd<Fp16Format>;
+
+#endif
+
+// ---- reductions --------------------------------------------------------------------------------
+
+struct Sum {
+  template <class V>
+  static V combine(V a, V b) {
+    return a + b;
+  }
+  template <class V>
+  static V finish(V v, int) {
+    return v;
+  }
+};
+
+struct Avg : Sum {
+  template <class V>
+  static V finish(V v, int terms) {
+    return v / (V{} + static_cast<decltype(v[0] + v[0])>(terms));
+  }
+};
+
+struct Max {
+  template <class V>
+  static V combine(V a, V b) {
+    return (a > b) | (a != a) ? a : b;
+  }
+  template <class V>
+  static V finish(V v, int) {
+    return v;
+  }
+};
+
+struct Min {
+  template <class V>
+  static V combine(V a, V b) {
+    return (a < b) | (a != a) ? a : b;
+  }
+  template <class V>
+  static V finish(V v, int) {
+    return v;
+  }
+};
+
+// ---- kernels -----------------------------------------------------------------------------------
+
+// One vector of elements, widened.
+template <class Type>
+struct Wide {
+  using Element = typename Type::Element;
+  using Accumulator = typename Type::Accumulator;
+  static constexpr size_t kElements = kVectorBytes / sizeof(Element);
+
+  Vector<Accumulator> parts[Type::kParts];
+
+  // `count` <= kElements of them exist in memory.
+  static Wide load(const void* source, size_t i, size_t count) {
+    Vector<Element> v{};
+    std::memcpy(&v, static_cast<const Element*>(source) + i, count * sizeof(Element));
+    Wide wide;
+    Type::widen(v, wide.parts);
+    return wide;
+  }
+  template <class Op>
+  void combine(const Wide& other) {
+    for (int p = 0; p < Type::kParts; ++p) parts[p] = Op::combine(parts[p], other.parts[p]);
+  }
+  template <class Op>
+  void store(void* destination, size_t i, size_t count, int terms) {
+    for (auto& part : parts) part = Op::finish(part, terms);
+    const auto v = Type::narrow(parts);
+    std::memcpy(static_cast<Element*>(destination) + i, &v, count * sizeof(Element));
+  }
+
+  // Partial results keep the order of the parts, and whole vectors.
+  static Wide load_partial(const void* source, size_t i) {
+    Wide wide;
+    std::memcpy(wide.parts, static_cast<const Accumulator*>(source) + i, sizeof(parts));
+    return wide;
+  }
+  void store_partial(void* destination, size_t i) const {
+    std::memcpy(static_cast<Accumulator*>(destination) + i, parts, sizeof(parts));
+  }
+};
+
+template <class Type, class Op>
+struct Kernels {
+  using W = Wide<Type>;
+  static constexpr size_t kElements = W::kElements;
+
+  // Calls step(i, n) for n elements from i on: n is kElements, but for the last.
+  template <class Step>
+  static void for_each_vector(size_t begin, size_t count, Step step) {
+    size_t i = begin;
+    for (; i + kElements <= count; i += kElements) step(i, kElements);
+    if (i < count) step(i, count - i);
+  }
+
+  static void reduce(void* destination, const void* const* sources, int terms, size_t count) {
+    constexpr size_t kUnroll = 4 / Type::kParts;
+    size_t i = 0;
+    for (; i + kUnroll * kElements <= count; i += kUnroll * kElements) {
+      W wide[kUnroll];
+      for (size_t u = 0; u < kUnroll; ++u) {
+        wide[u] = W::load(sources[0], i + u * kElements, kElements);
+      }
+      for (int s = 1; s < terms; ++s) {
+        for (size_t u = 0; u < kUnroll; ++u) {
+          wide[u].template combine<Op>(W::load(sources[s], i + u * kElements, kElements));
+        }
+      }
+      for (size_t u = 0; u < kUnroll; ++u) {
+        wide[u].template store<Op>(destination, i + u * kElements, kElements, terms);
+      }
+    }
+    for_each_vector(i, count, [=](size_t at, size_t n) {
+      W wide = W::load(sources[0], at, n);
+      for (int s = 1; s < terms; ++s) wide.template combine<Op>(W::load(sources[s], at, n));
+      wide.template store<Op>(destination, at, n, terms);
+    });
+  }
+
+  static void accumulate(void* destination, const void* partial, const void* source, size_t count) {
+    for_each_vector(0, count, [=](size_t at, size_t n) {
+      W wide = W::load(source, at, n);
+      if (partial) {
+        const W term = wide;
+        wide = W::load_partial(partial, at);
+        wide.template combine<Op>(term);
+      }
+      wide.store_partial(destination, at);
+    });
+  }
+
+  static void finish(void* destination, const void* partial, const void* source, int terms,
+                     size_t count) {
+    for_each_vector(0, count, [=](size_t at, size_t n) {
+      W wide = W::load_partial(partial, at);
+      wide.template combine<Op>(W::load(source, at, n));
+      wide.template store<Op>(destination, at, n, terms);
+    });
+  }
+
+  static constexpr ReduceKernels kTable = {&reduce, &accumulate, &finish};
+};
+
+template <class Type>
+constexpr ReduceKernels kFloatTable[kReductions] = {
+    Kernels<Type, Sum>::kTable, Kernels<Type, Avg>::kTable, Kernels<Type, Max>::kTable,
+    Kernels<Type, Min>::kTable};
+
+// A sum of integers wraps around, which only unsigned types may do.
+template <class Signed, class Unsigned>
+constexpr ReduceKernels kIntegerTable[kReductions] = {Kernels<Plain<Unsigned>, Sum>::kTable,
+                                                      {},
+                                                      Kernels<Plain<Signed>, Max>::kTable,
+                                                      Kernels<Plain<Signed>, Min>::kTable};
+
+constexpr const ReduceKernels* kTables[kReducibleDTypes] = {
+    kFloatTable<Plain<double>>, kFloatTable<Plain<float>>,        kFloatTable<Fp16>,
+    kFloatTable<Bf16>,          kIntegerTable<int32_t, uint32_t>, kIntegerTable<int64_t, uint64_t>,
+};
+
+}  // namespace
+}  // namespace pipekernels

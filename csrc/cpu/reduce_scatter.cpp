@@ -1,0 +1,71 @@
+#include "pipekernels/reduce_scatter.h"
+
+#include <vector>
+
+#include "pipekernels/copy.h"
+#include "pipekernels/reduce.h"
+#include "pipekernels/slices.h"
+
+namespace pipekernels {
+
+// The first half of two_shot() in all_reduce.cpp, and its argument for two sets of input buffers.
+void reduce_scatter(Communicator& communicator, const void* input, void* output, size_t count,
+                    DType dtype, Reduction reduction) {
+  check_reducible(dtype, reduction);
+  const ReduceKernels& kernels = reduce_kernels(dtype, reduction);
+  const int me = communicator.rank();
+  const int terms = communicator.world_size();
+  const size_t size = size_of(dtype);
+  const size_t block_size = kStagingBytes / terms / 64 * 64;
+  const Slices slices{terms * count, count, block_size / size};
+  const auto* mine = static_cast<const std::byte*>(input);
+  const Call call{Operation::kReduceScatter, dtype, reduction, {}, 0, terms * count};
+
+  run_collective(communicator, call, input, terms * count * size, [&](Collective& collective) {
+    const auto copy_in = [&](size_t k) {
+      if (collective.direct()) return;
+      for (int rank = 0; rank < terms; ++rank) {
+        if (rank == me) continue;
+        const Range block = slices(rank, k);
+        copy_bytes(collective.input(me, k) + rank * block_size, mine + block.begin * size,
+                   block.count * size);
+      }
+    };
+    std::vector<const void*> sources(terms);
+    const auto reduce = [&](size_t k, const Range& block) {
+      for (int rank = 0; rank < terms; ++rank) {
+        const std::byte* data = rank == me ? mine : collective.data_of(rank);
+        sources[rank] =
+            data ? data + block.begin * size : collective.input(rank, k) + me * block_size;
+      }
+      const size_t begin = block.begin - slices.slice(me).begin;
+      kernels.reduce(static_cast<std::byte*>(output) + begin * size, sources.data(), terms,
+                     block.count);
+    };
+
+    size_t rounds = slices.blocks();
+    copy_in(0);
+    collective.signal();
+    collective.wait();
+    const int direct = collective.direct_ranks();
+    if (direct == terms) {
+      reduce(0, slices.slice(me));
+      rounds = 0;
+    }
+    for (size_t k = 0; k < rounds; ++k) {
+      reduce(k, slices(me, k));
+      if (k + 1 < rounds) {
+        copy_in(k + 1);
+        collective.signal();
+        collective.wait();
+      }
+    }
+    if (direct > 0) {  // Peers read until here.
+      collective.signal();
+      collective.wait();
+    }
+    collective.finish_rounds(rounds);
+  });
+}
+
+}  // namespace pipekernels

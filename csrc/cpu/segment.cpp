@@ -1,0 +1,78 @@
+#include "pipekernels/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+namespace pipekernels {
+namespace {
+
+constexpr size_t kAlignment = 2 << 20;  // A huge page, and a multiple of any page.
+
+size_t round_up(size_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+Segment::Segment(int world_size)
+    : world_size_(world_size),
+      staging_(round_up(world_size * sizeof(RankState))),
+      heaps_(round_up(staging_ + world_size * kStagingStride)) {}
+
+int Segment::create(int world_size) {
+  if (world_size < 1 || world_size > kMaxRanks) {
+    throw std::invalid_argument("world_size must be in 1.." + std::to_string(kMaxRanks) + ", got " +
+                                std::to_string(world_size));
+  }
+  const int fd = memfd_create("pipekernels", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) throw_errno("memfd_create failed");
+  const auto size = static_cast<off_t>(Segment(world_size).size());
+  // Sealed, so that no rank can shrink it under the others.
+  if (ftruncate(fd, size) != 0 ||
+      fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    const int error = errno;
+    close(fd);
+    errno = error;
+    throw_errno("cannot size the shared memory");
+  }
+  return fd;
+}
+
+std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
+  std::shared_ptr<Segment> segment(new Segment(world_size));
+  struct stat status;
+  if (fstat(fd, &status) != 0) throw_errno("fstat failed");
+  if (static_cast<size_t>(status.st_size) != segment->size()) {
+    throw std::runtime_error("the shared memory has " + std::to_string(status.st_size) +
+                             " bytes instead of " + std::to_string(segment->size()) +
+                             ": the ranks must run the same version of pipekernels");
+  }
+  void* base =
+      mmap(nullptr, segment->size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (base == MAP_FAILED) {
+    throw_errno("cannot map " + std::to_string(segment->size() >> 30) +
+                " GiB of address space (see ulimit -v)");
+  }
+  segment->base_ = static_cast<std::byte*>(base);
+  // Hints: they save page faults later, and a kernel without them works all the same.
+#ifdef MADV_POPULATE_WRITE
+  madvise(base, segment->heaps_, MADV_POPULATE_WRITE);
+#endif
+  madvise(segment->heap(0), segment->size() - segment->heaps_, MADV_HUGEPAGE);
+  return segment;
+}
+
+Segment::~Segment() {
+  if (base_) munmap(base_, size());
+}
+
+}  // namespace pipekernels

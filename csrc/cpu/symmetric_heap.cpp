@@ -1,0 +1,113 @@
+#include "pipekernels/symmetric_heap.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "pipekernels/process.h"
+
+namespace pipekernels {
+namespace {
+
+constexpr size_t kAlignment = 128;
+constexpr int kWindow = 64;               // Releases.
+constexpr size_t kAlwaysKept = 16 << 20;  // Not worth returning.
+
+}  // namespace
+
+SymmetricHeap::SymmetricHeap(std::shared_ptr<Segment> segment, int rank)
+    : segment_(std::move(segment)),
+      base_(segment_->heap(rank)),
+      process_(process_generation()),
+      free_{{0, kHeapBytes}} {}
+
+std::byte* SymmetricHeap::allocate(size_t bytes) {
+  if (bytes > kHeapBytes) bytes = kHeapBytes + 1;  // Too large, and safe to round up.
+  const size_t size = std::max(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto block = std::find_if(free_.begin(), free_.end(),
+                                  [size](const auto& entry) { return entry.second >= size; });
+  if (block == free_.end()) {
+    throw std::runtime_error("no room for " + std::to_string(bytes) +
+                             " bytes of symmetric memory: " + std::to_string(used_bytes_) + " of " +
+                             std::to_string(kHeapBytes) +
+                             " are in use; drop symmetric tensors that are no longer needed");
+  }
+  const auto [offset, available] = *block;
+  free_.erase(block);
+  if (available > size) free_[offset + size] = available - size;
+  used_[offset] = size;
+  used_bytes_ += size;
+  kept_bytes_ -= std::min(kept_bytes_, size);
+  peak_ = std::max(peak_, used_bytes_);
+  return base_ + offset;
+}
+
+void SymmetricHeap::release(std::byte* block) {
+  if (process_ != process_generation())
+    return;  // A forked child has no say in its parent's blocks.
+  std::lock_guard<std::mutex> lock(mutex_);
+  size_t offset = block - base_;
+  const auto used = used_.find(offset);
+  size_t size = used->second;
+  used_.erase(used);
+  used_bytes_ -= size;
+  kept_bytes_ += size;
+
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && next->first == offset + size) {
+    size += next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    const auto previous = std::prev(next);
+    if (previous->first + previous->second == offset) {
+      offset = previous->first;
+      size += previous->second;
+      free_.erase(previous);
+    }
+  }
+  free_[offset] = size;
+
+  if (++window_ == kWindow) {
+    window_ = 0;
+    last_peak_ = peak_;
+    peak_ = used_bytes_;
+  }
+  if (kept_bytes_ > std::max(kAlwaysKept, std::max(peak_, last_peak_))) trim();
+}
+
+void SymmetricHeap::trim() {
+  const size_t page = sysconf(_SC_PAGESIZE);
+  for (const auto& [offset, size] : free_) {
+    const size_t begin = (offset + page - 1) / page * page;
+    const size_t end = (offset + size) / page * page;
+    if (begin < end) madvise(base_ + begin, end - begin, MADV_REMOVE);
+  }
+  kept_bytes_ = 0;
+}
+
+void SymmetricHeap::isolate(std::byte* data, size_t bytes) {
+  const size_t page = sysconf(_SC_PAGESIZE);
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  std::byte* begin = data - address % page;
+  const size_t size = (data + bytes - begin + page - 1) / page * page;
+  void* own = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (own == MAP_FAILED) return;
+  std::memcpy(own, begin, size);
+  if (mremap(own, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, begin) == MAP_FAILED)
+    munmap(own, size);
+}
+
+bool SymmetricHeap::contains(const void* data, size_t bytes) const {
+  const auto* begin = static_cast<const std::byte*>(data);
+  return begin >= base_ && begin <= base_ + kHeapBytes &&
+         bytes <= size_t(base_ + kHeapBytes - begin);
+}
+
+}  // namespace pipekernels

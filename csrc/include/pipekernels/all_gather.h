@@ -1,0 +1,16 @@
+// All-gather: every rank ends up with the data of all ranks.
+#pragma once
+
+#include <cstddef>
+
+#include "pipekernels/communicator.h"
+#include "pipekernels/dtype.h"
+
+namespace pipekernels {
+
+// `input` has `count` elements; `output` has world_size times as many, in rank order, and does not
+// overlap it. Throws what communicator.h says.
+void all_gather(Communicator& communicator, const void* input, void* output, size_t count,
+                DType dtype);
+
+}  // namespace pipekernels

@@ -1,0 +1,20 @@
+// All-reduce: every rank ends up with the elementwise reduction over all ranks.
+#pragma once
+
+#include <cstddef>
+
+#include "pipekernels/communicator.h"
+#include "pipekernels/dtype.h"
+
+namespace pipekernels {
+
+// Reduces `count` elements at `data` in place. Every algorithm gives every rank the same bits:
+// those of the reduction in rank order, see reduce.h. Throws std::invalid_argument for a dtype or
+// reduction that reduce.h does not have, and what communicator.h says.
+void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
+                Reduction reduction, Algorithm algorithm);
+
+// What Algorithm::kAuto stands for; the same on all ranks.
+Algorithm choose_algorithm(size_t bytes, int world_size);
+
+}  // namespace pipekernels

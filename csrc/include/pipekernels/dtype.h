@@ -1,0 +1,59 @@
+// Element types, reductions and all-reduce algorithms, by the codes that cross the Python boundary.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pipekernels {
+
+// The first six can be reduced; all can be moved.
+enum class DType : uint8_t {
+  kFloat64,
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kInt32,
+  kInt64,
+  kInt16,
+  kInt8,
+  kUInt8,
+  kBool,
+  kComplex64,
+  kComplex128,
+};
+constexpr int kReducibleDTypes = 6;
+
+enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin };
+constexpr int kReductions = 4;
+
+enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot, kRing };
+
+constexpr size_t size_of(DType dtype) {
+  constexpr size_t sizes[] = {8, 4, 2, 2, 4, 8, 2, 1, 1, 1, 8, 16};
+  return sizes[static_cast<int>(dtype)];
+}
+
+constexpr const char* name_of(DType dtype) {
+  constexpr const char* names[] = {"float64", "float32", "float16",   "bfloat16",
+                                   "int32",   "int64",   "int16",     "int8",
+                                   "uint8",   "bool",    "complex64", "complex128"};
+  return names[static_cast<int>(dtype)];
+}
+
+constexpr const char* name_of(Reduction reduction) {
+  constexpr const char* names[] = {"sum", "avg", "max", "min"};
+  return names[static_cast<int>(reduction)];
+}
+
+constexpr const char* name_of(Algorithm algorithm) {
+  constexpr const char* names[] = {"auto", "one_shot", "two_shot", "ring"};
+  return names[static_cast<int>(algorithm)];
+}
+
+constexpr bool is_reducible(DType dtype) { return static_cast<int>(dtype) < kReducibleDTypes; }
+constexpr bool is_integer(DType dtype) { return dtype == DType::kInt32 || dtype == DType::kInt64; }
+
+// Size of an element of a partial result: 16-bit types are summed in float32.
+constexpr size_t partial_size_of(DType dtype) { return size_of(dtype) == 2 ? 4 : size_of(dtype); }
+
+}  // namespace pipekernels

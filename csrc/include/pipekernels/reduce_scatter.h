@@ -1,0 +1,16 @@
+// Reduce-scatter: every rank ends up with its slice of the elementwise reduction over all ranks.
+#pragma once
+
+#include <cstddef>
+
+#include "pipekernels/communicator.h"
+#include "pipekernels/dtype.h"
+
+namespace pipekernels {
+
+// `input` has world_size slices of `count` elements, `output` has one and does not overlap it. The
+// bits are those of all_reduce(). Throws as all_reduce() does.
+void reduce_scatter(Communicator& communicator, const void* input, void* output, size_t count,
+                    DType dtype, Reduction reduction);
+
+}  // namespace pipekernels

@@ -1,0 +1,127 @@
+// The memory that the ranks of one communicator share.
+//
+// An anonymous memory file, mapped by every rank (once, where the ranks are threads of a process),
+// that disappears with its last mapping:
+//
+//   [ state of rank 0 .. n-1 | staging of rank 0 .. n-1 | symmetric heap of rank 0 .. n-1 ]
+//
+// Pages are taken when they are first touched, so the heaps cost address space alone.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "pipekernels/dtype.h"
+#include "pipekernels/errors.h"
+#include "pipekernels/signal.h"
+
+namespace pipekernels {
+
+enum class Operation : uint8_t { kBarrier, kAllReduce, kReduceScatter, kAllGather, kBroadcast };
+
+// What a rank calls; equal on all ranks.
+struct Call {
+  Operation operation = Operation::kBarrier;
+  DType dtype = DType::kUInt8;
+  Reduction reduction = Reduction::kSum;
+  Algorithm algorithm = Algorithm::kAuto;
+  uint32_t root = 0;
+  uint64_t count = 0;  // Elements of this rank's input.
+};
+
+// What a rank publishes with the first signal of a collective.
+struct Descriptor {
+  Call call;
+  // Where peers can read and write this rank's data: an offset in the segment if the ranks are
+  // processes, an address if they are threads. 0: nowhere, peers see what is copied to the staging.
+  uint64_t location = 0;
+};
+
+// What a rank says of itself: open, closed, or that it has failed, why, and because of which rank.
+struct RankStatus {
+  static constexpr uint32_t kOpen = 0;
+  static constexpr uint32_t kClosed = 1;
+  static constexpr uint32_t failed(Reason reason, int culprit) {
+    return 2 | static_cast<uint32_t>(reason) << 8 | static_cast<uint32_t>(culprit) << 16;
+  }
+  static constexpr bool is_failed(uint32_t status) { return status > kClosed; }
+  static constexpr Reason reason(uint32_t status) {
+    return status == kClosed ? Reason::kClosed : static_cast<Reason>(status >> 8 & 0xff);
+  }
+  static constexpr int culprit(uint32_t status) { return static_cast<int>(status >> 16); }
+};
+
+// The state of one rank, written by that rank alone.
+struct alignas(128) RankState {
+  // Raised by every step that all ranks take together.
+  Signal arrivals;
+  // A RankStatus; if it has failed, the number of the collective since which its data are invalid.
+  std::atomic<uint32_t> status;
+  std::atomic<uint64_t> failed_call;
+  // Whether the rank is in a collective, in which it may access its peers' memory.
+  std::atomic<uint32_t> inside;
+  // Of the last two collectives: a peer may still read the one before last.
+  Descriptor descriptors[2];
+  // Ring: how many chunks this rank has put into its mailboxes, which the next rank reads.
+  Signal reduce_sent, gather_sent;
+};
+
+constexpr int kMaxRanks = 1024;
+
+// Bytes in one set of staging buffers: small enough that all sets together stay in a core's L2.
+constexpr size_t kStagingBytes = 256 << 10;
+// How many sets of each there are, see two_shot() in all_reduce.cpp.
+constexpr int kInputSets = 2;
+constexpr int kResultSets = 3;
+// Slots of a ring mailbox (a power of two), and bytes in each.
+constexpr int kRingDepth = 8;
+constexpr size_t kRingSlotBytes = 32 << 10;
+// Address space of one rank's symmetric heap.
+constexpr size_t kHeapBytes = size_t{16} << 30;
+
+class Segment {
+ public:
+  // Returns the descriptor of a new memory file of the right size for map(). Throws
+  // std::invalid_argument unless 1 <= world_size <= kMaxRanks.
+  static int create(int world_size);
+  // Maps the file; the caller may close `fd` afterwards.
+  static std::shared_ptr<Segment> map(int fd, int world_size);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int world_size() const { return world_size_; }
+  std::byte* base() const { return base_; }
+
+  RankState& state(int rank) const { return reinterpret_cast<RankState*>(base_)[rank]; }
+  std::byte* input(int rank, uint64_t round) const {
+    return staging(rank) + round % kInputSets * kStagingBytes;
+  }
+  std::byte* result(int rank, uint64_t round) const {
+    return staging(rank) + (kInputSets + round % kResultSets) * kStagingBytes;
+  }
+  std::byte* reduce_mailbox(int rank, uint32_t slot) const {
+    return staging(rank) + kMailboxes + slot % kRingDepth * kRingSlotBytes;
+  }
+  std::byte* gather_mailbox(int rank, uint32_t slot) const {
+    return reduce_mailbox(rank, slot) + kRingDepth * kRingSlotBytes;
+  }
+  std::byte* heap(int rank) const { return base_ + heaps_ + rank * kHeapBytes; }
+
+ private:
+  static constexpr size_t kMailboxes = (kInputSets + kResultSets) * kStagingBytes;
+  static constexpr size_t kStagingStride = kMailboxes + 2 * kRingDepth * kRingSlotBytes;
+
+  explicit Segment(int world_size);
+  size_t size() const { return heaps_ + world_size_ * kHeapBytes; }
+  std::byte* staging(int rank) const { return base_ + staging_ + rank * kStagingStride; }
+
+  const int world_size_;
+  const size_t staging_;  // Offsets of the first staging area and the first heap.
+  const size_t heaps_;
+  std::byte* base_ = nullptr;
+};
+
+}  // namespace pipekernels

@@ -1,0 +1,372 @@
+// The collectives on threads and on processes: values, order, mismatches, and ranks that are lost.
+
+#include "pipekernels/all_reduce.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <random>
+
+#include "pipekernels/all_gather.h"
+#include "pipekernels/broadcast.h"
+#include "pipekernels/reduce.h"
+#include "pipekernels/reduce_scatter.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pipekernels;
+using Bytes = std::vector<std::byte>;
+
+// Small integers, as any dtype, of a rank in a call.
+Bytes values(DType dtype, size_t count, uint64_t seed, int rank) {
+  std::mt19937_64 random(seed * 64 + rank);
+  Bytes bytes(count * size_of(dtype));
+  for (size_t i = 0; i < count; ++i) {
+    const int value = static_cast<int>(random() % 2001) - 1000;
+    const auto put = [&](auto v) { std::memcpy(bytes.data() + i * sizeof(v), &v, sizeof(v)); };
+    switch (dtype) {
+      case DType::kFloat64:
+        put(value * 1.1);
+        break;
+      case DType::kFloat32:
+        put(value * 1.1f);
+        break;
+      case DType::kBFloat16: {
+        const float f = value * 1.1f;
+        uint32_t bits;
+        std::memcpy(&bits, &f, sizeof(bits));
+        put(static_cast<uint16_t>(bits >> 16));
+        break;
+      }
+      default:
+        put(value * (int64_t{1} << 40));
+    }
+  }
+  return bytes;
+}
+
+constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kInt64};
+
+Bytes reduced(DType dtype, size_t count, uint64_t seed, int world_size, Reduction reduction) {
+  std::vector<Bytes> inputs;
+  std::vector<const void*> sources;
+  for (int rank = 0; rank < world_size; ++rank) {
+    inputs.push_back(values(dtype, count, seed, rank));
+    sources.push_back(inputs.back().data());
+  }
+  Bytes result(count * size_of(dtype));
+  reduce_kernels(dtype, reduction, Isa::kBaseline)
+      .reduce(result.data(), sources.data(), world_size, count);
+  return result;
+}
+
+bool equal(const std::byte* data, const Bytes& expected) {
+  return expected.empty() || std::memcmp(data, expected.data(), expected.size()) == 0;
+}
+
+// Room for `bytes`, in symmetric memory or not, at no particular alignment.
+class Buffer {
+ public:
+  Buffer(Communicator& communicator, bool symmetric, size_t shift, const Bytes& contents)
+      : shift_(shift) {
+    const size_t bytes = contents.size() + shift;
+    if (symmetric) {
+      symmetric_ = std::make_unique<SymmetricBuffer>(communicator.heap(), bytes);
+    } else {
+      ordinary_.resize(bytes);
+    }
+    if (!contents.empty()) std::memcpy(data(), contents.data(), contents.size());
+  }
+  std::byte* data() { return (symmetric_ ? symmetric_->data() : ordinary_.data()) + shift_; }
+
+ private:
+  const size_t shift_;
+  std::unique_ptr<SymmetricBuffer> symmetric_;
+  Bytes ordinary_;
+};
+
+// A random collective, the same on all ranks; what may differ between ranks does.
+void random_call(Communicator& communicator, uint64_t seed) {
+  std::mt19937_64 shared(seed);
+  std::mt19937_64 own(seed * 8 + communicator.rank());
+  const int world_size = communicator.world_size();
+  const int me = communicator.rank();
+  const DType dtype = kDTypes[shared() % 4];
+  const size_t size = size_of(dtype);
+  Reduction reduction = static_cast<Reduction>(shared() % kReductions);
+  if (is_integer(dtype) && reduction == Reduction::kAvg) reduction = Reduction::kSum;
+  constexpr size_t limits[] = {4, 100, 3000, 200000, 1000000};
+  const size_t count = shared() % limits[shared() % 5] / size;
+  const int symmetric_ranks = shared() % 3;  // None, some, all.
+  const bool symmetric = symmetric_ranks == 2 || (symmetric_ranks == 1 && own() % 2);
+  const size_t shift = own() % 5 * size;
+  if (own() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
+  const auto kind = shared() % 8;
+
+  if (kind < 4) {
+    const auto algorithm = static_cast<Algorithm>(kind);
+    Buffer buffer(communicator, symmetric, shift, values(dtype, count, seed, me));
+    all_reduce(communicator, buffer.data(), count, dtype, reduction, algorithm);
+    CHECK(equal(buffer.data(), reduced(dtype, count, seed, world_size, reduction)));
+  } else if (kind == 4) {
+    Buffer input(communicator, symmetric, shift, values(dtype, count * world_size, seed, me));
+    Bytes output(count * size);
+    reduce_scatter(communicator, input.data(), output.data(), count, dtype, reduction);
+    const Bytes whole = reduced(dtype, count * world_size, seed, world_size, reduction);
+    CHECK(equal(whole.data() + me * count * size, output));
+  } else if (kind == 5) {
+    Buffer input(communicator, symmetric, shift, values(dtype, count, seed, me));
+    Bytes output(count * size * world_size), expected;
+    all_gather(communicator, input.data(), output.data(), count, dtype);
+    for (int rank = 0; rank < world_size; ++rank) {
+      const Bytes part = values(dtype, count, seed, rank);
+      expected.insert(expected.end(), part.begin(), part.end());
+    }
+    CHECK(output == expected);
+  } else if (kind == 6) {
+    const int root = shared() % world_size;
+    Buffer buffer(communicator, symmetric, shift, values(dtype, count, seed, me));
+    broadcast(communicator, buffer.data(), count, dtype, root);
+    CHECK(equal(buffer.data(), values(dtype, count, seed, root)));
+  } else {
+    barrier(communicator);
+  }
+}
+
+void stress(Communicator& communicator, uint64_t seed, int calls) {
+  for (int i = 0; i < calls; ++i) random_call(communicator, seed * 100000 + i);
+}
+
+// Every rank must get an Error from `call`; returns it.
+template <class Error, class Call>
+Error expect(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  CHECK(!"expected an error");
+  std::abort();
+}
+
+void test_mismatch(Communicator& communicator) {
+  const int me = communicator.rank();
+  std::vector<float> data(1000, 1.f);
+  const auto reduce = [&](size_t count, DType dtype, Reduction reduction, Algorithm algorithm) {
+    all_reduce(communicator, data.data(), count, dtype, reduction, algorithm);
+  };
+  const bool odd = me == 1;
+  const std::function<void()> calls[] = {
+      [&] { reduce(odd ? 999 : 1000, DType::kFloat32, Reduction::kSum, Algorithm::kAuto); },
+      [&] { reduce(10, odd ? DType::kInt32 : DType::kFloat32, Reduction::kSum, Algorithm::kAuto); },
+      [&] { reduce(10, DType::kFloat32, odd ? Reduction::kMax : Reduction::kSum, {}); },
+      [&] { reduce(10, DType::kFloat32, {}, odd ? Algorithm::kRing : Algorithm::kTwoShot); },
+      [&] { broadcast(communicator, data.data(), 10, DType::kFloat32, odd); },
+      [&] { odd ? barrier(communicator) : reduce(10, DType::kFloat32, {}, {}); },
+  };
+  for (const auto& call : calls) {
+    const std::string message = expect<MismatchError>(call).what();
+    CHECK(message.find("rank 0 ") != message.npos && message.find("rank 1 ") != message.npos);
+    random_call(communicator, 7);  // All ranks are still in step.
+  }
+}
+
+// One rank stays away; the others say so, and later calls fail at once.
+void test_timeout(Communicator& communicator) {
+  const int absent = communicator.world_size() - 1;
+  barrier(communicator);
+  if (communicator.rank() == absent) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1600));
+    expect<TimeoutError>([&] { barrier(communicator); });
+    return;
+  }
+  const auto error = expect<TimeoutError>([&] { barrier(communicator); });
+  CHECK(error.rank == absent);
+  expect<std::runtime_error>([&] { barrier(communicator); });
+}
+
+// A rank that sleeps in a wait is woken by the signal, and not only at its next look around, which
+// is 20 ms after the last. On a busy machine a few waits of many are enough to tell.
+void test_wake(Communicator& communicator) {
+  using Clock = std::chrono::steady_clock;
+  int woken = 0;
+  for (int i = 0; i < 50; ++i) {
+    barrier(communicator);
+    const auto start = Clock::now();
+    if (communicator.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    barrier(communicator);
+    woken += Clock::now() - start < std::chrono::milliseconds(15);
+  }
+  CHECK(woken >= 5);
+}
+
+// A process that comes late may still write to what its peers published in a call that has failed;
+// it does not reach what they hold by now.
+void test_late_writes(Communicator& communicator) {
+  constexpr size_t kCount = 5000;
+  SymmetricBuffer buffer(communicator.heap(), kCount * sizeof(float));
+  barrier(communicator);
+  if (communicator.rank() == 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+    std::memset(buffer.data() - kHeapBytes, 0xff, buffer.bytes());  // The same block of rank 0.
+    return;
+  }
+  auto* data = reinterpret_cast<float*>(buffer.data());
+  expect<TimeoutError>(
+      [&] { all_reduce(communicator, data, kCount, DType::kFloat32, {}, Algorithm::kTwoShot); });
+  std::fill_n(data, kCount, 5.f);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  CHECK(std::count(data, data + kCount, 5.f) == kCount);
+}
+
+// The counters of signals wrap around.
+void test_wrap() {
+  const int fd = Segment::create(2);
+  const auto segment = Segment::map(fd, 2);
+  close(fd);
+  for (int rank = 0; rank < 2; ++rank) segment->state(rank).arrivals.raise(0u - 100);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      Communicator communicator(segment, rank, {}, Seconds(30), [] {});
+      stress(communicator, 11, 100);
+      CHECK(segment->state(rank).arrivals.own_value() < 1u << 31);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+void test_close(Communicator& communicator, bool abort) {
+  const int leaver = communicator.world_size() - 1;
+  stress(communicator, 3, 5);
+  if (communicator.rank() == leaver) return abort ? communicator.abort() : communicator.close();
+  for (int i = 0; i < 2; ++i) {
+    const auto error = expect<PeerError>([&] { barrier(communicator); });
+    CHECK(error.rank == leaver);
+  }
+}
+
+// A thread that gives up must not return, and free its data, while a peer still reads them. Returns
+// whether the peer took so long to write `count` results that the thread gave up on it meanwhile. (A
+// peer that has just finished when the thread gives up has nothing to notice.)
+bool give_up_while_read(size_t count) {
+  const int fd = Segment::create(2);
+  const auto segment = Segment::map(fd, 2);
+  close(fd);
+  const auto reduce = [&](Communicator& communicator, const float* input, float* output) {
+    reduce_scatter(communicator, input, output, count, DType::kFloat32, Reduction::kSum);
+  };
+  bool gave_up = false, noticed = false;
+  std::atomic<bool> ready{false};
+  std::thread reader([&] {
+    Communicator communicator(segment, 0, {}, Seconds(30), [] {});
+    const std::vector<float> input(2 * count, 1.f);
+    std::unique_ptr<float[]> output(new float[count]);  // Not touched yet: page faults take time.
+    ready = true;
+    try {
+      reduce(communicator, input.data(), output.get());
+    } catch (const PeerError& error) {
+      noticed = true;
+      CHECK(error.rank == 1 && error.reason == Reason::kAborted);
+    }
+  });
+  {
+    struct GaveUp {};
+    Communicator communicator(segment, 1, {}, Seconds(30), [&] {
+      if (ready) throw GaveUp();
+    });
+    std::vector<float> input(2 * count, 1.f), output(count);
+    try {
+      reduce(communicator, input.data(), output.data());
+    } catch (const GaveUp&) {
+      gave_up = true;
+    }
+    input = std::vector<float>();  // AddressSanitizer tells if the reader is not done with them.
+  }
+  reader.join();
+  CHECK(gave_up || !noticed);
+  return noticed;
+}
+
+// A rank is killed somewhere in a row of collectives; every survivor names it, and soon.
+void test_kill(int world_size, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const int victim = random() % world_size;
+  const auto delay = std::chrono::microseconds(random() % 20000);
+  run_processes(
+      world_size,
+      [&](Communicator& communicator) {
+        if (communicator.rank() == victim) {
+          std::thread([delay] {
+            std::this_thread::sleep_for(delay);
+            kill(getpid(), SIGKILL);
+          }).detach();
+        }
+        const auto error = expect<PeerError>([&] { stress(communicator, seed, 1 << 20); });
+        CHECK(communicator.rank() != victim);
+        CHECK(error.rank == victim);
+      },
+      Seconds(30), victim);
+}
+
+void test_forked_child() {
+  const int fd = Segment::create(1);
+  const auto communicator = join(fd, 1, 0, {-1}, Seconds(30));
+  close(fd);
+  barrier(*communicator);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    expect<std::runtime_error>([&] { barrier(*communicator); });
+    communicator->close();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  barrier(*communicator);  // What the child did has not touched us.
+}
+
+// Several threads of every rank use one communicator at once.
+void test_concurrent(Communicator& communicator) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 50; ++i) {
+        std::vector<int32_t> ones(5000, 1);
+        all_reduce(communicator, ones.data(), ones.size(), DType::kInt32, Reduction::kSum, {});
+        for (const int32_t one : ones) CHECK(one == communicator.world_size());
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int calls = argc > 1 ? std::atoi(argv[1]) : 60;
+  for (int world_size = 1; world_size <= 4; ++world_size) {
+    const auto body = [&](Communicator& c) { stress(c, world_size, calls); };
+    run_processes(world_size, body);
+    run_threads(world_size, body);
+  }
+  run_threads(8, [&](Communicator& c) { stress(c, 8, calls / 4); });
+  for (const auto run : {run_threads, +[](int n, const RankBody& body, Seconds timeout) {
+                           run_processes(n, body, timeout);
+                         }}) {
+    run(3, test_mismatch, Seconds(30));
+    run(2, test_wake, Seconds(30));
+    run(3, test_timeout, Seconds(0.8));
+    run(3, [](Communicator& c) { test_close(c, false); }, Seconds(30));
+    run(3, [](Communicator& c) { test_close(c, true); }, Seconds(30));
+    run(2, test_concurrent, Seconds(30));
+  }
+  for (int seed = 0; seed < calls / 6; ++seed) test_kill(2 + seed % 3, seed);
+  for (size_t count = 8 << 20; !give_up_while_read(count); count *= 2) CHECK(count < 1 << 28);
+  run_processes(2, test_late_writes, Seconds(0.6));
+  test_wrap();
+  test_forked_child();
+  return 0;
+}

@@ -1,0 +1,298 @@
+// Splitting and concatenating against an element-by-element oracle, over random shapes, strides and
+// alignments; the tiles that CUDA blocks take as well; the thread pool under concurrency and fork.
+#include "pipekernels/micro_batch.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <thread>
+
+#include "check.h"
+#include "pipekernels/micro_batch_plan.h"
+#include "pipekernels/thread_pool.h"
+
+namespace {
+
+using namespace pipekernels;
+using Integers = std::vector<int64_t>;
+using Random = std::mt19937;
+
+int64_t uniform(Random& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+// A tensor with its own memory: dimensions laid out in a random order, with gaps, at a random
+// offset.
+struct Tensor {
+  Integers shape, strides;
+  int64_t item_size;
+  std::vector<char> memory;
+  int64_t offset;  // bytes
+
+  Tensor(Integers shape_in, int64_t item, bool contiguous, Random& random)
+      : shape(std::move(shape_in)), strides(shape.size()), item_size(item) {
+    std::vector<size_t> order(shape.size());
+    std::iota(order.rbegin(), order.rend(), size_t{0});
+    if (!contiguous) std::shuffle(order.begin(), order.end(), random);
+    int64_t stride = 1;
+    for (const size_t d : order) {
+      if (!contiguous) stride *= uniform(random, 1, 2);
+      strides[d] = stride;
+      stride *= std::max<int64_t>(shape[d], 1);
+    }
+    offset = uniform(random, 0, 1) * item_size + (uniform(random, 0, 9) == 0 ? 1 : 0);
+    memory.resize(stride * item_size + 2 * item_size + 1);
+  }
+
+  char* data() { return memory.data() + offset; }
+
+  int64_t count() const {
+    return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
+  }
+
+  // Element `index` in row-major order.
+  char* at(int64_t index) {
+    int64_t place = 0;
+    for (size_t d = shape.size(); d-- > 0;) {
+      place += index % shape[d] * strides[d];
+      index /= shape[d];
+    }
+    return data() + place * item_size;
+  }
+};
+
+struct Case {
+  Integers sizes;
+  int64_t dim = 0;
+  std::vector<Tensor> wholes, parts;
+
+  Case(Random& random, int64_t max_size) {
+    dim = uniform(random, 0, 2);
+    for (int64_t i = uniform(random, 1, 4); i > 0; --i) sizes.push_back(uniform(random, 0, 3));
+    const int64_t batch = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    for (int64_t t = uniform(random, 1, 3); t > 0; --t) {
+      Integers shape(uniform(random, dim + 1, 6));
+      for (int64_t& size : shape) size = uniform(random, 1, shape.size() > 3 ? 3 : max_size);
+      shape[dim] = batch;
+      wholes.emplace_back(shape, int64_t{1} << uniform(random, 0, 4), uniform(random, 0, 1),
+                          random);
+    }
+    for (const int64_t size : sizes) {
+      for (const Tensor& whole : wholes) {
+        Integers shape = whole.shape;
+        shape[dim] = size;
+        parts.emplace_back(shape, whole.item_size, uniform(random, 0, 1), random);
+      }
+    }
+  }
+
+  MicroBatchCopy request(Direction direction) {
+    MicroBatchCopy copy{direction, dim, sizes, {}, {}};
+    for (Tensor& w : wholes) copy.wholes.push_back({w.data(), w.item_size, w.shape, w.strides});
+    for (Tensor& p : parts) copy.micro_batches.push_back({p.data(), p.strides});
+    return copy;
+  }
+
+  void fill(Random& random) {
+    for (auto* tensors : {&wholes, &parts}) {
+      for (Tensor& t : *tensors) {
+        for (char& byte : t.memory) byte = static_cast<char>(random());
+      }
+    }
+  }
+
+  // Copies element by element.
+  void oracle(Direction direction) {
+    int64_t start = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      for (size_t t = 0; t < wholes.size(); ++t) {
+        Tensor& part = parts[i * wholes.size() + t];
+        Tensor slice = wholes[t];  // for its shape; the addresses come from the whole
+        slice.shape[dim] = sizes[i];
+        const int64_t begin = start * slice.strides[dim] * slice.item_size;
+        for (int64_t k = 0; k < part.count(); ++k) {
+          char* in_whole = wholes[t].data() + (slice.at(k) - slice.data()) + begin;
+          char* in_part = part.at(k);
+          const bool split = direction == Direction::kSplit;
+          std::memcpy(split ? in_part : in_whole, split ? in_whole : in_part, part.item_size);
+        }
+      }
+      start += sizes[i];
+    }
+  }
+
+  bool same_bytes(const Case& other) const {
+    const auto equal = [](const Tensor& a, const Tensor& b) { return a.memory == b.memory; };
+    return std::equal(wholes.begin(), wholes.end(), other.wholes.begin(), equal) &&
+           std::equal(parts.begin(), parts.end(), other.parts.begin(), equal);
+  }
+};
+
+// Copies a plan tile by tile and unit by unit, as a CUDA block does.
+void copy_by_tiles(const Plan& plan, const TileShape& shape) {
+  const int count = static_cast<int>(plan.copies.size());
+  int64_t bytes = 0;
+  for (int64_t index = 0; index < plan.tiles; ++index) {
+    const TiledCopy& copy = plan.copies[copy_of_tile(plan.copies.data(), count, index)];
+    const Tile tile = tile_at(copy, index);
+    CHECK(tile.rows >= 1 && tile.cols >= 1);
+    const int64_t tile_bytes = static_cast<int64_t>(tile.rows) * tile.cols * copy.unit;
+    CHECK(tile_bytes <= (copy.transposed ? shape.transposed_bytes : shape.run_bytes));
+    CHECK(!copy.transposed || copy.rows >= 2);  // the padding of the CUDA kernel's shared memory
+    for (int32_t r = 0; r < tile.rows; ++r) {
+      for (int32_t c = 0; c < tile.cols; ++c) {
+        const char* src = tile.src + r * copy.src_row + c * copy.src_col;
+        char* dst = tile.dst + r * copy.dst_row + c * copy.dst_col;
+        CHECK(reinterpret_cast<uintptr_t>(src) % copy.unit == 0);
+        CHECK(reinterpret_cast<uintptr_t>(dst) % copy.unit == 0);
+        std::memcpy(dst, src, copy.unit);
+      }
+    }
+    bytes += tile_bytes;
+  }
+  CHECK(bytes == plan.bytes);  // together with the right result: every unit once
+}
+
+void test_against_oracle() {
+  Random random(1);
+  for (int round = 0; round < 1500; ++round) {
+    Case ours(random, round % 10 == 0 ? 90 : 12);
+    for (const Direction direction : {Direction::kSplit, Direction::kConcat}) {
+      ours.fill(random);
+      Case expected = ours, tiled = ours;
+      expected.oracle(direction);
+      copy_micro_batches(ours.request(direction), 3);
+      CHECK(ours.same_bytes(expected));
+      const TileShape shape{64 << uniform(random, 0, 4), 64 << uniform(random, 0, 4)};
+      copy_by_tiles(plan_tiles(tiled.request(direction), shape), shape);
+      CHECK(tiled.same_bytes(expected));
+    }
+  }
+}
+
+void test_broadcast_source() {
+  std::vector<int32_t> row{1, 2, 3}, split(2 * 300 * 3);
+  MicroBatchCopy request{Direction::kSplit, 0, {1, 1}, {}, {}};
+  request.wholes.push_back({reinterpret_cast<char*>(row.data()), 4, {2, 3, 300}, {0, 1, 0}});
+  for (int i = 0; i < 2; ++i) {
+    request.micro_batches.push_back({reinterpret_cast<char*>(&split[i * 900]), {900, 300, 1}});
+  }
+  copy_micro_batches(request, 1);
+  for (size_t i = 0; i < split.size(); ++i) CHECK(split[i] == row[i / 300 % 3]);
+}
+
+// Large enough for the pool, from several threads at once.
+void split_large() {
+  const int64_t rows = 512, cols = 700;
+  std::vector<float> whole(rows * cols), parts(rows * cols);
+  std::iota(whole.begin(), whole.end(), 0.0f);
+  MicroBatchCopy request{Direction::kSplit, 0, {cols / 2, cols / 2}, {}, {}};
+  request.wholes.push_back({reinterpret_cast<char*>(whole.data()), 4, {cols, rows}, {1, cols}});
+  for (int i = 0; i < 2; ++i) {
+    char* part = reinterpret_cast<char*>(&parts[i * rows * cols / 2]);
+    request.micro_batches.push_back({part, {rows, 1}});
+  }
+  copy_micro_batches(request, 4);
+  for (int64_t c = 0; c < cols; ++c) {
+    for (int64_t r = 0; r < rows; ++r) CHECK(parts[c * rows + r] == whole[r * cols + c]);
+  }
+}
+
+void test_concurrent_callers() {
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([] {
+      for (int round = 0; round < 20; ++round) split_large();
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+void test_every_piece_once() {
+  for (int round = 0; round < 500; ++round) {
+    std::vector<int> seen(round % 37, 0);
+    parallel_for(static_cast<int64_t>(seen.size()), 1 + round % 5, [&](int64_t i) { ++seen[i]; });
+    for (const int times : seen) CHECK(times == 1);
+  }
+}
+
+// Whether two pieces can run at the same time: each waits for the other to begin.
+bool two_at_once() {
+  std::atomic<int> begun{0}, met{0};
+  parallel_for(2, 2, [&](int64_t) {
+    ++begun;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (begun < 2 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+    if (begun == 2) ++met;
+  });
+  return met == 2;
+}
+
+// ThreadSanitizer does not support threads in a forked child.
+void test_fork() {
+  CHECK(two_at_once());
+#ifndef __SANITIZE_THREAD__
+  const pid_t child = fork();
+  if (child == 0) _exit(two_at_once() ? 0 : 1);
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+  CHECK(two_at_once());
+#endif
+}
+
+void check_rejected(const MicroBatchCopy& request) {
+  bool thrown = false;
+  try {
+    copy_micro_batches(request, 1);
+  } catch (const std::invalid_argument&) {
+    thrown = true;
+  }
+  CHECK(thrown);
+}
+
+void test_rejects() {
+  char data[16] = {};
+  const MicroBatchCopy good{
+      Direction::kSplit, 0, {1, 1}, {{data, 4, {2}, {1}}}, {{data + 8, {1}}, {data + 12, {1}}}};
+  copy_micro_batches(good, 1);
+  MicroBatchCopy bad = good;
+  bad.dim = 1;
+  check_rejected(bad);
+  bad = good;
+  bad.sizes = {1, 2};
+  check_rejected(bad);
+  bad = good;
+  bad.sizes = {3, -1};
+  check_rejected(bad);
+  bad = good;
+  bad.micro_batches.pop_back();
+  check_rejected(bad);
+  bad = good;
+  bad.micro_batches[0].strides = {1, 1};
+  check_rejected(bad);
+  bad = good;
+  bad.wholes[0].strides.clear();
+  check_rejected(bad);
+  bad = good;
+  bad.wholes[0].item_size = 0;
+  check_rejected(bad);
+}
+
+}  // namespace
+
+int main() {
+  test_against_oracle();
+  test_broadcast_source();
+  test_every_piece_once();
+  test_concurrent_callers();
+  test_fork();
+  test_rejects();
+}

@@ -1,0 +1,234 @@
+// The reduction kernels of every instruction set at hand, against plain scalar code.
+
+#include "pipekernels/reduce.h"
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#include "check.h"
+
+namespace {
+
+using namespace pipekernels;
+
+// ---- scalar definitions of the 16-bit formats
+// ------------------------------------------------------
+
+float widen(uint16_t bits, int mantissa_bits) {
+  const int exponent_bits = 15 - mantissa_bits;
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  const int exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1);
+  const int mantissa = bits & ((1 << mantissa_bits) - 1);
+  float value;
+  if (exponent == (1 << exponent_bits) - 1) {
+    value = mantissa ? std::numeric_limits<float>::quiet_NaN() : INFINITY;
+  } else if (exponent == 0) {
+    value = std::ldexp(static_cast<float>(mantissa), 1 - bias - mantissa_bits);
+  } else {
+    value = std::ldexp(static_cast<float>(mantissa + (1 << mantissa_bits)),
+                       exponent - bias - mantissa_bits);
+  }
+  return bits & 0x8000 ? -value : value;
+}
+
+uint16_t narrow(float value, int mantissa_bits) {
+  const int exponent_bits = 15 - mantissa_bits;
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const uint16_t infinity = ((1 << exponent_bits) - 1) << mantissa_bits;
+  if (std::isnan(value)) return sign | infinity | 1 << (mantissa_bits - 1);
+  if (std::isinf(value)) return sign | infinity;
+  if (value == 0) return sign;
+  // Count units in the last place: nearbyint rounds to even, and a carry is the next exponent.
+  int exponent = 0;
+  std::frexp(value, &exponent);
+  const int lowest = std::max(exponent - 1, 1 - bias);
+  const double units = std::nearbyint(std::ldexp(std::fabs(double(value)), mantissa_bits - lowest));
+  const double encoded = units + std::ldexp(double(lowest + bias - 1), mantissa_bits);
+  return sign | static_cast<uint16_t>(std::min(encoded, double(infinity)));
+}
+
+// ---- scalar reductions
+// -----------------------------------------------------------------------------
+
+template <class T>
+struct Element {
+  using Accumulator = T;
+  static T widen(T v) { return v; }
+  static T narrow(T v) { return v; }
+};
+struct Fp16 {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+template <>
+struct Element<Fp16> {
+  using Accumulator = float;
+  static float widen(Fp16 v) { return ::widen(v.bits, 10); }
+  static Fp16 narrow(float v) { return {::narrow(v, 10)}; }
+};
+template <>
+struct Element<Bf16> {
+  using Accumulator = float;
+  static float widen(Bf16 v) { return ::widen(v.bits, 7); }
+  static Bf16 narrow(float v) { return {::narrow(v, 7)}; }
+};
+
+template <class A>
+A combine(A a, A b, Reduction reduction) {
+  if (reduction == Reduction::kMax) return a > b || a != a ? a : b;
+  if (reduction == Reduction::kMin) return a < b || a != a ? a : b;
+  if constexpr (std::is_integral_v<A>) {
+    return static_cast<A>(std::make_unsigned_t<A>(a) + std::make_unsigned_t<A>(b));
+  } else {
+    return a + b;
+  }
+}
+
+template <class T>
+T reduce_scalar(const std::vector<const T*>& sources, size_t i, Reduction reduction) {
+  auto sum = Element<T>::widen(sources[0][i]);
+  for (size_t s = 1; s < sources.size(); ++s) {
+    sum = combine(sum, Element<T>::widen(sources[s][i]), reduction);
+  }
+  if (reduction == Reduction::kAvg) sum = sum / static_cast<decltype(sum)>(sources.size());
+  return Element<T>::narrow(sum);
+}
+
+// The same bits; any NaN for a NaN.
+template <class T>
+bool same(T a, T b) {
+  const auto x = Element<T>::widen(a), y = Element<T>::widen(b);
+  return (x != x && y != y) || std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+
+// ---- tests
+// -----------------------------------------------------------------------------------------
+
+// Bits that are a number, most of the time of moderate size, else anything.
+template <class T>
+T random_element(std::mt19937_64& random) {
+  uint64_t bits = random();
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  if (random() % 8 == 0 || std::is_integral_v<T>) return value;
+  const double small = std::ldexp(double(int64_t(bits)), -62 + int(random() % 8));
+  return Element<T>::narrow(static_cast<typename Element<T>::Accumulator>(small));
+}
+
+template <class T>
+void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
+  for (int reduction_code = 0; reduction_code < kReductions; ++reduction_code) {
+    const auto reduction = static_cast<Reduction>(reduction_code);
+    if (is_integer(dtype) && reduction == Reduction::kAvg) continue;
+    const ReduceKernels& kernels = reduce_kernels(dtype, reduction, isa);
+    for (int trial = 0; trial < 30; ++trial) {
+      const int terms = 1 + random() % 9;
+      const size_t count = trial < 20 ? random() % 300 : random() % 5000;
+      // Memory of no alignment, with guards behind.
+      std::vector<std::vector<unsigned char>> memory(terms + 1);
+      std::vector<const T*> sources;
+      std::vector<std::vector<T>> values(terms, std::vector<T>(count));
+      std::vector<const void*> pointers;
+      for (int s = 0; s <= terms; ++s) memory[s].assign((count + 2) * sizeof(T) + 64, 0xa5);
+      for (int s = 0; s < terms; ++s) {
+        for (T& value : values[s]) value = random_element<T>(random);
+        unsigned char* place = memory[s].data() + random() % 64;
+        if (count > 0) std::memcpy(place, values[s].data(), count * sizeof(T));
+        sources.push_back(values[s].data());
+        pointers.push_back(place);
+      }
+      std::vector<T> expected(count);
+      for (size_t i = 0; i < count; ++i) expected[i] = reduce_scalar(sources, i, reduction);
+      const auto check = [&](const unsigned char* result) {
+        for (size_t i = 0; i < count; ++i) {
+          T value;
+          std::memcpy(&value, result + i * sizeof(T), sizeof(T));
+          CHECK(same(value, expected[i]));
+        }
+        CHECK(result[count * sizeof(T)] == 0xa5);
+      };
+
+      unsigned char* result = memory[terms].data() + random() % 64;
+      kernels.reduce(result, pointers.data(), terms, count);
+      check(result);
+
+      if (terms > 1) {  // The same by a chain of partial results.
+        const size_t partial_bytes = (count + 64) * partial_size_of(dtype);
+        std::vector<unsigned char> partial(partial_bytes), next(partial_bytes);
+        kernels.accumulate(partial.data(), nullptr, pointers[0], count);
+        for (int s = 1; s < terms - 1; ++s) {
+          kernels.accumulate(next.data(), partial.data(), pointers[s], count);
+          next.swap(partial);
+        }
+        std::memset(result, 0, count * sizeof(T));
+        kernels.finish(result, partial.data(), pointers[terms - 1], terms, count);
+        check(result);
+      }
+
+      auto* in_place = static_cast<unsigned char*>(const_cast<void*>(pointers[terms - 1]));
+      kernels.reduce(in_place, pointers.data(), terms, count);
+      check(in_place);
+    }
+  }
+}
+
+// Every 16-bit value survives unchanged.
+template <class T>
+void test_all_values(DType dtype, Isa isa) {
+  std::vector<T> values(1 << 16), result(1 << 16);
+  for (size_t i = 0; i < values.size(); ++i) values[i].bits = static_cast<uint16_t>(i);
+  const void* source = values.data();
+  reduce_kernels(dtype, Reduction::kMax, isa).reduce(result.data(), &source, 1, values.size());
+  for (size_t i = 0; i < values.size(); ++i) CHECK(same(values[i], result[i]));
+}
+
+// Sums of two floats of very different size hit every way to round.
+template <class T>
+void test_rounding(DType dtype, Isa isa, int mantissa_bits) {
+  const size_t count = 1 << 16;
+  std::vector<T> large(count), small(count), result(count);
+  for (int exponent = -12; exponent <= 12; exponent += 2) {
+    for (size_t i = 0; i < count; ++i) {
+      large[i].bits = static_cast<uint16_t>(i);
+      const float value = Element<T>::widen(large[i]);
+      small[i] = Element<T>::narrow(std::ldexp(std::isfinite(value) ? value : 1.f, exponent));
+    }
+    const void* sources[] = {large.data(), small.data()};
+    reduce_kernels(dtype, Reduction::kSum, isa).reduce(result.data(), sources, 2, count);
+    for (size_t i = 0; i < count; ++i) {
+      const float sum = Element<T>::widen(large[i]) + Element<T>::widen(small[i]);
+      CHECK(same(result[i], T{narrow(sum, mantissa_bits)}));
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  CHECK(narrow(65519.f, 10) == 0x7bff && narrow(65520.f, 10) == 0x7c00);
+  CHECK(narrow(std::ldexp(1.f, -25), 10) == 0 && narrow(std::ldexp(3.f, -25), 10) == 2);
+  CHECK(widen(0x3c00, 10) == 1.f && widen(0x3f80, 7) == 1.f && narrow(-1.f, 7) == 0xbf80);
+  std::mt19937_64 random(1);
+  for (const Isa isa : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512}) {
+    if (!isa_available(isa)) continue;
+    test_reduce<double>(DType::kFloat64, isa, random);
+    test_reduce<float>(DType::kFloat32, isa, random);
+    test_reduce<Fp16>(DType::kFloat16, isa, random);
+    test_reduce<Bf16>(DType::kBFloat16, isa, random);
+    test_reduce<int32_t>(DType::kInt32, isa, random);
+    test_reduce<int64_t>(DType::kInt64, isa, random);
+    test_all_values<Fp16>(DType::kFloat16, isa);
+    test_all_values<Bf16>(DType::kBFloat16, isa);
+    test_rounding<Fp16>(DType::kFloat16, isa, 10);
+    test_rounding<Bf16>(DType::kBFloat16, isa, 7);
+  }
+  return 0;
+}
