@@ -1,0 +1,55 @@
+"""Types of the compiled extension; addresses and handles are plain integers."""
+
+from collections.abc import Sequence
+
+# ---- build information ----
+
+def build_info() -> dict[str, str | bool]: ...
+
+# ---- micro-batches ----
+# wholes: (address, item size, shape, strides) of each tensor; micro_batches: (address, strides) of
+# each, all tensors of the first micro-batch first. The CUDA one exists if build_info()["cuda"].
+
+def copy_micro_batches(
+    split: bool,
+    dim: int,
+    sizes: Sequence[int],
+    wholes: Sequence[tuple[int, int, Sequence[int], Sequence[int]]],
+    micro_batches: Sequence[tuple[int, Sequence[int]]],
+    threads: int,
+) -> None: ...
+def copy_micro_batches_cuda(
+    split: bool,
+    dim: int,
+    sizes: Sequence[int],
+    wholes: Sequence[tuple[int, int, Sequence[int], Sequence[int]]],
+    micro_batches: Sequence[tuple[int, Sequence[int]]],
+    stream: int,
+) -> None: ...
+
+# ---- collectives ----
+
+def set_peer_error(cls: type[RuntimeError], /) -> None: ...
+
+class Segment:
+    @staticmethod
+    def create(world_size: int, /) -> int: ...
+    def __init__(self, fd: int, world_size: int) -> None: ...
+
+class SymmetricBuffer:
+    """Supports the buffer protocol; gives its memory back when it is deleted."""
+
+class Communicator:
+    def __init__(self, segment: Segment, rank: int, pidfds: list[int], timeout: float) -> None: ...
+    def allocate(self, bytes: int, /) -> SymmetricBuffer: ...
+    def all_reduce(
+        self, data: int, count: int, dtype: int, reduction: int, algorithm: int, /
+    ) -> None: ...
+    def reduce_scatter(
+        self, input: int, output: int, count: int, dtype: int, reduction: int, /
+    ) -> None: ...
+    def all_gather(self, input: int, output: int, count: int, dtype: int, /) -> None: ...
+    def broadcast(self, data: int, count: int, dtype: int, root: int, /) -> None: ...
+    def barrier(self) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...

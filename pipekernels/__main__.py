@@ -1,0 +1,7 @@
+"""``python -m pipekernels``."""
+
+import sys
+
+from pipekernels.cli import main
+
+sys.exit(main())

@@ -1,0 +1,289 @@
+"""Functional, differentiable collectives over the ranks of a communicator.
+
+Each one is a registered operation (schema, fake, autograd) that names its communicator by an
+integer handle, so it traces under ``torch.compile(fullgraph=True)``. No result aliases an input.
+
+Autograd convention: the loss is the *sum* of the losses of all ranks, and every rank obtains the
+derivative of that sum by its own input. Hence the backward of a sum over ranks is again a sum over
+ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distributed.nn``. Where all
+ranks compute one and the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
+
+A backward is a collective too: all ranks must run it, in the same order, and an input must require
+a gradient on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """What the operations need of a communicator (``pipekernels.Communicator`` has it)."""
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+
+# Every Communicator enters itself here under its handle; an entry lives as long as its communicator.
+resolve_handle: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def communicator_of(handle: int) -> Any:
+    """The communicator behind ``handle``.
+
+    Raises:
+        RuntimeError: it does not exist any more.
+    """
+    communicator = resolve_handle.get(handle)
+    if communicator is None:
+        raise RuntimeError(
+            f"no communicator has handle {handle}: it was closed or garbage-collected; keep the "
+            "Communicator referenced until the last forward and backward that use it are done"
+        )
+    return communicator
+
+
+def symmetric_empty(communicator: Any, shape: Sequence[int], like: Tensor) -> Tensor:
+    """An output that the peers read in place, of the dtype of ``like``.
+
+    Raises:
+        ValueError: ``like`` is not on the device of the communicator's memory.
+    """
+    out = communicator.empty(shape, dtype=like.dtype)
+    if out.device != like.device:
+        raise ValueError(
+            f"the memory of this communicator is on {out.device}, but the input on {like.device}; "
+            f"move it with .to({str(out.device)!r})"
+        )
+    return out
+
+
+def all_reduce(x: Tensor, comm: Ranks, op: str = "sum", algorithm: str = "auto") -> Tensor:
+    """``x`` reduced elementwise over all ranks; every rank receives the same bits.
+
+    Args:
+        x: any shape, the same shape and dtype on every rank.
+        comm: the communicator.
+        op: ``'sum'``, ``'avg'``, ``'max'`` or ``'min'``; only the first two are differentiable.
+        algorithm: ``'auto'``, ``'one_shot'``, ``'two_shot'`` or ``'ring'``.
+
+    Backward: the same reduction of the output gradients.
+
+    Raises:
+        ValueError: unknown ``op`` or ``algorithm``; shapes or dtypes that differ between ranks.
+        RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
+    """
+    return torch.ops.pipekernels.all_reduce(x, comm.handle, op, algorithm)
+
+
+def reduce_scatter(x: Tensor, comm: Ranks, op: str = "sum") -> Tensor:
+    """This rank's slice of the reduction of ``x`` over all ranks.
+
+    Args:
+        x: ``[world_size * k, ...]``, the same shape and dtype on every rank.
+        comm: the communicator.
+        op: as for :func:`all_reduce`.
+
+    Returns:
+        ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduced tensor.
+
+    Backward: all-gather of the output gradients (divided by ``world_size`` for ``'avg'``). This is
+    right for a replicated loss as well, since every rank holds different rows.
+
+    Raises:
+        ValueError: the first dimension of ``x`` is no multiple of the world size, or as above.
+        RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
+    """
+    check_rows(x, comm.world_size)
+    return torch.ops.pipekernels.reduce_scatter(x, comm.handle, op)
+
+
+def all_gather(x: Tensor, comm: Ranks) -> Tensor:
+    """The tensors of all ranks, concatenated along the first dimension in rank order.
+
+    Args:
+        x: ``[k, ...]``, the same shape and dtype on every rank.
+        comm: the communicator.
+
+    Returns:
+        ``[world_size * k, ...]``.
+
+    Backward: reduce-scatter (sum) of the output gradients.
+
+    Raises:
+        ValueError: ``x`` has no dimension, or shapes or dtypes differ between ranks.
+    """
+    if x.dim() == 0:
+        raise ValueError("all_gather joins tensors along dimension 0, but x has none; use x[None]")
+    return torch.ops.pipekernels.all_gather(x, comm.handle)
+
+
+def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
+    """The tensor of rank ``src``, on every rank.
+
+    Args:
+        x: any shape, the same shape and dtype on every rank; its values matter on ``src`` alone.
+        comm: the communicator.
+        src: the rank that sends.
+
+    Backward: on ``src`` the sum of all output gradients, on the others zeros.
+
+    Raises:
+        ValueError: ``src`` is no rank, or shapes or dtypes differ between ranks.
+    """
+    if not 0 <= src < comm.world_size:
+        raise ValueError(f"src must be a rank in 0..{comm.world_size - 1}, got {src}")
+    return torch.ops.pipekernels.broadcast(x, comm.handle, src)
+
+
+def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:
+    """Whether the first of at least ``dims`` dimensions can be scattered; ValueError if not."""
+    if x.dim() < dims or x.shape[0] % world_size != 0:
+        raise ValueError(
+            f"reduce_scatter wants at least {dims} dimensions, the first of which it cuts into "
+            f"{world_size} equal slices, but the input has shape {tuple(x.shape)}; pad it to a "
+            f"multiple of {world_size} rows"
+        )
+
+
+def _check_differentiable(op: str) -> None:
+    if op not in ("sum", "avg"):
+        raise RuntimeError(
+            f"a reduction with op={op!r} has no gradient here, only 'sum' and 'avg' have one; "
+            "pass x.detach()"
+        )
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+
+
+def _register(
+    schema: str,
+    kernel: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    setup_context: Callable[..., None],
+    backward: Callable[..., tuple[Tensor | None, ...]],
+) -> None:
+    name = "pipekernels::" + schema.partition("(")[0]
+    _library.define(schema)
+    torch.library.impl(name, "CompositeExplicitAutograd", kernel, lib=_library)
+    torch.library.register_fake(name, fake, lib=_library)
+    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
+
+
+def _all_reduce(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:
+    communicator = communicator_of(comm)
+    out = symmetric_empty(communicator, x.shape, x).copy_(x)
+    return communicator.all_reduce(out, op, algorithm=algorithm)
+
+
+def _all_reduce_fake(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.comm, ctx.op, ctx.algorithm = inputs
+    _check_differentiable(ctx.op)
+
+
+def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x = torch.ops.pipekernels.all_reduce(grad, ctx.comm, ctx.op, ctx.algorithm)
+    return grad_x, None, None, None
+
+
+_register(
+    "all_reduce(Tensor x, int comm, str op, str algorithm) -> Tensor",
+    _all_reduce,
+    _all_reduce_fake,
+    _all_reduce_setup,
+    _all_reduce_backward,
+)
+
+
+def _reduce_scatter(x: Tensor, comm: int, op: str) -> Tensor:
+    return communicator_of(comm).reduce_scatter(x.contiguous(), op)
+
+
+def _reduce_scatter_fake(x: Tensor, comm: int, op: str) -> Tensor:
+    return x.new_empty(x.shape[0] // communicator_of(comm).world_size, *x.shape[1:])
+
+
+def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.comm, op = inputs
+    _check_differentiable(op)
+    ctx.scale = 1 if op == "sum" else communicator_of(ctx.comm).world_size
+
+
+def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.pipekernels.all_gather(grad / ctx.scale, ctx.comm), None, None
+
+
+_register(
+    "reduce_scatter(Tensor x, int comm, str op) -> Tensor",
+    _reduce_scatter,
+    _reduce_scatter_fake,
+    _reduce_scatter_setup,
+    _reduce_scatter_backward,
+)
+
+
+def _all_gather(x: Tensor, comm: int) -> Tensor:
+    return communicator_of(comm).all_gather(x.contiguous())
+
+
+def _all_gather_fake(x: Tensor, comm: int) -> Tensor:
+    return x.new_empty(x.shape[0] * communicator_of(comm).world_size, *x.shape[1:])
+
+
+def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.comm = inputs
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.pipekernels.reduce_scatter(grad, ctx.comm, "sum"), None
+
+
+_register(
+    "all_gather(Tensor x, int comm) -> Tensor",
+    _all_gather,
+    _all_gather_fake,
+    _all_gather_setup,
+    _all_gather_backward,
+)
+
+
+def _broadcast(x: Tensor, comm: int, src: int) -> Tensor:
+    communicator = communicator_of(comm)
+    return communicator.broadcast(symmetric_empty(communicator, x.shape, x).copy_(x), src)
+
+
+def _broadcast_fake(x: Tensor, comm: int, src: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.comm, ctx.src = inputs
+
+
+def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    total = torch.ops.pipekernels.all_reduce(grad, ctx.comm, "sum", "auto")
+    sends = communicator_of(ctx.comm).rank == ctx.src
+    return total if sends else torch.zeros_like(total), None, None
+
+
+_register(
+    "broadcast(Tensor x, int comm, int src) -> Tensor",
+    _broadcast,
+    _broadcast_fake,
+    _broadcast_setup,
+    _broadcast_backward,
+)

@@ -1,0 +1,302 @@
+"""Split tensors into micro-batches and concatenate micro-batches, all of them in one native call.
+
+Both are registered operations (schema, fake, autograd), so they trace under
+``torch.compile(fullgraph=True)``; each is the backward of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipekernels import _backend
+
+
+def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
+    """Sizes of the micro-batches that ``batch`` entries are cut into, as ``torch.tensor_split`` does.
+
+    There are ``max(1, min(chunks, batch))`` of them; sizes differ by at most one, larger ones first.
+    """
+    count = max(1, min(chunks, batch))
+    size, larger = batch // count, batch % count  # divmod takes no symbolic sizes
+    return [size + 1] * larger + [size] * (count - larger)
+
+
+def split_micro_batches(
+    tensors: Tensor | Sequence[Tensor], chunks: int, dim: int = 0
+) -> list[Tensor] | list[tuple[Tensor, ...]]:
+    """Copy ``tensors`` into contiguous micro-batches along dimension ``dim``.
+
+    Args:
+        tensors: a tensor, or several of any shapes and dtypes on one device that agree in their size
+            along ``dim``. Any strides.
+        chunks: how many micro-batches are wanted; a smaller batch gives as many as it has entries.
+        dim: the batch dimension; negative ones count from the end.
+
+    Returns:
+        One entry per micro-batch (sizes: :func:`micro_batch_sizes`): a tensor if one was given, else
+        a tuple of tensors. None shares memory with the input or with another.
+
+    Raises:
+        TypeError: something other than strided tensors, or integers, was given.
+        ValueError: ``chunks`` below 1, ``dim`` out of range, sizes along ``dim`` or devices that
+            differ, no tensor, or a tensor without dimensions.
+        RuntimeError: CUDA tensors with an extension built without CUDA.
+    """
+    single = isinstance(tensors, Tensor)
+    group = [tensors] if isinstance(tensors, Tensor) else _as_list(tensors, "tensors")
+    dim = _check_dim(group, dim)
+    if not isinstance(chunks, int):
+        raise TypeError(f"chunks must be an int, got {type(chunks).__name__}")
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, got {chunks}")
+    batch = group[0].shape[dim]
+    for i, tensor in enumerate(group):
+        if tensor.shape[dim] != batch:
+            raise ValueError(
+                f"all tensors must have the same size along dimension {dim}: tensor 0 has {batch}, "
+                f"tensor {i} has {tensor.shape[dim]}"
+            )
+    flat = _call(_split_op, group, micro_batch_sizes(batch, chunks), dim)
+    if single:
+        return flat
+    return [tuple(flat[i : i + len(group)]) for i in range(0, len(flat), len(group))]
+
+
+def concat_micro_batches(
+    micro_batches: Sequence[Tensor] | Sequence[Sequence[Tensor]], dim: int = 0
+) -> Tensor | tuple[Tensor, ...]:
+    """Concatenate micro-batches along dimension ``dim``: the inverse of :func:`split_micro_batches`.
+
+    Args:
+        micro_batches: one entry per micro-batch, in order: a tensor, or a sequence of as many tensors
+            as in every other entry. Apart from its size along ``dim``, the k-th tensor has the same
+            shape, dtype and device in all of them. Any strides.
+        dim: the batch dimension; negative ones count from the end.
+
+    Returns:
+        A contiguous tensor, or a tuple of them if entries are sequences.
+
+    Raises:
+        TypeError: something other than strided tensors was given, or dtypes differ.
+        ValueError: no micro-batch, ``dim`` out of range, or shapes, lengths or devices that differ.
+        RuntimeError: CUDA tensors with an extension built without CUDA.
+    """
+    entries = list(micro_batches)
+    if not entries:
+        raise ValueError("there is no micro-batch to concatenate; give at least one")
+    single = isinstance(entries[0], Tensor)
+    rows: list[list[Tensor]] = [
+        [e] if isinstance(e, Tensor) else _as_list(e, "a micro-batch") for e in entries
+    ]
+    width = len(rows[0])
+    for i, row in enumerate(rows):
+        if len(row) != width or isinstance(entries[i], Tensor) != single:
+            raise ValueError(
+                f"all micro-batches must have the same structure: number 0 has {width} tensor(s), "
+                f"number {i} has {len(row)}"
+            )
+    dim = _check_dim(rows[0], dim)
+    for i, row in enumerate(rows):
+        for first, tensor in zip(rows[0], row, strict=True):
+            if tensor is not first:
+                _check_fits(first, tensor, dim, i)
+    wholes = _call(_concat_op, [tensor for row in rows for tensor in row], width, dim)
+    return wholes[0] if single else tuple(wholes)
+
+
+def _as_list(tensors: Any, what: str) -> list[Tensor]:
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{what} must be tensors in a list or tuple, got {type(tensors).__name__}")
+    return list(tensors)
+
+
+def _check_dim(group: list[Tensor], dim: int) -> int:
+    """Validate one tensor of each kind; returns ``dim`` counted from the front."""
+    if not group:
+        raise ValueError("there is no tensor; give at least one")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    first = group[0]
+    for i, tensor in enumerate(group):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected tensors, got {type(tensor).__name__} at position {i}")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"tensor {i} has layout {tensor.layout}; use .to_dense() first")
+        dims = tensor.dim()
+        if not -dims <= dim < dims:
+            raise ValueError(
+                f"dim must be in -{dims}..{dims - 1} for tensor {i} of shape {tuple(tensor.shape)}, "
+                f"got {dim}"
+                if dims
+                else f"tensor {i} has no dimension to split; use tensor[None]"
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"all tensors must be on one device: tensor 0 is on {first.device}, tensor {i} on "
+                f"{tensor.device}"
+            )
+        if dim < 0 and dims != first.dim():
+            raise ValueError(
+                f"dim={dim} is dimension {first.dim() + dim} of tensor 0 and {dims + dim} of tensor "
+                f"{i}; use a non-negative dim"
+            )
+    return first.dim() + dim if dim < 0 else dim
+
+
+def _check_fits(first: Tensor, tensor: Tensor, dim: int, index: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected tensors, got {type(tensor).__name__} in micro-batch {index}")
+    if tensor.dtype != first.dtype:
+        raise TypeError(
+            f"dtypes must agree: micro-batch 0 has {first.dtype}, number {index} {tensor.dtype}"
+        )
+    if tensor.device != first.device:
+        raise ValueError(
+            f"devices must agree: micro-batch 0 is on {first.device}, number {index} on "
+            f"{tensor.device}"
+        )
+    wanted, given = first.shape, tensor.shape
+    if wanted == given:
+        return
+    if (len(wanted), wanted[:dim], wanted[dim + 1 :]) != (
+        len(given),
+        given[:dim],
+        given[dim + 1 :],
+    ):
+        raise ValueError(
+            f"shapes must agree but in dimension {dim}: micro-batch 0 has {tuple(wanted)}, number "
+            f"{index} {tuple(given)}"
+        )
+
+
+# ---- the operations --------------------------------------------------------------------------------
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+_library.define("split_micro_batches(Tensor[] tensors, SymInt[] sizes, int dim) -> Tensor[]")
+_library.define("concat_micro_batches(Tensor[] micro_batches, int tensors, int dim) -> Tensor[]")
+_split_op = torch.ops.pipekernels.split_micro_batches.default
+_concat_op = torch.ops.pipekernels.concat_micro_batches.default
+
+
+def _new_micro_batches(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Tensor]:
+    shapes = [(t, t.shape[:dim], t.shape[dim + 1 :]) for t in tensors]
+    return [t.new_empty((*before, n, *after)) for n in sizes for t, before, after in shapes]
+
+
+def _new_wholes(micro_batches: Sequence[Tensor], tensors: int, dim: int) -> list[Tensor]:
+    wholes = []
+    for t, first in enumerate(micro_batches[:tensors]):
+        shape = list(first.shape)
+        shape[dim] = sum(part.shape[dim] for part in micro_batches[t::tensors])
+        wholes.append(first.new_empty(shape))
+    return wholes
+
+
+def _copy(
+    split: bool, dim: int, sizes: Sequence[int], wholes: Sequence[Tensor], parts: Sequence[Tensor]
+) -> None:
+    whole_views = [(t.data_ptr(), t.element_size(), t.shape, t.stride()) for t in wholes]
+    part_views = [(t.data_ptr(), t.stride()) for t in parts]
+    native = _backend.load()
+    device = wholes[0].device
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        native.copy_micro_batches(split, dim, sizes, whole_views, part_views, threads)
+        return
+    _backend.require_cuda()
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        native.copy_micro_batches_cuda(split, dim, sizes, whole_views, part_views, stream)
+
+
+def _split(tensors: list[Tensor], sizes: list[int], dim: int) -> list[Tensor]:
+    parts = _new_micro_batches(tensors, sizes, dim)
+    _copy(True, dim, sizes, tensors, parts)
+    return parts
+
+
+def _concat(micro_batches: list[Tensor], tensors: int, dim: int) -> list[Tensor]:
+    wholes = _new_wholes(micro_batches, tensors, dim)
+    sizes = [part.shape[dim] for part in micro_batches[::tensors]]
+    _copy(False, dim, sizes, wholes, micro_batches)
+    return wholes
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sizes: list[int], dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        ctx.wanted = ctx.needs_input_grad[2:]
+        with torch._C._AutoDispatchBelowAutograd():
+            parts = _split_op(tensors, sizes, dim)
+        ctx.mark_non_differentiable(*_unwanted(parts, ctx.wanted))
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.wanted
+        parts = [g for i, g in enumerate(grads) if wanted[i % len(wanted)]]
+        wholes = iter(_concat_op(parts, sum(wanted), ctx.dim))
+        return None, None, *(next(wholes) if w else None for w in wanted)
+
+
+class _Concat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensors: int, dim: int, *micro_batches: Tensor) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        ctx.sizes = [part.shape[dim] for part in micro_batches[::tensors]]
+        needs = ctx.needs_input_grad[2:]
+        ctx.wanted = [any(needs[t::tensors]) for t in range(tensors)]
+        with torch._C._AutoDispatchBelowAutograd():
+            wholes = _concat_op(micro_batches, tensors, dim)
+        ctx.mark_non_differentiable(*_unwanted(wholes, ctx.wanted))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.wanted
+        wholes = [g for g, w in zip(grads, wanted, strict=True) if w]
+        parts = iter(_split_op(wholes, ctx.sizes, ctx.dim))
+        return None, None, *(next(parts) if w else None for _ in ctx.sizes for w in wanted)
+
+
+def _unwanted(results: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """The results whose tensor (``wanted`` has one entry for each) needs no gradient."""
+    return [result for i, result in enumerate(results) if not wanted[i % len(wanted)]]
+
+
+def _call(op: Callable, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+    """``op``, spared the detour through its Autograd kernel where nothing asks for a gradient."""
+    if torch.compiler.is_compiling() or _needs_grad(tensors):
+        return op(tensors, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(tensors, *args)
+
+
+def _needs_grad(tensors: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _with_autograd(function: type[torch.autograd.Function], op: Callable) -> Callable:
+    """The kernel of the Autograd key: records a node only where a gradient can be asked for."""
+
+    def kernel(tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        if _needs_grad(tensors):
+            return list(function.apply(*args, *tensors))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(tensors, *args)
+
+    return kernel
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("split_micro_batches", _split, _device)
+    _library.impl("concat_micro_batches", _concat, _device)
+_library.impl("split_micro_batches", _with_autograd(_Split, _split_op), "Autograd")
+_library.impl("concat_micro_batches", _with_autograd(_Concat, _concat_op), "Autograd")
+torch.library.register_fake("pipekernels::split_micro_batches", _new_micro_batches, lib=_library)
+torch.library.register_fake("pipekernels::concat_micro_batches", _new_wholes, lib=_library)

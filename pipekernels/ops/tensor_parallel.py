@@ -1,0 +1,236 @@
+"""The differentiable steps of tensor parallelism, over the ranks of a communicator.
+
+Autograd convention: all ranks compute one and the same loss from a replicated result, so the
+gradient of a replicated tensor is already whole on every rank and must not be summed again:
+
+=====================  =======================  ============================
+step                   forward                  backward
+=====================  =======================  ============================
+``copy_to_ranks``      identity                 all-reduce
+``reduce_from_ranks``  all-reduce               identity
+``scatter_to_ranks``   own slice, last dim      all-gather
+``gather_from_ranks``  all-gather, last dim     own slice
+``row_linear``         GEMM, then all-reduce    GEMMs alone
+... with ``scatter``   GEMM, reduce-scatter     all-gather, then GEMMs
+=====================  =======================  ============================
+
+(:func:`pipekernels.ops.reduce_scatter`, with an all-gather as its backward, suits both
+conventions.) After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2022).
+
+All ranks must call these in the same order, and an input must require a gradient on all ranks or
+on none. They are differentiable once; a second derivative raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from pipekernels.ops.collectives import (
+    Ranks,
+    all_gather,
+    all_reduce,
+    check_rows,
+    communicator_of,
+    symmetric_empty,
+)
+from pipekernels.ops.micro_batch import micro_batch_sizes
+
+
+def shard_sizes(size: int, world_size: int) -> list[int]:
+    """How many of ``size`` features each rank holds: equal shares, the first ranks one more.
+
+    Raises:
+        ValueError: a rank would hold none.
+    """
+    if not 1 <= world_size <= size:
+        raise ValueError(
+            f"cannot shard {size} features over {world_size} ranks: every rank needs at least one; "
+            f"use a communicator of at most {size} ranks"
+        )
+    return micro_batch_sizes(size, world_size)
+
+
+def copy_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
+    """A view of ``x``, replicated, where each rank goes on with a part of the work of its own.
+
+    Backward: the all-reduce of the gradients that these parts contribute.
+    """
+    return _CopyToRanks.apply(x, comm)
+
+
+def reduce_from_ranks(x: Tensor, comm: Ranks, algorithm: str = "auto") -> Tensor:
+    """The sum over all ranks of the partial results ``x``; the loss that follows is replicated.
+
+    Args and errors: as for :func:`pipekernels.ops.all_reduce`. Backward: identity.
+    """
+    return _ReduceFromRanks.apply(x, comm, algorithm)
+
+
+def scatter_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
+    """This rank's slice of the replicated ``x`` along the last dimension.
+
+    Args:
+        x: ``[..., size]``, the same on every rank.
+        comm: the communicator.
+
+    Returns:
+        ``[..., shard_sizes(size, world_size)[rank]]``, contiguous.
+
+    Backward: the all-gather of the slices' gradients.
+    """
+    return _ScatterToRanks.apply(x, comm)
+
+
+def gather_from_ranks(x: Tensor, comm: Ranks, size: int) -> Tensor:
+    """The slices of all ranks, joined along the last dimension; the loss that follows is replicated.
+
+    Args:
+        x: ``[..., shard_sizes(size, world_size)[rank]]``.
+        comm: the communicator.
+        size: the last dimension of the result.
+
+    Returns:
+        ``[..., size]``, the same on every rank.
+
+    Backward: this rank's slice of the gradient.
+    """
+    return _GatherFromRanks.apply(x, comm, size)
+
+
+def row_linear(x: Tensor, weight: Tensor, comm: Ranks, *, scatter: bool = False) -> Tensor:
+    """``x @ weight.T``, summed over the ranks, each of which holds a part of the inner dimension.
+
+    The product is written straight into a symmetric tensor, which the peers read in place. Under
+    autocast it is computed in autocast's dtype, as ``torch.nn.functional.linear`` is.
+
+    Args:
+        x: ``[..., k_rank]``.
+        weight: ``[out_features, k_rank]``.
+        comm: the communicator.
+        scatter: return this rank's slice of the first dimension alone.
+
+    Returns:
+        ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
+        ``[rows / world_size, ..., out_features]``.
+
+    Raises:
+        ValueError: ``scatter``, and the first dimension of ``x`` is no multiple of the world size.
+    """
+    if scatter:
+        check_rows(x, comm.world_size, dims=2)
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return _RowLinear.apply(x, weight, comm, scatter)
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Ranks) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.comm), None
+
+
+class _ReduceFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Ranks, algorithm: str) -> Tensor:
+        return all_reduce(x, comm, "sum", algorithm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _ScatterToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Ranks) -> Tensor:
+        ctx.comm, ctx.size = comm, x.shape[-1]
+        return _own_slice(x, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _join_slices(grad, ctx.comm, ctx.size), None
+
+
+class _GatherFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Ranks, size: int) -> Tensor:
+        ctx.comm = comm
+        return _join_slices(x, comm, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_slice(grad, ctx.comm), None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Ranks, scatter: bool) -> Tensor:
+        ctx.comm, ctx.scatter = comm, scatter
+        ctx.save_for_backward(x, weight)
+        return torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.scatter:
+            grad = all_gather(grad, ctx.comm)
+        rows = grad.reshape(-1, weight.shape[0])  # [rows, out_features]
+        grad_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
+
+
+def _own_slice(x: Tensor, comm: Ranks) -> Tensor:
+    sizes = shard_sizes(x.shape[-1], comm.world_size)
+    start = sum(sizes[: comm.rank])
+    # A copy, so that the result of a forward does not alias its input.
+    return x[..., start : start + sizes[comm.rank]].clone(memory_format=torch.contiguous_format)
+
+
+def _join_slices(x: Tensor, comm: Ranks, size: int) -> Tensor:
+    sizes = shard_sizes(size, comm.world_size)
+    if x.shape[-1] != sizes[comm.rank]:
+        raise ValueError(
+            f"rank {comm.rank} holds {sizes[comm.rank]} of {size} features over {comm.world_size} "
+            f"ranks, but x has shape {tuple(x.shape)}"
+        )
+    # All-gather wants equal shapes: the narrower slices are padded by the one feature they lack.
+    slices = all_gather(pad(x, (0, sizes[0] - x.shape[-1])).unsqueeze(0), comm)
+    return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
+
+
+def _row_linear(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
+    communicator = communicator_of(comm)
+    out = symmetric_empty(communicator, (*x.shape[:-1], weight.shape[0]), x)
+    torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=out.view(-1, weight.shape[0]))
+    return communicator.reduce_scatter(out) if scatter else communicator.all_reduce(out)
+
+
+def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
+    shape = [*x.shape[:-1], weight.shape[0]]
+    if scatter:
+        shape[0] //= communicator_of(comm).world_size
+    return x.new_empty(shape)
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+_library.define("row_linear(Tensor x, Tensor weight, int comm, bool scatter) -> Tensor")
+_library.impl("row_linear", _row_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("pipekernels::row_linear", _row_linear_fake, lib=_library)

@@ -1,0 +1,84 @@
+"""Plain-torch oracles: what every operation computes, in the simplest way.
+
+Those of the collectives take the tensors of all ranks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# ---- micro-batches ----
+
+
+def split_micro_batches(
+    tensors: Sequence[Tensor], chunks: int, dim: int
+) -> list[tuple[Tensor, ...]]:
+    """One tuple of contiguous copies per micro-batch."""
+    count = max(1, min(chunks, tensors[0].shape[dim]))
+    slices = [t.tensor_split(count, dim) for t in tensors]
+    copies = [[s.clone(memory_format=torch.contiguous_format) for s in group] for group in slices]
+    return list(zip(*copies, strict=True))
+
+
+def concat_micro_batches(micro_batches: Sequence[Sequence[Tensor]], dim: int) -> tuple[Tensor, ...]:
+    """The inverse of :func:`split_micro_batches`."""
+    return tuple(torch.cat(parts, dim) for parts in zip(*micro_batches, strict=True))
+
+
+# ---- collectives ----
+
+
+def all_reduce(inputs: list[Tensor], op: str = "sum") -> Tensor:
+    """The elementwise reduction of ``inputs`` in rank order, as every rank receives it.
+
+    16-bit floating-point types are reduced in float32 and rounded once.
+    """
+    dtype = inputs[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    total = inputs[0].to(wide)
+    for term in inputs[1:]:
+        total = combine(total, term.to(wide))
+    if op == "avg":
+        total = total / len(inputs)
+    return total.to(dtype)
+
+
+def reduce_scatter(inputs: list[Tensor], op: str = "sum") -> list[Tensor]:
+    """The slice of the reduction along dimension 0 that each rank receives."""
+    return list(all_reduce(inputs, op).chunk(len(inputs)))
+
+
+def all_gather(inputs: list[Tensor]) -> Tensor:
+    """The inputs of all ranks along dimension 0, as every rank receives them."""
+    return torch.cat(inputs)
+
+
+def broadcast(inputs: list[Tensor], src: int = 0) -> Tensor:
+    """The tensor of rank ``src``, as every rank receives it."""
+    return inputs[src].clone()
+
+
+# ---- tensor-parallel linears ----
+
+
+def row_parallel_linear(
+    inputs: list[Tensor], weights: list[Tensor], bias: Tensor | None = None
+) -> Tensor:
+    """The output of a linear layer whose input features, and columns of the weight, are sharded.
+
+    The ranks' products are summed in rank order; the bias is added once, after that.
+    """
+    total = all_reduce([x @ w.t() for x, w in zip(inputs, weights, strict=True)])
+    return total if bias is None else total + bias
+
+
+def column_parallel_linear(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor] | None = None
+) -> list[Tensor]:
+    """The part of the output that each rank has, where output features are sharded."""
+    parts = [x @ w.t() for w in weights]
+    return parts if biases is None else [y + b for y, b in zip(parts, biases, strict=True)]

@@ -1,0 +1,11 @@
+"""Layers and whole models sharded over the ranks of a communicator."""
+
+from __future__ import annotations
+
+from pipekernels.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    full_state_dict,
+)
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "full_state_dict"]

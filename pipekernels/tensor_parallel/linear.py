@@ -1,0 +1,351 @@
+"""Linear layers whose weight is sharded over the ranks of a communicator.
+
+A column-parallel layer shards its output features, a row-parallel one its input features, so that
+the first feeds the second without a collective between them, and one pair (the two layers of an
+MLP; the projections into and out of attention) costs one all-reduce forward and one backward. The
+names follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
+
+Autograd convention: all ranks compute the same loss (:mod:`pipekernels.ops.tensor_parallel`). All
+ranks must run the same forwards and backwards, in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipekernels.comm import Communicator
+from pipekernels.ops.tensor_parallel import (
+    copy_to_ranks,
+    gather_from_ranks,
+    row_linear,
+    scatter_to_ranks,
+    shard_sizes,
+)
+
+
+class _ShardedLinear(nn.Module):
+    """What both layers share: the shards of a full ``nn.Linear``, cut, loaded and written back."""
+
+    # Parameter name -> the dimension that is sharded; a parameter not named is replicated.
+    _shard_dims: ClassVar[dict[str, int]]
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        comm: Communicator,
+        skip_bias_add: bool,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(comm, Communicator):
+            raise TypeError(
+                f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one with "
+                "Communicator.from_process_group(group) or Communicator.threads(world_size)"
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.comm = comm
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self.skip_bias_add = skip_bias_add
+        self._adopt(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, comm: Communicator, **kwargs: Any) -> Any:
+        """This rank's part of ``linear``, with its dtype, device, mode and trainable parameters.
+
+        Args:
+            linear: the full layer, the same on every rank. Its parameters are copied, not shared.
+            comm: the communicator.
+            kwargs: the remaining keyword arguments of the class, without ``device`` and ``dtype``.
+
+        Raises:
+            TypeError: ``linear`` is no ``nn.Linear``.
+            ValueError: as for the constructor.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        has_bias = linear.bias is not None
+        layer = cls(
+            linear.in_features, linear.out_features, has_bias, comm=comm, device="meta", **kwargs
+        )
+        layer._adopt(linear)
+        return layer.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        """Initialise as a full ``nn.Linear`` does, and keep this rank's part.
+
+        The same seed on every rank gives the same layer for any world size. For the moment of the
+        call the full weight exists on every rank.
+        """
+        full = nn.Linear(
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(self._shard(name, getattr(full, name)))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state_dict of the full ``nn.Linear``, gathered; a collective that all ranks call."""
+        state = {}
+        for name, parameter in self.named_parameters():
+            full = parameter.detach().clone()
+            if name in self._shard_dims:
+                dim = self._shard_dims[name]
+                size = self._full_shape(name)[dim]
+                full = gather_from_ranks(full.movedim(dim, -1), self.comm, size).movedim(-1, dim)
+            state[name] = full.contiguous()
+        return state
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, rank={self.rank}, world_size={self.world_size}"
+        )
+
+    def _adopt(self, full: nn.Linear) -> None:
+        for name in ("weight", "bias"):
+            parameter = getattr(full, name)
+            if parameter is not None:
+                shard = self._shard(name, parameter.detach())
+                parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            self.register_parameter(name, parameter)
+
+    def _full_shape(self, name: str) -> tuple[int, ...]:
+        return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
+
+    def _shard(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part of a full parameter, as a copy."""
+        if name in self._shard_dims:
+            dim = self._shard_dims[name]
+            sizes = shard_sizes(full.shape[dim], self.world_size)
+            full = full.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
+        return full.clone(memory_format=torch.contiguous_format)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Replacing entries is safe: load_state_dict hands every module a dict of its own.
+        for name in self._shard_dims:
+            value = state_dict.get(prefix + name)
+            if value is not None and tuple(value.shape) == self._full_shape(name):
+                state_dict[prefix + name] = self._shard(name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _check_input(self, x: Tensor, features: int) -> None:
+        name, weight = type(self).__name__, self.weight
+        if x.dim() == 0 or x.shape[-1] != features:
+            raise ValueError(
+                f"{name} on rank {self.rank} of {self.world_size} expects {features} features in "
+                f"the last dimension (in_features={self.in_features}), got a tensor of shape "
+                f"{tuple(x.shape)}{self._input_remedy(x)}"
+            )
+        if x.device != weight.device:
+            raise ValueError(
+                f"{name} is on {weight.device} but its input on {x.device}; "
+                f"move one of them with .to(...)"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{name} has dtype {weight.dtype} but its input {x.dtype}; "
+                f"convert one of them with .to(...), or use torch.autocast"
+            )
+
+    def _input_remedy(self, x: Tensor) -> str:
+        return ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.comm)] = self.comm  # The copy talks to the same ranks.
+        clone = memo[id(self)] = type(self).__new__(type(self))
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled, because its communicator belongs to this "
+            "process; save state_dict() (this rank's part) or full_state_dict() (the whole layer)"
+        )
+
+
+class RowParallelLinear(_ShardedLinear):
+    """A linear layer that holds a part of the input features, ``Y = sum over ranks of X_t W_t^T``.
+
+    Args:
+        in_features: of the full layer; the ranks hold equal shares, the first ones one more.
+        out_features: of the full layer.
+        bias: whether there is one; replicated, and added once, after the reduction.
+        comm: the communicator whose ranks hold the layer.
+        input_is_parallel: the input is this rank's features already (the output of a
+            :class:`ColumnParallelLinear`); else it is the full, replicated input.
+        reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
+            slice of its first dimension, which the world size must divide. ``'none'``: this rank's
+            partial sum, for a caller who reduces later; the bias cannot be added then, so it wants
+            ``bias=False`` or ``skip_bias_add=True``.
+        skip_bias_add: return ``(output, bias)``, with the bias not added, for a later fused add.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        weight: ``[out_features, in_features / world_size]``, ``nn.Linear``'s layout.
+        bias: ``[out_features]`` or ``None``.
+        rank, world_size: of the communicator.
+
+    The forward takes ``[..., in_features / world_size]`` and gives ``[..., out_features]``. Its
+    backward needs no collective, but for ``'reduce_scatter'`` an all-gather of the output gradient
+    and an all-reduce of the bias gradient, which is thus whole on every rank: do not sum it again.
+
+    Initialisation equals that of ``nn.Linear`` under the same seed, for any world size; seed all
+    ranks alike. ``load_state_dict`` takes the state_dict of a full ``nn.Linear``, or of this rank's
+    part. ``copy.deepcopy`` shares the communicator; pickling raises TypeError.
+
+    Raises:
+        TypeError: ``comm`` is no communicator; an input of another dtype without autocast.
+        ValueError: more ranks than ``in_features``; an unknown ``reduce``; a bias with
+            ``reduce='none'``; an input of the wrong shape or device.
+    """
+
+    _shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        comm: Communicator,
+        input_is_parallel: bool = True,
+        reduce: str = "all_reduce",
+        skip_bias_add: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if reduce not in ("all_reduce", "reduce_scatter", "none"):
+            raise ValueError(
+                f"reduce must be 'all_reduce', 'reduce_scatter' or 'none', got {reduce!r}"
+            )
+        if reduce == "none" and bias and not skip_bias_add:
+            raise ValueError(
+                "reduce='none' returns partial sums, to which a bias would be added once per rank; "
+                "pass bias=False, or skip_bias_add=True and add the bias after the reduction"
+            )
+        super().__init__(in_features, out_features, bias, comm, skip_bias_add, device, dtype)
+        self.input_is_parallel = input_is_parallel
+        self.reduce = reduce
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply the layer to ``x``: see the class for the shapes."""
+        self._check_input(x, self.weight.shape[1] if self.input_is_parallel else self.in_features)
+        if not self.input_is_parallel:
+            x = scatter_to_ranks(x, self.comm)
+        if self.reduce == "none":
+            y = functional.linear(x, self.weight)
+        else:
+            scatter = self.reduce == "reduce_scatter"
+            y = row_linear(x, self.weight, self.comm, scatter=scatter)
+        bias: Tensor | None = self.bias
+        if bias is not None and self.reduce == "reduce_scatter":
+            # Every rank adds the bias to rows of its own, so its gradient is a sum over ranks.
+            bias = copy_to_ranks(bias, self.comm)
+        if self.skip_bias_add:
+            return y, bias
+        return y if bias is None else y.add_(bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, reduce={self.reduce!r}"
+
+    def _input_remedy(self, x: Tensor) -> str:
+        if self.input_is_parallel and x.dim() > 0 and x.shape[-1] == self.in_features:
+            return "; for the full input, construct the layer with input_is_parallel=False"
+        return ""
+
+
+class ColumnParallelLinear(_ShardedLinear):
+    """A linear layer that holds a part of the output features, ``Y_t = X W_t^T + b_t``.
+
+    Args:
+        in_features: of the full layer.
+        out_features: of the full layer; the ranks hold equal shares, the first ones one more.
+        bias: whether there is one; sharded like the output.
+        comm: the communicator whose ranks hold the layer.
+        gather_output: return the full output on every rank, instead of this rank's features.
+        skip_bias_add: return ``(output, bias)``, with the bias not added, for a later fused add.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        weight: ``[out_features / world_size, in_features]``, ``nn.Linear``'s layout.
+        bias: ``[out_features / world_size]`` or ``None``.
+        rank, world_size: of the communicator.
+
+    The forward takes the replicated ``[..., in_features]`` and gives
+    ``[..., out_features / world_size]``; the backward all-reduces the gradient of the input.
+
+    Initialisation, state_dicts, deepcopy and pickling: as for :class:`RowParallelLinear`.
+
+    Raises:
+        TypeError: ``comm`` is no communicator; an input of another dtype without autocast.
+        ValueError: more ranks than ``out_features``; an input of the wrong shape or device.
+    """
+
+    _shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        comm: Communicator,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, comm, skip_bias_add, device, dtype)
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply the layer to ``x``: see the class for the shapes."""
+        self._check_input(x, self.in_features)
+        bias: Tensor | None = self.bias
+        x = copy_to_ranks(x, self.comm)
+        y = functional.linear(x, self.weight, None if self.skip_bias_add else bias)
+        if self.gather_output:
+            y = gather_from_ranks(y, self.comm, self.out_features)
+        if not self.skip_bias_add:
+            return y
+        if self.gather_output and bias is not None:
+            bias = gather_from_ranks(bias, self.comm, self.out_features)
+        return y, bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, gather_output={self.gather_output}"
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of ``module`` with every sharded layer gathered to a full ``nn.Linear``'s.
+
+    A collective: all ranks call it, and all receive the whole. ``module`` may hold sharded layers
+    at any depth, or be one.
+    """
+    state = module.state_dict()
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, _ShardedLinear):
+            prefix = f"{name}." if name else ""
+            state.update({prefix + key: value for key, value in layer.full_state_dict().items()})
+    return state
