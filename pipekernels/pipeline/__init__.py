@@ -1,0 +1,8 @@
+"""Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
+time."""
+
+from pipekernels.pipeline.checkpoint import is_checkpointing, is_recomputing
+from pipekernels.pipeline.pipe import Pipe
+from pipekernels.pipeline.timeline import Timeline
+
+__all__ = ["Pipe", "Timeline", "is_checkpointing", "is_recomputing"]

@@ -1,0 +1,148 @@
+"""BatchNorm whose running statistics follow mini-batches, however many micro-batches they are cut
+into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipekernels.pipeline.checkpoint import is_recomputing
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Normalises each micro-batch by its own statistics and updates the running ones once per
+    mini-batch.
+
+    Micro-batch statistics are merged as they come (Chan, Golub and LeVeque, 1983) and committed by
+    :meth:`commit`, which ``Pipe`` calls after every mini-batch's forward; so the number of
+    micro-batches is the real one. Committed are the mean and unbiased variance that
+    ``nn.BatchNorm`` computes of the whole mini-batch.
+
+    Inputs: ``[N, C, ...]``, floating point. The constructor's arguments are those of
+    ``nn.BatchNorm1d``.
+    """
+
+    _count: int
+    _mean: torch.Tensor
+    _squares: torch.Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.discard()
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"DeferredBatchNorm got {input.dim()} dimensions; it needs at least 2: [N, C, ...]"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``[N, C, ...]`` to the same shape."""
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                False,
+                0.0,
+                self.eps,
+            )
+        if self.training and self.track_running_stats and not is_recomputing():
+            self._merge(input.detach())
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    def _merge(self, input: torch.Tensor) -> None:
+        count = input.numel() // input.size(1)
+        if count == 0:
+            return
+        dims = [0, *range(2, input.dim())]
+        assert self.running_mean is not None
+        values = input.to(self.running_mean.dtype)
+        mean = values.mean(dims)  # [C]
+        squares = (values - mean.view(-1, *[1] * (input.dim() - 2))).square().sum(dims)  # [C]
+        if self._count:
+            total = self._count + count
+            delta = mean - self._mean
+            squares = self._squares + squares + delta.square() * (self._count * count / total)
+            mean = self._mean + delta * (count / total)
+        self._count += count
+        self._mean, self._squares = mean, squares
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Update the running statistics by what was collected since the last call, as one
+        mini-batch."""
+        if not self._count:
+            return
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(self._mean, momentum)
+        self.running_var.lerp_(self._squares / max(self._count - 1, 1), momentum)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what was collected since the last commit: the mini-batch failed."""
+        self._count = 0
+        self._mean = self._squares = torch.empty(0)
+
+
+@contextmanager
+def committed(module: nn.Module) -> Iterator[None]:
+    """Commit every DeferredBatchNorm in ``module`` after the body, the forward of one mini-batch,
+    or discard."""
+    norms = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
+    try:
+        yield
+    except BaseException:
+        for norm in norms:
+            norm.discard()
+        raise
+    for norm in norms:
+        norm.commit()
+
+
+def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
+    """Replace every ``nn.BatchNorm1d/2d/3d`` in ``module``, in place, by a
+    :class:`DeferredBatchNorm`.
+
+    Parameters, statistics and state_dict keys stay the same.
+
+    Args:
+        module: the model; returned, or its replacement if it is a BatchNorm itself.
+        chunks: accepted as in fairscale; the statistics are committed per mini-batch whatever it
+            is.
+
+    Raises:
+        ValueError: ``chunks`` is below 1.
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}; it must be at least 1")
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        deferred = DeferredBatchNorm(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+        )
+        deferred._parameters = module._parameters
+        deferred._buffers = module._buffers
+        deferred.train(module.training)
+        return deferred
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = convert_deferred_batch_norm(child, chunks)
+    return module

@@ -1,0 +1,54 @@
+"""When a stage's activations are dropped and recomputed (Chen et al., 2016), and what runs right
+now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MODES = ("always", "except_last", "never")
+
+
+class _Phase(threading.local):
+    checkpointing = False
+    recomputing = False
+
+
+_phase = _Phase()
+
+
+def is_checkpointing() -> bool:
+    """True inside a stage's forward whose activations are dropped, on the thread that runs it."""
+    return _phase.checkpointing
+
+
+def is_recomputing() -> bool:
+    """True inside a stage's second forward, during the backward, on the thread that runs it."""
+    return _phase.recomputing
+
+
+def checkpointed(mode: str, micro_batch: int, micro_batches: int) -> bool:
+    """Whether ``mode`` drops the activations of ``micro_batch``; the count is the real one, not
+    ``chunks``."""
+    return mode == "always" or (mode == "except_last" and micro_batch < micro_batches - 1)
+
+
+@contextmanager
+def checkpointing() -> Iterator[None]:
+    """Mark the calling thread's forward as a checkpointed one."""
+    outer, _phase.checkpointing = _phase.checkpointing, True
+    try:
+        yield
+    finally:
+        _phase.checkpointing = outer
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Mark the calling thread's forward as a recomputation."""
+    outer, _phase.recomputing = _phase.recomputing, True
+    try:
+        yield
+    finally:
+        _phase.recomputing = outer

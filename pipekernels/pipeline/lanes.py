@@ -1,0 +1,119 @@
+"""Threads that run stages at the same time, each with its own share of torch's intra-op threads.
+
+Workers belong to the process, not to a pipe: a pass borrows as many as it has lanes and gives them
+back, so pipes come and go without starting threads. They are daemons that sleep on a queue, so they
+never delay interpreter exit.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import torch
+
+Job = Callable[[], None]
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Job, list[None], SimpleQueue[None]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="pipekernels-lane", daemon=True).start()
+
+    def submit(self, job: Job, ended: list[None], done: SimpleQueue[None]) -> None:
+        """Run ``job``, then add to ``ended`` and put a token on ``done``."""
+        self._jobs.put((job, ended, done))
+
+    def _run(self) -> None:
+        while True:
+            job, ended, done = self._jobs.get()
+            job()
+            ended.append(None)
+            done.put(None)
+            # Nothing of a finished pass may stay alive in a sleeping worker.
+            del job, ended, done
+
+
+_idle: list[_Worker] = []
+_idle_lock = threading.Lock()
+
+
+def _forget_workers() -> None:
+    """Threads do not survive a fork: the child starts with none."""
+    global _idle_lock
+    _idle.clear()
+    _idle_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_workers)
+
+
+def _borrow() -> _Worker:
+    with _idle_lock:
+        if _idle:
+            return _idle.pop()
+    return _Worker()
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Give the calling thread ``count`` intra-op threads while the body runs."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_together(
+    jobs: Sequence[Job], *, threads: int, interrupted: Callable[[BaseException], None]
+) -> None:
+    """Run all ``jobs`` at once, the last on the calling thread, and return when every one has
+    ended.
+
+    Args:
+        jobs: must not raise; they report failure by other means.
+        threads: intra-op threads of each job.
+        interrupted: told of an exception (Ctrl-C) that reaches the caller while it waits for the
+            others; it must make them end.
+    """
+
+    def on_worker(job: Job) -> Job:
+        variables = contextvars.copy_context()
+
+        def run() -> None:
+            # A worker keeps the count: it has no other use. set_num_threads works on the calling
+            # thread.
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            variables.run(job)
+
+        return run
+
+    done: SimpleQueue[None] = SimpleQueue()
+    ended: list[None] = []
+    workers = [_borrow() for _ in jobs[:-1]]
+    try:
+        for worker, job in zip(workers, jobs[:-1], strict=True):
+            worker.submit(on_worker(job), ended, done)
+        with intra_op_threads(threads):
+            jobs[-1]()
+    except BaseException as error:  # noqa: BLE001 - handed on, after the other jobs have ended
+        interrupted(error)
+    # Counted by the workers: an exception may reach this thread between taking a token and counting
+    # it.
+    while len(ended) < len(workers):
+        try:
+            done.get()
+        except BaseException as error:  # noqa: BLE001
+            interrupted(error)
+    with _idle_lock:
+        _idle.extend(workers)

@@ -1,0 +1,109 @@
+"""Private gradient accumulators for the parameters of a stage.
+
+While a stage runs, each of its trainable parameters is replaced in its module by an *alias*: a leaf
+that shares the parameter's storage and version counter but has its own ``.grad`` and hooks. The
+stage's backwards accumulate there, in autograd's own C++ code, and the pipe's single autograd node
+hands the sums to the real parameters. So ``torch.autograd.grad`` leaves ``.grad`` alone, and a hook
+on a parameter fires once per backward, not once per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def _make_alias(parameter: nn.Parameter) -> nn.Parameter:
+    if type(parameter) is nn.Parameter:
+        return nn.Parameter(parameter.detach())
+    alias = parameter.detach().requires_grad_()
+    return alias  # type: ignore[return-value]  # a subclass of Parameter keeps its type
+
+
+def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
+    """False once the parameter has other memory or another layout, as after
+    ``module.to(dtype)``."""
+    return (
+        alias.data_ptr() == parameter.data_ptr()
+        and alias.dtype == parameter.dtype
+        and alias.shape == parameter.shape
+        and alias.stride() == parameter.stride()
+    )
+
+
+class StageParameters:
+    """The trainable parameters of one stage and their aliases, as they are when this object is
+    made.
+
+    Args:
+        module: the stage.
+        previous: what an earlier call found; aliases that still fit are taken over.
+    """
+
+    def __init__(self, module: nn.Module, previous: StageParameters | None = None) -> None:
+        known = previous.pairs if previous is not None else {}
+        # id of the parameter -> (parameter, alias)
+        self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        # where each lives: (its layer's parameter dict, its name there, parameter, alias)
+        self._slots: list[
+            tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+        ] = []
+        # Walked by hand, every mini-batch: module.modules() takes as long as a small layer's
+        # forward.
+        stack: list[nn.Module | None] = [module]
+        while stack:
+            layer = stack.pop()
+            if layer is None:
+                continue
+            stack.extend(reversed(layer._modules.values()))
+            for name, parameter in layer._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                key = id(parameter)
+                pair = self.pairs.get(key) or known.get(key)
+                if pair is None or not _is_current(pair[1], parameter):
+                    pair = (parameter, _make_alias(parameter))
+                self.pairs[key] = pair
+                self._slots.append((layer._parameters, name, *pair))
+
+    def install(self) -> None:
+        for owner, name, _, alias in self._slots:
+            owner[name] = alias
+
+    def remove(self) -> None:
+        for owner, name, parameter, _ in self._slots:
+            owner[name] = parameter
+
+
+@contextmanager
+def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
+    """Have the aliases of all ``stages`` in place while the body runs."""
+    try:
+        for parameters in stages:
+            parameters.install()
+        yield
+    finally:
+        for parameters in stages:
+            parameters.remove()
+
+
+def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:
+    """The real parameters of all ``stages``, each once."""
+    return list({key: pair[0] for stage in stages for key, pair in stage.pairs.items()}.values())
+
+
+def accumulated(
+    parameters: Sequence[nn.Parameter], stages: Sequence[StageParameters]
+) -> list[torch.Tensor | None]:
+    """Take what the aliases have accumulated: one gradient per parameter, summed over stages in
+    their order."""
+    total: dict[int, torch.Tensor] = {}
+    for stage in stages:
+        for key, (_, alias) in stage.pairs.items():
+            grad, alias.grad = alias.grad, None
+            if grad is not None:
+                total[key] = total[key].add(grad) if key in total else grad
+    return [total.get(id(parameter)) for parameter in parameters]

@@ -1,0 +1,220 @@
+"""``Pipe``: an ``nn.Sequential`` run as a pipeline of stages over micro-batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipekernels.pipeline.batchnorm import committed, convert_deferred_batch_norm
+from pipekernels.pipeline.checkpoint import MODES
+from pipekernels.pipeline.engine import Engine
+from pipekernels.pipeline.partition import balance_by_parameters, layers, split_module
+from pipekernels.pipeline.task import as_tensors
+from pipekernels.pipeline.timeline import Timeline
+
+Device = torch.device | int | str
+
+_MOVE_DENIED = (
+    "a Pipe manages where its stages live and cannot be moved; build it with devices=[...] "
+    "(Pipe.to(dtype) is allowed)"
+)
+
+
+class Pipe(nn.Module):
+    """Runs an ``nn.Sequential`` as a pipeline: its layers are cut into stages, each input into
+    micro-batches.
+
+    Stages work on different micro-batches at the same time: on CPUs in threads that share out
+    torch's intra-op threads, on CUDA devices asynchronously. To autograd the whole is one node, so
+    losses, optimizers, hooks and ``torch.autograd.grad`` are used as with the bare module::
+
+        model = nn.Sequential(a, b, c, d)
+        model = Pipe(model, balance=[2, 2], chunks=8)
+        output = model(input)
+
+    The schedule is GPipe's (Huang et al., 2019); the interface is fairscale's and torchgpipe's. The
+    module is split in place: the pipe's layers are the module's own. Gradients are summed over
+    micro-batches, last one first, as autograd does for ``torch.cat([module(x) for x in
+    input.tensor_split(chunks)])``.
+
+    Every forward draws one number from the default CPU generator; from it each (stage, micro-batch)
+    gets random numbers of its own, so results with a fixed seed do not depend on timing and
+    recomputation repeats its forward.
+
+    Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
+    threads must not read or change the pipe's parameters.
+
+    Args:
+        module: the layers. Every layer takes what the one before returns, a tensor or a tuple of
+        tensors.
+        balance: number of layers of each stage. Default: as many stages as there are devices (on a
+            CPU-only machine: intra-op threads), of about equally many parameters.
+        devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
+            stage where there is none.
+        chunks: most micro-batches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
+            that differ by at most one.
+        checkpoint: which micro-batches keep their inputs only and are recomputed in the backward:
+            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is.
+        deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
+            micro-batches.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``.
+        ValueError: an argument is out of its range, or ``balance`` does not fit the module.
+        IndexError: fewer devices than stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Sequential):
+            raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+        if isinstance(chunks, bool) or int(chunks) != chunks or chunks < 1:
+            raise ValueError(f"chunks is {chunks!r}; it must be an integer of at least 1")
+        if checkpoint not in MODES:
+            raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
+        if not layers(module):
+            raise ValueError("module has no layers; a pipe needs at least one")
+        if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+            raise ValueError(
+                "module has parameters whose shape is not known yet; run it once before piping it"
+            )
+        chosen = _default_devices() if devices is None else [_device(d) for d in devices]
+        if balance is None:
+            stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
+            balance = balance_by_parameters(module, stages)
+        self.balance: list[int] = list(balance)
+        if devices is None and not chosen:
+            chosen = [torch.device("cpu")] * len(self.balance)
+        partitions = split_module(module, self.balance, chosen)
+        if deferred_batch_norm:
+            for partition in partitions:
+                convert_deferred_batch_norm(partition, int(chunks))
+        self.devices: list[torch.device] = chosen[: len(partitions)]
+        self.chunks = int(chunks)
+        self.checkpoint = checkpoint
+        self._deferred_batch_norm = deferred_batch_norm
+        self.partitions = nn.ModuleList(partitions)
+        self._engine = Engine(partitions, self.devices)
+
+    def forward(
+        self, input: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a mini-batch.
+
+        Args:
+            input: a tensor ``[batch, ...]``, or a tuple of them with one batch size.
+
+        Returns:
+            What the module returns, on the last stage's device; micro-batches joined along
+            dimension 0.
+
+        Raises:
+            TypeError: ``input``, or what a stage returns, is neither a tensor nor a tuple of
+            tensors.
+            ValueError: ``input`` cannot be split: no dimension, or batch sizes differ.
+        """
+        tensors, single = as_tensors(input, "input")
+        checkpoint = self.checkpoint if self.training else "never"
+        if not self._deferred_batch_norm:
+            return self._engine.run(tensors, single, chunks=self.chunks, checkpoint=checkpoint)
+        with committed(self):
+            return self._engine.run(tensors, single, chunks=self.chunks, checkpoint=checkpoint)
+
+    @contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """Record what runs when, on which stage, while the body runs."""
+        timeline = Timeline()
+        self._engine.timeline = timeline
+        try:
+            yield timeline
+        finally:
+            self._engine.timeline = None
+
+    def to_sequential(self) -> nn.Sequential:
+        """The wrapped model again: its layers, under their own names, on the devices where they are
+        now."""
+        named: OrderedDict[str, nn.Module] = OrderedDict()
+        for partition in self._partitions():
+            for name, layer in partition._modules.items():
+                assert layer is not None
+                named[name] = layer
+        module = nn.Sequential(named)
+        module.train(self.training)
+        return module
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return sum(len(layers(partition)) for partition in self._partitions())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Layer ``index`` of the wrapped module; negative ones count from the end."""
+        flat = list(self)
+        if not -len(flat) <= index < len(flat):
+            raise IndexError(
+                f"layer index {index} is out of range; the pipe has {len(flat)} layers"
+            )
+        return flat[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers of the wrapped module, in order."""
+        for partition in self._partitions():
+            yield from layers(partition)
+
+    def cuda(self, device: Device | None = None) -> Pipe:
+        """Denied: see ``devices``."""
+        raise TypeError(_MOVE_DENIED)
+
+    def cpu(self) -> Pipe:
+        """Denied: see ``devices``."""
+        raise TypeError(_MOVE_DENIED)
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Cast with ``to(dtype)``; ``to(device)`` and ``to(tensor)`` are denied with a
+        TypeError."""
+        if (
+            "device" in kwargs
+            or "tensor" in kwargs
+            or any(
+                isinstance(a, (torch.device, int, str, torch.Tensor)) and not isinstance(a, bool)
+                for a in args
+            )
+        ):
+            raise TypeError(_MOVE_DENIED)
+        return super().to(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["_engine"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._engine = Engine(self._partitions(), self.devices)
+
+    def _partitions(self) -> Sequence[nn.Sequential]:
+        return list(self.partitions)  # type: ignore[arg-type]
+
+
+def _default_devices() -> list[torch.device]:
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+
+
+def _device(device: Device) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,180 @@
+"""Random numbers that depend on (seed, stage, micro-batch) and never on timing.
+
+torch has one CPU generator per process, so stages that run at the same time would draw from it in
+an order that changes from run to run, and a recomputation would see other dropout masks than its
+forward. Here every task has a seed of its own, derived from one number that each forward of the
+pipe draws from the default CPU generator:
+
+* on one thread the generators are simply seeded before each task;
+* on a lane they are seeded around each random function, under a lock (:class:`LaneRandom`).
+
+Both give the same numbers, so which of them ran cannot be told from the result. Randomness that is
+not torch's (``random``, NumPy) is the caller's own business.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+# One process-wide generator, one lock around every use of it by lanes, whatever pipe they belong
+# to.
+_generator_lock = threading.Lock()
+
+
+def task_seed(base: int, stage: int, micro_batch: int) -> int:
+    """Seed of one (stage, micro-batch) of the run that drew ``base``: distinct odd strides keep
+    them apart."""
+    return (base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77) & 0x7FFFFFFFFFFFFFFF
+
+
+def _generators(devices: list[torch.device]) -> list[torch.Generator]:
+    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in cuda)]
+
+
+@contextmanager
+def preserved(devices: list[torch.device]) -> Iterator[None]:
+    """Give the generators of ``devices`` their state back afterwards."""
+    saved = [(generator, generator.get_state()) for generator in _generators(devices)]
+    try:
+        yield
+    finally:
+        for generator, state in saved:
+            generator.set_state(state)
+
+
+Draws = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+"""Whether a call with these arguments draws random numbers."""
+
+
+def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+def _if_positive(position: int, name: str) -> Draws:
+    """Draws only where the given probability is above zero."""
+
+    def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        value = args[position] if len(args) > position else kwargs.get(name, 0.0)
+        return bool(value)
+
+    return draws
+
+
+def _random_functions() -> dict[Any, Draws]:
+    """torch's random functions that Python can see being called."""
+    names: dict[Any, list[str]] = {
+        F: [
+            *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+            *("alpha_dropout", "feature_alpha_dropout", "rrelu", "rrelu_", "gumbel_softmax"),
+            *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+        ],
+        torch: [
+            *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
+            *("bernoulli", "binomial", "multinomial", "normal", "poisson", "rrelu", "rrelu_"),
+            *("dropout", "dropout_", "native_dropout", "alpha_dropout", "alpha_dropout_"),
+            *("feature_dropout", "feature_dropout_"),
+            *("feature_alpha_dropout", "feature_alpha_dropout_"),
+        ],
+        torch.Tensor: [
+            *("bernoulli", "bernoulli_", "multinomial", "normal_", "uniform_", "random_"),
+            *("exponential_", "geometric_", "cauchy_", "log_normal_"),
+        ],
+    }
+    table: dict[Any, Draws] = {
+        getattr(owner, name): _always for owner, listed in names.items() for name in listed
+    }
+    table[F.scaled_dot_product_attention] = _if_positive(4, "dropout_p")
+    table[F.multi_head_attention_forward] = _if_positive(10, "dropout_p")
+    return table
+
+
+_RANDOM = _random_functions()
+_SEEDED: AbstractContextManager[None] = nullcontext()
+
+
+class LaneRandom(TorchFunctionMode):
+    """Gives the random functions of one task, on its own thread, the stream of numbers that belongs
+    to ``seed``.
+
+    With ``audit`` it also notices randomness that it could not see (drawn inside C++ or compiled
+    code): :meth:`saw_everything` is False then, and the task must not run on a lane.
+    """
+
+    def __init__(self, seed: int, *, audit: bool = False) -> None:
+        super().__init__()
+        self._seed = seed
+        self._state: torch.Tensor | None = None
+        self._audit = audit
+        self._hidden = False
+        if audit:
+            torch.default_generator.manual_seed(seed)
+            self._state = torch.default_generator.get_state()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        draws = _RANDOM.get(func)
+        if draws is None or not draws(args, kwargs):
+            return func(*args, **kwargs)
+        generator = torch.default_generator
+        with _generator_lock:
+            if self._audit:
+                self._check()
+            elif self._state is None:
+                generator.manual_seed(self._seed)
+            else:
+                generator.set_state(self._state)
+            result = func(*args, **kwargs)
+            self._state = generator.get_state()
+        return result
+
+    def _check(self) -> None:
+        now = torch.default_generator.get_state()
+        self._hidden |= self._state is not None and not torch.equal(now, self._state)
+
+    def saw_everything(self) -> bool:
+        """Whether the default generator moved inside functions known to be random only. Needs
+        ``audit``."""
+        self._check()
+        return not self._hidden
+
+
+class RunRandom:
+    """The random numbers of one mini-batch. Draws one number from the default CPU generator when
+    made.
+
+    Args:
+        devices: where the stages are.
+    """
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self._seeders = [generator.manual_seed for generator in _generators(devices)]
+
+    def inline(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        """For a task on the only thread that runs stages."""
+        seed = task_seed(self._base, stage, micro_batch)
+        for manual_seed in self._seeders:
+            manual_seed(seed)
+        return _SEEDED
+
+    def on_lane(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        """For a task beside others."""
+        return LaneRandom(task_seed(self._base, stage, micro_batch))
+
+    def audited(self, micro_batch: int, stage: int) -> LaneRandom:
+        """As :meth:`inline`, and watches whether a lane would have seen all randomness."""
+        return LaneRandom(task_seed(self._base, stage, micro_batch), audit=True)
