@@ -1,0 +1,155 @@
+"""Runs a function on every rank of a communicator: on threads, or on processes of their own.
+
+Processes come from a server that has imported torch once, so a new one takes some 50 ms.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipekernels import Communicator, PeerError
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "pytest", "numpy", "pipekernels.comm.communicator"])
+
+
+def run_threads(
+    world_size: int,
+    body: Callable[[Communicator], Any],
+    *,
+    timeout: float = 30.0,
+    limit: float = 60.0,
+) -> list[Any]:
+    """``body(communicator)`` on a thread per rank; its results in rank order.
+
+    Raises what a rank raised, preferably not because of another one; TimeoutError after ``limit``
+    seconds. A rank that fails takes the others along.
+    """
+    communicators = Communicator.threads(world_size, timeout=timeout)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with communicators[rank] as communicator:
+                results[rank] = body(communicator)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise TimeoutError("a rank did not end")
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
+    return results
+
+
+def run_processes(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 30.0,
+    limit: float = 60.0,
+    killed: tuple[int, ...] = (),
+) -> list[Any]:
+    """``body(communicator, *args)`` on a process per rank; its results in rank order.
+
+    Args:
+        world_size: the number of ranks.
+        body: a function at the top level of a module.
+        args: more arguments for it; picklable.
+        timeout: that of the communicator.
+        limit: seconds until all ranks must have ended; those that have not are killed.
+        killed: ranks that die of a signal, and have no result.
+
+    Raises what a rank raised, preferably not because of another one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [_context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            _context.Process(
+                target=_serve,
+                args=(sender, folder, rank, world_size, timeout, body, args),
+                daemon=True,
+            )
+            for rank, (_, sender) in enumerate(ends)
+        ]
+        try:
+            for process, (_, sender) in zip(processes, ends, strict=True):
+                process.start()
+                sender.close()
+            answers = _collect([receiver for receiver, _ in ends], time.monotonic() + limit)
+        finally:
+            for process in processes:
+                process.join(1.0 if process.pid is not None else 0.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    errors = []
+    for rank, answer in enumerate(answers):
+        if rank in killed:
+            assert answer is None, f"rank {rank} was to be killed"
+        elif answer is None:
+            errors.append(RuntimeError(f"rank {rank} ended without an answer, or not in time"))
+        elif isinstance(answer[1], BaseException):
+            errors.append(answer[1])
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
+    return [answer and answer[0] for answer in answers]
+
+
+def _serve(
+    sender: Connection,
+    folder: str,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
+        with Communicator.from_process_group(timeout=timeout) as communicator:
+            answer = body(communicator, *args), None
+    except BaseException as error:  # noqa: BLE001
+        if hasattr(error, "add_note"):  # From Python 3.11 on.
+            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+        answer = None, error
+    sender.send(answer)
+    sender.close()
+    os._exit(0)  # Without waiting for peers, as the end of a group would.
+
+
+def _collect(receivers: list[Connection], deadline: float) -> list[tuple[Any, Any] | None]:
+    answers: dict[Connection, tuple[Any, Any] | None] = {}
+    waiting = list(receivers)
+    while waiting and time.monotonic() < deadline:
+        for receiver in wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                answers[receiver] = receiver.recv()
+            except EOFError:  # The process has died.
+                answers[receiver] = None
+            waiting.remove(receiver)
+    return [answers.get(receiver) for receiver in receivers]

@@ -1,0 +1,267 @@
+"""Collectives against the oracle: bits, dtypes, shapes, layouts, kinds of memory, errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_processes, run_threads
+from torch import Tensor
+
+from pipekernels import Communicator, reference
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+REDUCIBLE = [*FLOATS, torch.int32, torch.int64]
+OTHERS = [torch.bool, torch.uint8, torch.int16, torch.complex64, torch.float8_e4m3fn]
+ALGORITHMS = ["auto", "one_shot", "two_shot", "ring"]
+OPS = ["sum", "avg", "max", "min"]
+SIZES = [0, 1, 2, 3, 7, 31, 64, 65, 1000, 4099, 70001, 300007]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers whose sums round, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype in (torch.int32, torch.int64):
+        info = torch.iinfo(dtype)
+        return torch.randint(info.min, info.max, shape, dtype=dtype, generator=generator)
+    if dtype in FLOATS:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    bits = [torch.cat([x.reshape(-1)]).view(torch.uint8) for x in (a, b)]
+    return a.dtype == b.dtype and torch.equal(*bits)
+
+
+def place(comm: Communicator, contents: Tensor, kind: str, shift: int) -> Tensor:
+    """A tensor with ``contents`` in memory of some kind, ``shift`` elements into its storage."""
+    count = contents.numel() + shift
+    dtype = contents.dtype
+    storage = (
+        comm.empty(count, dtype=dtype) if kind == "symmetric" else torch.empty(count, dtype=dtype)
+    )
+    tensor = storage[shift:].view(contents.shape)
+    if kind == "strided":
+        tensor = torch.empty((*contents.shape, 2), dtype=dtype)[..., 1]
+    return tensor.copy_(contents)
+
+
+def random_calls(comm: Communicator, seed: int, calls: int) -> None:
+    """Random collectives; all ranks draw the same calls, but memory of their own kind."""
+    shared, own = random.Random(seed), random.Random(f"{seed} {comm.rank}")
+    n, me = comm.world_size, comm.rank
+    for call in range(calls):
+        name = shared.choice(["all_reduce"] * 5 + ["reduce_scatter", "all_gather", "broadcast"])
+        dtype = shared.choice(REDUCIBLE if "reduce" in name else REDUCIBLE + OTHERS)
+        op = shared.choice(OPS if dtype.is_floating_point else ["sum", "max", "min"])
+        algorithm, src = shared.choice(ALGORITHMS), shared.randrange(n)
+        kinds = shared.choice([["symmetric"], ["ordinary"], ["symmetric", "ordinary", "strided"]])
+        shape: tuple[int, ...] = (shared.choice(SIZES),)
+        if shared.random() < 0.3:
+            shape = (shared.choice([1, 2, 5]), *shape)
+        if name == "reduce_scatter":
+            shape = (n * shape[0], *shape[1:])
+        inputs = [values(shape, dtype, hash((seed, call, rank))) for rank in range(n)]
+        x = place(comm, inputs[me], own.choice(kinds), own.randrange(4))
+        if name == "all_reduce":
+            result = comm.all_reduce(x, op, algorithm=algorithm)
+            expected = reference.all_reduce(inputs, op)
+        elif name == "reduce_scatter":
+            result = comm.reduce_scatter(x, op)
+            expected = reference.reduce_scatter(inputs, op)[me]
+        elif name == "all_gather":
+            result = comm.all_gather(x)
+            expected = reference.all_gather(inputs)
+        else:
+            result = comm.broadcast(x, src)
+            expected = reference.broadcast(inputs, src)
+        assert (result is x) == (name in ("all_reduce", "broadcast"))
+        assert result.shape == expected.shape
+        assert same_bits(result, expected), (name, dtype, op, algorithm, shape, kinds)
+        if result is not x:
+            assert same_bits(x, inputs[me])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_random_calls_on_processes(world_size: int) -> None:
+    run_processes(world_size, random_calls, world_size, 120)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_random_calls_on_threads(world_size: int) -> None:
+    run_threads(world_size, lambda comm: random_calls(comm, 10 + world_size, 120))
+
+
+def test_sum_in_rank_order_and_not_in_another() -> None:
+    """1e8 + 1 - 1e8 is 0 in float32 in this order, and 1 in others; each algorithm says 0."""
+    terms = [1e8, 1.0, -1e8]
+
+    def on_rank(comm: Communicator) -> None:
+        for algorithm in ALGORITHMS:
+            for size in (1, 100000):
+                x = torch.full((size,), terms[comm.rank])
+                assert not comm.all_reduce(x, algorithm=algorithm).any()
+
+    run_threads(3, on_rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_sums_are_rounded_once(dtype: torch.dtype) -> None:
+    """Seven times half a unit in the last place of 1 is lost when every step is rounded."""
+    half_unit = torch.finfo(dtype).eps / 2
+
+    def on_rank(comm: Communicator) -> None:
+        for algorithm in ALGORITHMS:
+            x = torch.full((1000,), 1.0 if comm.rank == 0 else half_unit, dtype=dtype)
+            total = comm.all_reduce(x, algorithm=algorithm)
+            assert (total == torch.tensor(1 + 7 * half_unit).to(dtype)).all()
+            assert (total > 1).all()
+
+    run_threads(8, on_rank)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_maximum_and_minimum_propagate_nan(op: str, dtype: torch.dtype) -> None:
+    inputs = [values((100,), dtype, rank) for rank in range(3)]
+    for rank, x in enumerate(inputs):
+        x[rank::7] = float("nan")
+        x[3] = float("inf") if rank else -float("inf")
+    expected = reference.all_reduce(inputs, op)
+    assert expected.isnan().sum() > 30
+
+    def on_rank(comm: Communicator) -> None:
+        for algorithm in ALGORITHMS:
+            x = inputs[comm.rank].clone()
+            torch.testing.assert_close(
+                comm.all_reduce(x, op, algorithm=algorithm),
+                expected,
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+            )
+
+    run_threads(3, on_rank)
+
+
+def repeat(comm: Communicator, runs: int) -> list[bytes]:
+    """The results of the same calls, several times over."""
+    results = []
+    for _ in range(runs):
+        run = b""
+        for algorithm in ALGORITHMS:
+            for kind in ("ordinary", "symmetric"):
+                x = place(comm, values((50001,), torch.float32, comm.rank), kind, 1)
+                run += comm.all_reduce(x, "avg", algorithm=algorithm).numpy().tobytes()
+        results.append(run)
+    return results
+
+
+def test_same_bits_on_every_rank_in_every_run_by_every_algorithm() -> None:
+    runs = [run for results in run_processes(3, repeat, 3) for run in results]
+    assert len(set(runs)) == 1
+    size = 50001 * 4
+    assert len({runs[0][i : i + size] for i in range(0, len(runs[0]), size)}) == 1
+
+
+def test_large_tensors_pass_through_all_staging_buffers() -> None:
+    """Many rounds of each algorithm, of odd sizes."""
+    inputs = [values((3_000_001,), torch.float32, rank) for rank in range(3)]
+    expected = reference.all_reduce(inputs)
+
+    def on_rank(comm: Communicator) -> None:
+        for algorithm in ALGORITHMS:
+            for kinds in (
+                ["ordinary"] * 3,
+                ["symmetric"] * 3,
+                ["symmetric", "ordinary", "ordinary"],
+            ):
+                x = place(comm, inputs[comm.rank], kinds[comm.rank], comm.rank)
+                assert same_bits(comm.all_reduce(x, algorithm=algorithm), expected)
+
+    run_threads(3, on_rank)
+
+
+# ---- what autograd and views see -----------------------------------------------------------------
+
+
+def alone(body: Callable[[Communicator], None]) -> None:
+    run_threads(1, body)
+
+
+def test_a_tensor_saved_for_backward_cannot_change_unnoticed() -> None:
+    def on_rank(comm: Communicator) -> None:
+        for collective in (comm.all_reduce, comm.broadcast):
+            x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+            y = (x * weight).sum()
+            collective(x)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+
+    alone(on_rank)
+
+
+def test_leaves_inference_tensors_and_lazy_negation() -> None:
+    def on_rank(comm: Communicator) -> None:
+        leaf = torch.ones(3, requires_grad=True)
+        assert comm.all_reduce(leaf) is leaf
+        assert torch.equal(leaf, torch.full((3,), 2.0))
+        strided = torch.ones(3, 2, requires_grad=True)[:, 0]
+        assert torch.equal(comm.all_reduce(strided), torch.full((3,), 2.0))
+        with torch.inference_mode():
+            assert torch.equal(comm.all_reduce(torch.ones(3)), torch.full((3,), 2.0))
+        negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+        assert negated.is_neg()
+        assert torch.equal(comm.all_reduce(negated), torch.tensor([-4.0, -8.0]))
+        conjugated = torch.tensor([1 + 2j]).conj()
+        assert torch.equal(comm.all_gather(conjugated), torch.tensor([1 - 2j, 1 - 2j]))
+
+    run_threads(2, on_rank)
+
+
+def test_channels_last_and_transposed_tensors_are_reduced_by_element() -> None:
+    inputs = [values((2, 3, 4, 5), torch.float32, rank) for rank in range(2)]
+
+    def on_rank(comm: Communicator) -> None:
+        x = inputs[comm.rank].clone()
+        x = x.contiguous(memory_format=torch.channels_last) if comm.rank else x
+        assert torch.equal(comm.all_reduce(x), inputs[0] + inputs[1])
+        x = inputs[comm.rank].transpose(0, 3).contiguous().transpose(0, 3)
+        assert torch.equal(comm.reduce_scatter(x), (inputs[0] + inputs[1])[comm.rank :][:1])
+
+    run_threads(2, on_rank)
+
+
+# ---- errors in a rank's own arguments ----------------------------------------------------------------
+
+
+def test_bad_arguments_raise_before_any_communication() -> None:
+    x = torch.ones(4)
+    comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
+    with pytest.raises(TypeError, match="torch.int8.*convert.*torch.bfloat16"):
+        comm.all_reduce(x.to(torch.int8))
+    with pytest.raises(TypeError, match="torch.complex64"):
+        comm.reduce_scatter(x.to(torch.complex64))
+    with pytest.raises(ValueError, match="op must be one of sum, avg, max, min, got 'mean'"):
+        comm.all_reduce(x, "mean")
+    with pytest.raises(ValueError, match="algorithm must be one of .*ring, got 'tree'"):
+        comm.all_reduce(x, algorithm="tree")
+    with pytest.raises(ValueError, match="average of int64"):
+        comm.all_reduce(x.long(), "avg")
+    with pytest.raises(ValueError, match="average of int32"):
+        comm.reduce_scatter(x.int(), "avg")
+    with pytest.raises(ValueError, match=r"2 equal slices.*\(5,\)"):
+        comm.reduce_scatter(torch.ones(5))
+    with pytest.raises(ValueError, match="2 equal slices"):
+        comm.reduce_scatter(torch.ones(()))
+    with pytest.raises(ValueError, match="dimension 0"):
+        comm.all_gather(torch.ones(()))
+    for src in (-1, 2):
+        with pytest.raises(ValueError, match=rf"src must be a rank in 0..1, got {src}"):
+            comm.broadcast(x, src)
+    for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
+        with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
+            call(x.to("meta"))

@@ -1,0 +1,44 @@
+"""Loading the extension: what it says about itself, and errors that name the remedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import pipekernels
+from pipekernels import _backend
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache() -> Iterator[None]:
+    _backend.load.cache_clear()
+    yield
+    _backend.load.cache_clear()
+
+
+def test_build_info() -> None:
+    info = _backend.build_info()
+    assert info["version"] == pipekernels.__version__
+    assert info["compiler"]
+    assert _backend.has_cuda() is info["cuda"]
+    assert bool(info["cuda_architectures"]) is bool(info["cuda_version"]) is info["cuda"]
+
+
+def test_missing_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pipekernels._C", None)
+    with pytest.raises(ImportError, match=r"cannot be loaded .*`pip install \.`"):
+        _backend.load()
+
+
+def test_extension_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backend, "__version__", "0.0.0")
+    with pytest.raises(ImportError, match=r"the package is 0\.0\.0.*`pip install \.`"):
+        _backend.load()
+
+
+def test_cuda_tensors_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backend, "has_cuda", lambda: False)
+    with pytest.raises(RuntimeError, match="reinstall pipekernels where nvcc is found"):
+        _backend.require_cuda()

@@ -1,0 +1,93 @@
+"""Deferred batch normalisation: one update of the statistics per mini-batch, that of the whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize(("batch", "chunks"), [(8, 1), (8, 4), (7, 3), (5, 8), (2, 2)])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_equal_those_of_the_whole_mini_batch(
+    batch: int, chunks: int, checkpoint: str, momentum: float | None
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), nn.BatchNorm2d(3)).double()
+    first = copy.deepcopy(module[0])
+    pipe = Pipe(
+        module, [1, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint,
+        deferred_batch_norm=True,
+    )  # fmt: skip
+    for _ in range(3):
+        x = 5 + 2 * torch.randn(batch, 3, 2, 2, dtype=torch.float64)
+        pipe(x).sum().backward()
+        first(x)
+    # The second layer sees micro-batches normalised one by one; only the first sees equal inputs.
+    for name, value in first.state_dict().items():
+        torch.testing.assert_close(pipe[0].state_dict()[name], value, rtol=0, atol=1e-10)
+    assert pipe[1].num_batches_tracked == 3
+
+
+def test_outputs_are_normalised_by_micro_batch_in_training_and_by_statistics_in_evaluation() -> (
+    None
+):
+    pipe = Pipe(
+        nn.Sequential(nn.BatchNorm1d(4)).double(), [1], devices=["cpu"], chunks=2,
+        deferred_batch_norm=True,
+    )  # fmt: skip
+    reference = nn.BatchNorm1d(4).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    output = pipe(x)
+    torch.testing.assert_close(output, torch.cat([reference(part) for part in x.chunk(2)]))
+    reference.load_state_dict(pipe[0].state_dict())
+    pipe.eval(), reference.eval()
+    torch.testing.assert_close(pipe(x), reference(x))
+
+
+def test_a_failed_mini_batch_leaves_no_trace() -> None:
+    class FailsOnce(nn.Module):
+        failed = False
+
+        def forward(self, x):
+            if not self.failed:
+                self.failed = True
+                raise ArithmeticError
+            return x
+
+    pipe = Pipe(
+        nn.Sequential(nn.BatchNorm1d(2), FailsOnce()).double(), [1, 1], devices=["cpu"] * 2,
+        chunks=2, deferred_batch_norm=True,
+    )  # fmt: skip
+    reference = nn.BatchNorm1d(2).double()
+    x = torch.randn(4, 2, dtype=torch.float64)
+    with pytest.raises(ArithmeticError):
+        pipe(100 * x)
+    pipe(x), reference(x)
+    torch.testing.assert_close(pipe[0].running_mean, reference.running_mean)
+    torch.testing.assert_close(pipe[0].running_var, reference.running_var)
+
+
+def test_plain_batch_norm_is_not_updated_twice_by_recomputation() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe(torch.randn(4, 2)).sum().backward()
+    assert pipe[1].num_batches_tracked == 2
+
+
+def test_conversion_keeps_parameters_and_keys_and_refuses_bad_chunks() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2, affine=False)))
+    keys, weight = list(module.state_dict()), module[0].weight
+    converted = convert_deferred_batch_norm(module, 4)
+    assert converted is module and isinstance(module[1][0], DeferredBatchNorm)
+    assert list(module.state_dict()) == keys and module[0].weight is weight
+    with pytest.raises(ValueError, match="chunks is 0"):
+        convert_deferred_batch_norm(module, 0)
+    with pytest.raises(ValueError, match="at least 2"):
+        DeferredBatchNorm(3)(torch.zeros(3))

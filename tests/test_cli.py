@@ -1,0 +1,44 @@
+"""``pipekernels info`` works everywhere and says what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pipekernels import __version__, _backend, cli
+
+
+def test_info_names_versions_build_and_devices() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pipekernels", "info"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    lines = dict(line.split(None, 1) for line in result.stdout.splitlines() if line[:1].isalpha())
+    assert lines["pipekernels"] == __version__
+    assert lines["torch"].startswith(torch.__version__)
+    assert "Python" in lines and "triton" in lines and "CPU" in lines
+
+
+def test_info_without_the_extension_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> dict[str, str]:
+        raise ImportError("pipekernels._C cannot be loaded. Build it with `pip install .`")
+
+    monkeypatch.setattr(_backend, "build_info", missing)
+    report = cli.info()
+    assert "missing" in report and "! pipekernels._C cannot be loaded" in report
+
+
+def test_gpus_without_a_cuda_build_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backend, "build_info", lambda: {"compiler": "x", "cuda": False})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "PIPEKERNELS_CUDA=1 pip install" in cli.info()
+
+
+def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["nonsense"])
+    assert "info" in capsys.readouterr().err

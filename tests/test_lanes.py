@@ -1,0 +1,220 @@
+"""Lanes: failures reach the caller, interrupts end a run, and no thread keeps a process alive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.lanes import intra_op_threads
+from pipekernels.pipeline.pace import Way
+
+
+class Fails(nn.Module):
+    """Raises in the forward or backward of one micro-batch."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.when == "forward" and self.calls == 2:
+            raise ZeroDivisionError("the second micro-batch")
+        y = x * 1
+        if self.when == "backward" and x.requires_grad and self.calls == 2:
+            y.register_hook(self._raise)
+        return y
+
+    def _raise(self, grad):
+        raise ZeroDivisionError("the second micro-batch")
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_exception_reaches_the_caller_and_the_pipe_works_on(
+    when: str, stage: int, way: Way
+) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    fails = Fails(when)
+    stages = [nn.Sequential(layer) for layer in layers]
+    stages[stage].append(fails)
+    module = nn.Sequential(*stages)
+    weights = [layer.weight for layer in layers]
+    pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint="never")
+    x = torch.randn(8, 4)
+    state = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError, match="the second micro-batch") as caught:
+        pipe(x).sum().backward()
+    frames = {frame.name for frame in traceback.extract_tb(caught.value.__traceback__)}
+    assert ("forward" if when == "forward" else "_raise") in frames
+
+    assert all(layer.weight is weight for layer, weight in zip(layers, weights, strict=True))
+    fails.when = "never"
+    torch.set_rng_state(state)
+    pipe.zero_grad()
+    output = pipe(x)
+    output.sum().backward()
+    grads = [weight.grad.clone() for weight in weights]
+    module.zero_grad()
+    module(x).sum().backward()
+    for grad, weight in zip(grads, weights, strict=True):
+        torch.testing.assert_close(grad, weight.grad)
+
+
+def run_script(body: str, **kwargs: object) -> subprocess.Popen[str]:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, threading, time
+        import torch
+        from torch import nn
+        from pipekernels import Pipe
+        from pipekernels.pipeline.pace import Pace
+        Pace.choose = lambda self, key: "lanes"
+        Pace.record = lambda self, key, way, seconds: None
+        """
+    ) + textwrap.dedent(body)
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.parametrize("slow_stage", [0, 1])
+def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
+    process = run_script(
+        f"""
+        class Slow(nn.Module):
+            def forward(self, x):
+                print("running", flush=True)
+                time.sleep(0.2)
+                return x
+
+        layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        layers.insert({slow_stage} * 2, Slow())
+        pipe = Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=100)
+        begin = time.monotonic()
+        try:
+            pipe(torch.ones(100, 2))
+        except KeyboardInterrupt:
+            print("interrupted", time.monotonic() - begin < 15)
+        pipe.chunks = 1
+        print(pipe(torch.ones(1, 2)).shape)
+        """
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    lines = finish(process).split("\n")
+    assert "interrupted True" in lines
+    assert lines[-2] == "torch.Size([1, 2])"
+
+
+def test_the_interpreter_exits_and_lanes_are_few() -> None:
+    out = finish(
+        run_script(
+            """
+            before = threading.active_count()
+            for _ in range(50):
+                pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)),
+                            [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+                pipe(torch.ones(4, 2)).sum().backward()
+            print(threading.active_count() - before)
+            """
+        )
+    )
+    assert out == "2\n"
+
+
+def test_a_forked_child_starts_lanes_of_its_own() -> None:
+    out = finish(
+        run_script(
+            """
+            pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1],
+                        devices=["cpu"] * 2, chunks=2)
+            with torch.no_grad():
+                pipe(torch.ones(4, 2))
+                child = os.fork()
+                if child == 0:
+                    print(tuple(pipe(torch.ones(4, 2)).shape), flush=True)
+                    os._exit(0)
+            print(os.waitpid(child, 0)[1])
+            """,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    )
+    assert out == "(4, 2)\n0\n"
+
+
+def test_two_threads_may_use_one_pipe() -> None:
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=4
+    )
+    x, weight = torch.randn(8, 4), pipe[0].weight
+    (expected,) = torch.autograd.grad(pipe(x).sum(), weight)
+    right: list[bool] = []
+
+    def work() -> None:
+        for _ in range(20):
+            (grad,) = torch.autograd.grad(pipe(x).sum(), weight)
+            right.append(torch.equal(grad, expected))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert right == [True] * 60
+
+
+def test_lanes_really_run_at_the_same_time(force_way: Callable[[Way], None]) -> None:
+    force_way("lanes")
+
+    class Sleep(nn.Module):
+        def forward(self, x):
+            time.sleep(0.02)
+            return x
+
+    pipe = Pipe(nn.Sequential(Sleep(), Sleep()), [1, 1], devices=["cpu"] * 2, chunks=8)
+    with pipe.timeline() as timeline:
+        pipe(torch.ones(8, 2))
+    (phase,) = timeline.phases
+    overlaps = [
+        (a, b)
+        for a in phase.events
+        for b in phase.events
+        if a.action.stage < b.action.stage and a.start < b.end and b.start < a.end
+    ]
+    assert len(overlaps) >= 4
+
+
+def test_intra_op_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), intra_op_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise KeyError
+    assert torch.get_num_threads() == before

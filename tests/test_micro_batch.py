@@ -1,0 +1,291 @@
+"""Splitting into micro-batches and concatenating them: exact copies, whatever shape, stride and dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipekernels import _backend, reference
+from pipekernels.ops import concat_micro_batches, micro_batch, split_micro_batches
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Any bit pattern of ``dtype``, NaNs included; bools are 0 or 1."""
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).squeeze(-1).to(device)
+
+
+def assert_same(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Bit for bit, and contiguous."""
+    assert len(ours) == len(expected)
+    for a, b in zip(ours, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        assert a.is_contiguous()
+        assert torch.equal(a.unsqueeze(-1).view(torch.uint8), b.unsqueeze(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_every_dtype(dtype: torch.dtype, dim: int, device: torch.device) -> None:
+    x = random_tensor((7, 5, 6), dtype, device)
+    parts = split_micro_batches(x, 4, dim)
+    assert_same(parts, [row[0] for row in reference.split_micro_batches([x], 4, dim)])
+    assert_same([concat_micro_batches(parts, dim)], [x])
+
+
+@st.composite
+def layouts(draw: st.DrawFn, batch: int, dim: int) -> dict[str, Any]:
+    """How to make one tensor with ``batch`` entries in dimension ``dim``."""
+    dims = draw(st.integers(dim + 1, 5))
+    shape = draw(st.lists(st.integers(1, 9), min_size=dims, max_size=dims))
+    shape[dim] = batch
+    return {
+        "shape": shape,
+        "order": draw(st.permutations(range(dims))),
+        "step": draw(st.integers(1, 2)),
+        "offset": draw(st.integers(0, 3)),
+        "expand": draw(st.sampled_from([None, *range(dims)])),
+        "dtype": draw(st.sampled_from(DTYPES)),
+    }
+
+
+def lay_out(plan: dict[str, Any], device: torch.device) -> Tensor:
+    """A tensor with permuted, stepped or broadcast strides, at an offset into its storage."""
+    shape, order = plan["shape"], plan["order"]
+    stored = [shape[d] for d in order]
+    stored[-1] *= plan["step"]
+    count = plan["offset"] + int(torch.Size(stored).numel())
+    flat = random_tensor([count], plan["dtype"], device)[plan["offset"] :]
+    tensor = flat.view(stored)[..., :: plan["step"]]
+    tensor = tensor.permute([order.index(d) for d in range(len(shape))])
+    if plan["expand"] is not None and shape[plan["expand"]] > 0:
+        tensor = tensor.narrow(plan["expand"], 0, 1).expand(shape)
+    return tensor
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[list[dict[str, Any]], int, int]:
+    dim, batch = draw(st.integers(0, 3)), draw(st.integers(0, 17))
+    plans = draw(st.lists(layouts(batch, dim), min_size=1, max_size=3))
+    return plans, draw(st.integers(1, 9)), dim
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(group=groups())
+def test_any_layout(group: tuple[list[dict[str, Any]], int, int], device: torch.device) -> None:
+    plans, chunks, dim = group
+    tensors = [lay_out(plan, device) for plan in plans]
+    expected = reference.split_micro_batches(tensors, chunks, dim)
+    ours = split_micro_batches(tensors, chunks, dim)
+    assert len(ours) == len(expected) == max(1, min(chunks, tensors[0].shape[dim]))
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert_same(mine, theirs)
+    strided = [t.tensor_split(len(ours), dim) for t in tensors]  # views, joined again
+    joined = concat_micro_batches(list(zip(*strided, strict=True)), dim)
+    assert_same(joined, [t.contiguous() for t in tensors])
+
+
+@pytest.mark.parametrize("shape", [(1024, 700), (700, 1024), (33, 5, 4099)])
+def test_large_enough_for_threads(shape: tuple[int, ...], device: torch.device) -> None:
+    x = random_tensor(shape, torch.float32, device)
+    for view in (x, x.transpose(0, 1), x[1:, 1:]):
+        for dim in (0, 1):
+            parts = split_micro_batches(view, 5, dim)
+            assert_same(parts, [row[0] for row in reference.split_micro_batches([view], 5, dim)])
+            assert_same([concat_micro_batches(parts, dim)], [view.contiguous()])
+
+
+def test_more_micro_batches_than_one_launch_holds(device: torch.device) -> None:
+    x = random_tensor((600, 3), torch.float32, device)
+    parts = split_micro_batches([x, x.t().contiguous().t()], 600)
+    assert_same([p[0] for p in parts], list(x.split(1)))
+    assert_same([p[1] for p in parts], list(x.split(1)))
+
+
+def test_results_own_their_memory() -> None:
+    x = torch.zeros(6, 4)
+    parts = split_micro_batches(x, 3)
+    parts[0].add_(1)
+    assert x.sum() == 0 and parts[1].sum() == 0
+    whole = concat_micro_batches(parts)
+    whole.zero_()
+    assert parts[0].sum() == 8
+
+
+@pytest.mark.parametrize("batch", range(18))
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_sizes_follow_tensor_split(batch: int, chunks: int) -> None:
+    sizes = micro_batch.micro_batch_sizes(batch, chunks)
+    count = max(1, min(chunks, batch))
+    assert sizes == [len(part) for part in torch.empty(batch).tensor_split(count)]
+
+
+def test_conjugate_and_negative_views(device: torch.device) -> None:
+    z = torch.randn(4, 3, dtype=torch.complex64, device=device)
+    for view in (z.conj(), z.conj().imag):
+        assert torch.equal(torch.cat(split_micro_batches(view, 2)), view)
+        assert torch.equal(concat_micro_batches([view, view]), torch.cat([view, view]))
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gradcheck(dtype: torch.dtype, dim: int, device: torch.device) -> None:
+    make = lambda *shape: torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+
+    def split(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t for row in split_micro_batches([a, b], 2, dim) for t in row)
+
+    def concat(a: Tensor, b: Tensor) -> Tensor:
+        whole = concat_micro_batches([a, b], dim)
+        assert isinstance(whole, Tensor)
+        return whole
+
+    for function in (split, concat):
+        inputs = (make(3, 3), make(3, 3))
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_gradients_where_only_some_tensors_need_one(device: torch.device) -> None:
+    x = torch.randn(5, 2, device=device, requires_grad=True)
+    y = torch.randn(5, 3, device=device)
+    index = torch.arange(5, device=device)
+    parts = split_micro_batches([y, x, index], 2)
+    assert [t.requires_grad for t in parts[0]] == [False, True, False]
+    weight = torch.randn(3, 2, device=device)
+    (parts[0][1] * weight).sum().backward()  # the second micro-batch takes no part in the loss
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.cat([weight, torch.zeros(2, 2, device=device)]))
+
+    a = torch.randn(2, 2, device=device, requires_grad=True)
+    b = torch.randn(3, 2, device=device)
+    whole = concat_micro_batches([(a, index[:2]), (b, index[2:])])
+    weight = torch.randn(5, 2, device=device)
+    (whole[0] * weight).sum().backward()
+    assert a.grad is not None and torch.equal(a.grad, weight[:2]) and b.grad is None
+
+
+def test_a_leaf_may_be_modified_in_place_after_the_split() -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+    parts = split_micro_batches(x, 2)
+    total = sum((p.relu_() * p).sum() for p in parts)
+    assert isinstance(total, Tensor)
+    total.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((4, 2), 2.0))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_registration(needs_grad: bool) -> None:
+    x = torch.randn(5, 4, requires_grad=needs_grad)
+    torch.library.opcheck(micro_batch._split_op, ([x, torch.arange(5)], [3, 2], 0))
+    torch.library.opcheck(micro_batch._concat_op, ([x[:2], x[2:]], 1, 0))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph(dynamic: bool) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        rows = split_micro_batches((x, y), 3)
+        whole = concat_micro_batches([a * 2 + b for a, b in rows])
+        assert isinstance(whole, Tensor)
+        return whole
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for batch in (7, 8):
+        x = torch.randn(batch, 4, requires_grad=True)
+        y = torch.randn(batch, 4)
+        out = compiled(x, y)
+        out.sum().backward()
+        assert torch.equal(out, x * 2 + y)
+        assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_fake_tensors_need_no_memory() -> None:
+    x = torch.empty(1 << 20, 1 << 20, device="meta")
+    parts = split_micro_batches(x, 3, dim=1)
+    assert [p.shape for p in parts] == [(1 << 20, 349526), (1 << 20, 349525), (1 << 20, 349525)]
+    assert concat_micro_batches(parts, dim=1).shape == x.shape  # type: ignore[union-attr]
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+X = torch.zeros(4, 3)
+SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
+    (X, 0, 0, ValueError, "chunks must be at least 1, got 0"),
+    (X, 2.0, 0, TypeError, "chunks must be an int, got float"),
+    (X, 2, 2, ValueError, "dim must be in -2..1 for tensor 0 of shape (4, 3), got 2"),
+    (X, 2, -3, ValueError, "dim must be in -2..1 for tensor 0 of shape (4, 3), got -3"),
+    (X, 2, "0", TypeError, "dim must be an int, got str"),
+    ([], 2, 0, ValueError, "there is no tensor"),
+    ([X, 1], 2, 0, TypeError, "expected tensors, got int at position 1"),
+    (1, 2, 0, TypeError, "tensors must be tensors in a list or tuple, got int"),
+    (torch.tensor(1.0), 2, 0, ValueError, "tensor 0 has no dimension to split; use tensor[None]"),
+    ([X, X[:3]], 2, 0, ValueError, "tensor 0 has 4, tensor 1 has 3"),
+    ([X, X[None]], 2, -1, ValueError, "dim=-1 is dimension 1 of tensor 0 and 2 of tensor 1"),
+    ([X, X.to("meta")], 2, 0, ValueError, "tensor 0 is on cpu, tensor 1 on meta"),
+    (X.to_sparse(), 2, 0, TypeError, "use .to_dense() first"),
+]
+CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
+    ([], 0, ValueError, "there is no micro-batch"),
+    ([X, X.double()], 0, TypeError, "micro-batch 0 has torch.float32, number 1 torch.float64"),
+    ([X, X[:, :2]], 0, ValueError, "micro-batch 0 has (4, 3), number 1 (4, 2)"),
+    ([X, X[None]], 0, ValueError, "micro-batch 0 has (4, 3), number 1 (1, 4, 3)"),
+    ([X, X.to("meta")], 0, ValueError, "micro-batch 0 is on cpu, number 1 on meta"),
+    ([X], 2, ValueError, "dim must be in -2..1"),
+    ([(X, X), (X,)], 0, ValueError, "number 0 has 2 tensor(s), number 1 has 1"),
+    ([X, (X,)], 0, ValueError, "the same structure"),
+    ([X, 1], 0, TypeError, "a micro-batch must be tensors in a list or tuple, got int"),
+    ([(X,), (1,)], 0, TypeError, "expected tensors, got int in micro-batch 1"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "chunks", "dim", "error", "message"), SPLIT_ERRORS)
+def test_split_errors(
+    tensors: Any, chunks: Any, dim: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        split_micro_batches(tensors, chunks, dim)
+
+
+@pytest.mark.parametrize(("parts", "dim", "error", "message"), CONCAT_ERRORS)
+def test_concat_errors(parts: Any, dim: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        concat_micro_batches(parts, dim)
+
+
+def test_the_extension_refuses_what_does_not_fit() -> None:
+    x = torch.zeros(4)
+    view = (x.data_ptr(), 4, (4,), (1,))
+    with pytest.raises(ValueError, match="micro-batches hold 5 entries, the tensor has 4"):
+        _backend.load().copy_micro_batches(True, 0, [5], [view], [(x.data_ptr(), (1,))], 1)

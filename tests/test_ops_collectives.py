@@ -1,0 +1,239 @@
+"""The differentiable collectives: values, gradients by both conventions, tracing, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_threads
+from torch import Tensor
+
+from pipekernels import Communicator, ops, reference
+from pipekernels.ops import collectives
+from pipekernels.ops import tensor_parallel as tp
+
+WORLD_SIZES = [1, 2, 3, 4]
+ROWS = 12  # A multiple of every world size.
+
+
+def inputs(world_size: int, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """A tensor of small integers per rank: sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(world_size)
+    return [torch.randint(-4, 5, shape, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_values_equal_the_oracle(world_size: int, dtype: torch.dtype) -> None:
+    xs = inputs(world_size, ROWS, 3, dtype=dtype)
+    total, gathered = reference.all_reduce(xs, "sum"), torch.cat(xs)
+    largest = reference.all_reduce(xs, "max")
+
+    def on_rank(comm: Communicator) -> None:
+        x, before = xs[comm.rank], xs[comm.rank].clone()
+        results = [
+            (ops.all_reduce(x, comm), total),
+            (ops.all_reduce(x, comm, "max"), largest),
+            (ops.reduce_scatter(x, comm), total.chunk(world_size)[comm.rank]),
+            (ops.all_gather(x, comm), gathered),
+            (ops.broadcast(x, comm, world_size - 1), xs[-1]),
+        ]
+        for result, expected in results:
+            assert torch.equal(result, expected)
+            assert result.dtype == dtype
+            result.zero_()  # No result aliases the input.
+            assert torch.equal(x, before)
+
+    run_threads(world_size, on_rank)
+
+
+def test_non_contiguous_and_empty_inputs() -> None:
+    xs = inputs(2, 3, ROWS)
+
+    def on_rank(comm: Communicator) -> None:
+        x = xs[comm.rank].t()
+        assert torch.equal(ops.all_reduce(x, comm), (xs[0] + xs[1]).t())
+        assert torch.equal(ops.all_gather(x, comm), torch.cat([xs[0].t(), xs[1].t()]))
+        assert torch.equal(ops.broadcast(x, comm, 1), xs[1].t())
+        empty = torch.empty(0, 5)
+        for result in (
+            ops.all_reduce(empty, comm),
+            ops.reduce_scatter(empty, comm),
+            ops.all_gather(empty, comm),
+        ):
+            assert result.shape == (0, 5)
+
+    run_threads(2, on_rank)
+
+
+# Each case: the op on a rank, and the same for all ranks at once, from which torch derives the
+# expected gradients of the sum of all ranks' losses.
+SUMMED_LOSS = {
+    "all_reduce": (
+        lambda x, comm: ops.all_reduce(x, comm),
+        lambda xs: [sum(xs)] * len(xs),
+    ),
+    "all_reduce avg": (
+        lambda x, comm: ops.all_reduce(x, comm, "avg"),
+        lambda xs: [sum(xs) / len(xs)] * len(xs),
+    ),
+    "reduce_scatter": (
+        lambda x, comm: ops.reduce_scatter(x, comm),
+        lambda xs: list(sum(xs).chunk(len(xs))),
+    ),
+    "reduce_scatter avg": (
+        lambda x, comm: ops.reduce_scatter(x, comm, "avg"),
+        lambda xs: list((sum(xs) / len(xs)).chunk(len(xs))),
+    ),
+    "all_gather": (
+        lambda x, comm: ops.all_gather(x, comm),
+        lambda xs: [torch.cat(xs)] * len(xs),
+    ),
+    "broadcast": (
+        lambda x, comm: ops.broadcast(x, comm, comm.world_size - 1),
+        lambda xs: [xs[-1]] * len(xs),
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", SUMMED_LOSS)
+def test_gradients_are_those_of_the_summed_loss(name: str, world_size: int) -> None:
+    op, together = SUMMED_LOSS[name]
+    xs = [x.requires_grad_() for x in inputs(world_size, ROWS, 3)]
+    ys = together(xs)
+    cotangents = [torch.randn_like(y) for y in ys]
+    expected = torch.autograd.grad(ys, xs, cotangents, allow_unused=True)
+
+    def on_rank(comm: Communicator) -> None:
+        x = xs[comm.rank].detach().requires_grad_()
+        op(x, comm).backward(cotangents[comm.rank])
+        wanted = expected[comm.rank]
+        torch.testing.assert_close(x.grad, torch.zeros_like(x) if wanted is None else wanted)
+
+    run_threads(world_size, on_rank)
+
+
+def test_plain_collectives_are_differentiable_twice() -> None:
+    xs = inputs(2, ROWS)
+
+    def on_rank(comm: Communicator) -> None:
+        x = xs[comm.rank].clone().requires_grad_()
+        y = ops.all_reduce(x, comm)
+        (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)  # sum of 3 y^2
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        # The sum over both ranks' losses, twice: 2 * 2 * 6 y.
+        torch.testing.assert_close(second, 24 * y.detach())
+
+    run_threads(2, on_rank)
+
+
+@pytest.mark.parametrize("size", [8, 7, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_tensor_parallel_steps_with_a_replicated_loss(world_size: int, size: int) -> None:
+    """y = copy(x) * own factor, summed, scattered, scaled and gathered, against one process."""
+    factors = inputs(world_size, 5, size)
+    x = inputs(1, 5, size)[0].requires_grad_()
+    scale = torch.arange(1.0, size + 1, dtype=torch.float64)
+    cotangent = torch.randn(5, size, dtype=torch.float64)
+    expected = x * sum(factors) * scale
+    expected.backward(cotangent)
+    mine = list(scale.tensor_split(world_size))
+
+    def on_rank(comm: Communicator) -> None:
+        own = x.detach().clone().requires_grad_()
+        partial = tp.copy_to_ranks(own, comm) * factors[comm.rank]
+        shard = tp.scatter_to_ranks(tp.reduce_from_ranks(partial, comm), comm)
+        assert shard.shape[-1] == tp.shard_sizes(size, world_size)[comm.rank]
+        y = tp.gather_from_ranks(shard * mine[comm.rank], comm, size)
+        assert torch.equal(y, expected)
+        y.backward(cotangent)
+        torch.testing.assert_close(own.grad, x.grad)
+
+    run_threads(world_size, on_rank)
+
+
+def test_second_derivative_of_a_tensor_parallel_step_raises() -> None:
+    (comm,) = Communicator.threads(1)
+    x = torch.ones(3, requires_grad=True)
+    (grad,) = torch.autograd.grad(
+        tp.reduce_from_ranks(x * x, comm).sum(),
+        x,
+        torch.ones((), requires_grad=True),
+        create_graph=True,
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_no_grad_and_autocast_keep_the_dtype() -> None:
+    def on_rank(comm: Communicator) -> None:
+        x = torch.ones(4, requires_grad=True)
+        with torch.no_grad():
+            assert not ops.all_reduce(x, comm).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ops.all_reduce(x, comm).dtype == torch.float32
+            y = tp.row_linear(torch.ones(2, 4), torch.ones(3, 4), comm)
+            assert y.dtype == torch.bfloat16
+
+    run_threads(2, on_rank)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_registration(requires_grad: bool) -> None:
+    """Schema, fake and autograd agree with what the kernels do (torch.library.opcheck)."""
+    (comm,) = Communicator.threads(1)
+    x = torch.randn(4, 3, requires_grad=requires_grad)
+    registered = torch.ops.pipekernels
+    torch.library.opcheck(registered.all_reduce, (x, comm.handle, "sum", "auto"))
+    torch.library.opcheck(registered.reduce_scatter, (x, comm.handle, "sum"))
+    torch.library.opcheck(registered.all_gather, (x, comm.handle))
+    torch.library.opcheck(registered.broadcast, (x, comm.handle, 0))
+    weight = torch.randn(5, 3)
+    torch.library.opcheck(registered.row_linear, (x.detach(), weight, comm.handle, False))
+
+
+def test_compiles_to_one_graph() -> None:
+    (comm,) = Communicator.threads(1)
+
+    def everything(x: Tensor) -> Tensor:
+        x = ops.all_reduce(tp.copy_to_ranks(x, comm), comm)
+        x = ops.all_gather(ops.reduce_scatter(x, comm), comm)
+        x = tp.gather_from_ranks(tp.scatter_to_ranks(x.sin(), comm), comm, x.shape[-1])
+        return ops.broadcast(tp.reduce_from_ranks(x, comm), comm)
+
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.compile(everything, fullgraph=True)(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y, x.sin())
+    torch.testing.assert_close(grad, x.cos())
+
+
+def test_errors_state_value_limit_and_remedy() -> None:
+    (comm,) = Communicator.threads(1)
+    first, second = Communicator.threads(2)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"op='max' has no gradient.*x\.detach\(\)"):
+        ops.all_reduce(x, comm, "max")
+    with pytest.raises(ValueError, match="src must be a rank in 0..1, got 2"):
+        ops.broadcast(x, first, 2)
+    with pytest.raises(ValueError, match=r"2 equal slices.*has shape \(3,\); pad"):
+        ops.reduce_scatter(x, second)
+    with pytest.raises(ValueError, match="dimension 0, but x has none"):
+        ops.all_gather(torch.tensor(1.0), comm)
+    with pytest.raises(ValueError, match="3 features over 4 ranks.*at most 3 ranks"):
+        tp.shard_sizes(3, 4)
+    with pytest.raises(
+        ValueError, match=r"holds 3 of 6 features over 2 ranks, but x has shape \(4,\)"
+    ):
+        tp.gather_from_ranks(torch.ones(4), first, 6)
+    with pytest.raises(ValueError, match=r"is on cpu, but the input on meta; move it with \.to"):
+        collectives.symmetric_empty(comm, (3,), torch.ones(3, device="meta"))
+
+
+def test_a_communicator_that_is_gone_is_named() -> None:
+    (comm,) = Communicator.threads(1)
+    handle = comm.handle
+    assert collectives.communicator_of(handle) is comm
+    del comm
+    with pytest.raises(RuntimeError, match=f"no communicator has handle {handle}.*keep"):
+        collectives.communicator_of(handle)

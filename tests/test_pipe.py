@@ -1,0 +1,440 @@
+"""Pipe as its users see it: results, gradients, attributes, errors.
+
+The attributes and errors are those that fairscale documents for its ``Pipe``.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.pace import Way
+
+MODES = ["always", "except_last", "never"]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def mlp(width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.LayerNorm(width)).to(dtype)
+
+
+def on_cpu(module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
+    return Pipe(module, balance, devices=["cpu"] * len(balance), **kwargs)
+
+
+def assert_same_gradients(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, **tolerance)
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3]])
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_the_unwrapped_module(balance: list[int], mode: str, way: Way) -> None:
+    module = mlp()
+    reference = copy.deepcopy(module)
+    pipes = [on_cpu(module, balance, chunks=c, checkpoint=mode) for c in range(1, 9)]
+    for batch in range(1, 18):
+        x = torch.randn(batch, 6, dtype=torch.float64, requires_grad=True)
+        reference.zero_grad()
+        expected = reference(x)
+        weights = torch.randn_like(expected)
+        (grad_x,) = torch.autograd.grad((expected * weights).sum(), x, retain_graph=True)
+        (expected * weights).sum().backward(inputs=list(reference.parameters()))
+        for pipe in pipes:
+            y = x.detach().requires_grad_()
+            pipe.zero_grad()
+            output = pipe(y)
+            (output * weights).sum().backward()
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(y.grad, grad_x, rtol=0, atol=1e-10)
+            assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", [7, 16])
+def test_same_bits_as_a_one_thread_loop(batch: int, mode: str, way: Way, two_threads: None) -> None:
+    """Two intra-op threads over two lanes are one thread per lane, inline too."""
+    module = mlp(32, torch.float32)
+    reference = copy.deepcopy(module)
+    pipe = on_cpu(module, [2, 3], chunks=4, checkpoint=mode)
+    x = torch.randn(batch, 32, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    weights = torch.randn(batch, 32)
+
+    torch.set_num_threads(1)
+    expected = torch.cat([reference(part) for part in x.tensor_split(4)])
+    expected.backward(weights)
+    torch.set_num_threads(2)
+    output = pipe(y)
+    output.backward(weights)
+
+    assert torch.equal(output, expected)
+    assert torch.equal(y.grad, x.grad)
+    assert_same_gradients(pipe, reference, rtol=0, atol=0)
+
+
+def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(way: Way) -> None:
+    module = mlp()
+    reference = copy.deepcopy(module)
+    pipe = on_cpu(module, [2, 3], chunks=4)
+    x = torch.randn(9, 6, dtype=torch.float64)
+    grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
+    expected = torch.autograd.grad(reference(x).square().sum(), list(reference.parameters()))
+    for grad, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, other, rtol=0, atol=1e-10)
+    assert all(p.grad is None for p in pipe.parameters())
+
+    calls: list[str] = []
+    weight = pipe[0].weight
+    weight.register_hook(lambda grad: calls.append("hook"))
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    pipe(x).sum().backward()
+    assert calls == ["hook", "accumulated"]
+
+
+def test_gradients_accumulate_over_backwards_and_runs_may_interleave(way: Way) -> None:
+    module = mlp()
+    reference = copy.deepcopy(module)
+    pipe = on_cpu(module, [2, 3], chunks=3)
+    a, b = torch.randn(2, 5, 6, dtype=torch.float64)
+    one, two = pipe(a), pipe(b)
+    (one.sum() * 2 + two.square().sum()).backward()
+    pipe(a).sum().backward()
+    (reference(a).sum() * 3 + reference(b).square().sum()).backward()
+    assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
+
+
+def test_retain_graph_and_a_second_backward(way: Way) -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=2, checkpoint="except_last")
+    loss = pipe(torch.randn(4, 6, dtype=torch.float64)).sum()
+    loss.backward(retain_graph=True)
+    once = pipe[0].weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(pipe[0].weight.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="retain_graph=True|second time"):
+        loss.backward()
+
+
+def test_double_backward_says_that_it_is_not_supported() -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(pipe(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+class Pair(nn.Module):
+    """A tuple in, a tuple out: one tensor with a gradient, an integer one, one nobody differentiates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair):
+        x, index = pair
+        return self.linear(x) * (1 + index), index
+
+
+class First(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tuples_with_integers(mode: str, way: Way) -> None:
+    module = nn.Sequential(Pair(), Pair(), Pair()).double()
+    reference = copy.deepcopy(module)
+    pipe = on_cpu(module, [1, 2], chunks=3, checkpoint=mode)
+    x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    index = torch.arange(7).view(7, 1)
+    output, same = pipe((x, index))
+    assert torch.equal(same, index) and not same.requires_grad
+    expected, _ = reference((x, index))
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    grads = torch.autograd.grad(output.square().sum(), [x, *pipe.parameters()])
+    others = torch.autograd.grad(expected.square().sum(), [x, *reference.parameters()])
+    for grad, other in zip(grads, others, strict=True):
+        torch.testing.assert_close(grad, other, rtol=0, atol=1e-10)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_output_that_nobody_differentiates(mode: str, way: Way) -> None:
+    pipe = on_cpu(nn.Sequential(nn.Linear(3, 3), Two()), [1, 1], chunks=2, checkpoint=mode)
+    used, unused = pipe(torch.randn(4, 3))
+    assert unused.requires_grad
+    used.sum().backward()
+    assert pipe[1].a.weight.grad is not None
+    assert pipe[1].b.weight.grad is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_in_place_aliases_and_stages_without_parameters(mode: str, way: Way) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(4, 4), AddInPlace(), nn.Identity(), nn.Linear(4, 4), nn.ReLU(inplace=True)
+        ).double()
+
+    pipe, reference = on_cpu(build(), [1, 1, 1, 1, 1], chunks=3, checkpoint=mode), build()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    pipe(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
+
+
+class AddInPlace(nn.Module):
+    def forward(self, x):
+        return x.add_(1).mul_(2)
+
+
+def test_a_layer_shared_by_two_stages_and_tied_weights() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        shared, a, b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        b.weight = a.weight
+        module = nn.Sequential()
+        for name, layer in zip("abcd", [shared, a, b, shared], strict=True):
+            module.add_module(name, layer)
+        return module.double()
+
+    pipe, reference = on_cpu(build(), [2, 2], chunks=3), build()
+    assert len(list(pipe.parameters())) == len(list(reference.parameters()))
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for _ in range(2):
+        pipe(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
+
+
+def test_frozen_parameters_and_inputs_without_grad(way: Way) -> None:
+    module = mlp()
+    module[0].weight.requires_grad_(False)
+    pipe = on_cpu(module, [2, 3], chunks=2)
+    pipe(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
+    assert pipe[0].weight.grad is None and pipe[0].bias.grad is not None
+    pipe.requires_grad_(False)
+    assert not pipe(torch.randn(4, 6, dtype=torch.float64)).requires_grad
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context, way: Way) -> None:
+    module = mlp()
+    reference = copy.deepcopy(module)
+    pipe = on_cpu(module, [2, 3], chunks=4)
+    x = torch.randn(6, 6, dtype=torch.float64)
+    with context():
+        output = pipe(x)
+        expected = reference(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    assert not output.requires_grad
+    assert output.is_inference() == expected.is_inference()
+
+
+def test_autocast_reaches_lanes_and_recomputation(way: Way) -> None:
+    module = mlp(8, torch.float32)
+    reference = copy.deepcopy(module)
+    pipe = on_cpu(module, [2, 3], chunks=2, checkpoint="always")
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = pipe(x)
+        expected = torch.cat([reference(part) for part in x.tensor_split(2)])
+    assert output.dtype == expected.dtype
+    assert torch.equal(output, expected)
+    output.float().sum().backward()
+    expected.float().sum().backward()
+    # The loop casts each weight once for both micro-batches and adds their gradients in bfloat16;
+    # the pipe adds them in float32: one bfloat16 rounding of a sum of two apart.
+    for p, q in zip(pipe.parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        bound = 2**-7 * (q.grad.abs() + q.grad.abs().max())
+        assert ((p.grad - q.grad).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_rows_other_than_the_batch(rows: int, way: Way) -> None:
+    """The last stage may flatten [batch, tokens, width]: its micro-batches bring more rows."""
+
+    class Flatten(nn.Module):
+        def forward(self, x):
+            return x.flatten(0, 1)
+
+    module = nn.Sequential(nn.Linear(4, 4), Flatten()).double()
+    x = torch.randn(5, rows, 4, dtype=torch.float64)
+    expected = module(x)
+    torch.testing.assert_close(on_cpu(module, [1, 1], chunks=3)(x), expected)
+
+
+def test_an_empty_batch(way: Way) -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=4)
+    output = pipe(torch.empty(0, 6, dtype=torch.float64))
+    assert output.shape == (0, 6)
+    output.sum().backward()
+    assert torch.equal(pipe[0].weight.grad, torch.zeros(6, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8)])
+def test_micro_batches_are_as_many_as_the_split_gives(batch: int, chunks: int) -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=chunks)
+    sizes: list[int] = []
+    pipe[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    with torch.no_grad():
+        pipe(torch.randn(batch, 6, dtype=torch.float64))
+    assert sizes == micro_batch_sizes(batch, chunks)
+    assert len(sizes) == min(batch, chunks) and max(sizes) - min(sizes) <= 1
+
+
+def test_nothing_of_a_run_survives_its_output() -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    gc.disable()
+    try:
+        output = pipe(torch.randn(4, 6, dtype=torch.float64))
+        whole, node = weakref.ref(output), weakref.ref(output.grad_fn)
+        del output
+        assert whole() is None and node() is None
+    finally:
+        gc.enable()
+
+
+def test_attributes_and_sequence_protocol() -> None:
+    module = mlp()
+    original = list(module)
+    pipe = Pipe(module, [2, 3], devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="always")
+    assert pipe.balance == [2, 3]
+    assert pipe.devices == [torch.device("cpu")] * 2
+    assert pipe.chunks == 4 and pipe.checkpoint == "always"
+    assert [len(p) for p in pipe.partitions] == [2, 3]
+    assert len(pipe) == 5 and list(pipe) == original
+    assert pipe[0] is original[0] and pipe[-1] is original[-1]
+    for index in (5, -6):
+        with pytest.raises(IndexError, match="5 layers"):
+            pipe[index]
+
+
+def test_state_dict_maps_to_the_modules_own_keys() -> None:
+    module = mlp()
+    keys = list(module.state_dict())
+    pipe = on_cpu(module, [2, 3])
+    assert [key.split(".", 2)[2] for key in pipe.state_dict()] == keys
+    again = pipe.to_sequential()
+    assert list(again.state_dict()) == keys and list(again) == list(pipe)
+
+
+def test_balance_and_devices_by_default() -> None:
+    pipe = Pipe(mlp(), chunks=2)
+    assert sum(pipe.balance) == 5 and len(pipe.devices) == len(pipe.balance)
+    if not torch.cuda.is_available():
+        assert len(pipe.balance) == min(5, torch.get_num_threads())
+
+
+def test_moving_is_denied_and_casting_allowed() -> None:
+    pipe = on_cpu(mlp(), [2, 3])
+    x = torch.zeros(1)
+    for move in (
+        pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), lambda: pipe.to(torch.device("cpu")),
+        lambda: pipe.to(device="cpu"), lambda: pipe.to(0), lambda: pipe.to(x),
+        lambda: pipe.to(tensor=x),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="cannot be moved"):
+            move()
+    before = pipe(torch.randn(3, 6, dtype=torch.float64))
+    assert pipe.to(torch.float32) is pipe
+    after = pipe(torch.randn(3, 6))
+    assert (before.dtype, after.dtype) == (torch.float64, torch.float32)
+    after.sum().backward()
+    assert pipe[0].weight.grad.dtype == torch.float32
+
+
+def test_deepcopy_and_pickle() -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    expected = pipe(x)
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert torch.equal(other(x), expected)
+        other(x).sum().backward()
+        assert other[0].weight is not pipe[0].weight
+    assert pipe[0].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"module": nn.Linear(1, 1)}, TypeError, "nn.Sequential, not Linear"),
+        ({"chunks": 0}, ValueError, "chunks is 0"),
+        ({"chunks": -1}, ValueError, "chunks is -1"),
+        ({"chunks": 1.5}, ValueError, "chunks is 1.5"),
+        ({"checkpoint": "sometimes"}, ValueError, "always, except_last, never"),
+        ({"balance": [1]}, ValueError, "adds up to 1 layers, but the module has 5"),
+        ({"balance": [5, 0]}, ValueError, "at least one layer"),
+        ({"module": nn.Sequential()}, ValueError, "no layers"),
+        ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
+        ({"module": nn.Sequential(nn.LazyLinear(2))}, ValueError, "not known yet"),
+    ],
+)
+def test_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
+    good = {"module": mlp(), "balance": [2, 3], "devices": ["cpu", "cpu"]}
+    with pytest.raises(error, match=message):
+        Pipe(**{**good, **arguments})
+
+
+@pytest.mark.parametrize("bad", ["text", 3, [torch.zeros(1)], (torch.zeros(1), "text"), (), None])
+def test_inputs_that_are_no_tensors(bad: object) -> None:
+    with pytest.raises(TypeError, match="input must be a tensor or a"):
+        on_cpu(mlp(), [2, 3])(bad)
+
+
+def test_inputs_that_cannot_be_split() -> None:
+    pipe = on_cpu(mlp(), [2, 3])
+    with pytest.raises(ValueError, match="no dimension"):
+        pipe(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="batch size 3 and input 0 has 4"):
+        pipe((torch.zeros(4, 6), torch.zeros(3, 6)))
+
+
+def test_a_stage_that_returns_no_tensor(way: Way) -> None:
+    class Bad(nn.Module):
+        def forward(self, x):
+            return {"x": x}
+
+    pipe = on_cpu(nn.Sequential(nn.Identity(), Bad(), nn.Identity()), [1, 1, 1], chunks=2)
+    with pytest.raises(TypeError, match="output of stage 1 must be a tensor.*not dict"):
+        pipe(torch.zeros(4, 2))
+
+
+def test_an_output_that_cannot_be_joined(way: Way) -> None:
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean()
+
+    pipe = on_cpu(nn.Sequential(nn.Linear(2, 2), Mean()), [1, 1], chunks=2)
+    with pytest.raises(ValueError, match="scalar loss outside"):
+        pipe(torch.zeros(4, 2))

@@ -1,0 +1,146 @@
+"""Dropout does not depend on timing, and recomputation sees the forward's masks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.random_state import LaneRandom, task_seed
+
+
+class Noisy(nn.Module):
+    """Dropout in every way that Python can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        x = F.dropout(self.linear(x), 0.4, self.training) + 0.1 * torch.randn_like(x)
+        q = x.view(-1, 2, 2, 4).transpose(1, 2)
+        x = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).transpose(1, 2).reshape(-1, 2, 8)
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return (x * torch.empty_like(x).bernoulli_(0.8)).reshape(-1, 16)[:, :8]
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Wide(), Noisy(), Wide(), Noisy(), nn.Dropout(0.5)).double()
+
+
+class Wide(nn.Module):
+    def forward(self, x):
+        return torch.stack([x, x], dim=1)
+
+
+def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    x = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).view(12, 8)
+    output = pipe(x)
+    grads = torch.autograd.grad(output.square().sum(), list(pipe.parameters()))
+    return [output, *grads, torch.rand(3)]
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_lanes_inline_and_every_repetition_agree(
+    mode: str, force_way: Callable[[Way], None]
+) -> None:
+    pipe = Pipe(build(), [2, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+    force_way("inline")
+    expected = results(pipe, 5)
+    force_way("lanes")
+    for _ in range(5):
+        for value, other in zip(results(pipe, 5), expected, strict=True):
+            assert torch.equal(value, other)
+    assert not torch.equal(results(pipe, 6)[0], expected[0])
+
+
+@pytest.mark.parametrize("way", ["inline", "lanes"])
+def test_checkpointing_does_not_change_the_masks(
+    way: Way, force_way: Callable[[Way], None]
+) -> None:
+    force_way(way)
+    module = build()
+    kept, recomputed = (
+        results(
+            Pipe(copy.deepcopy(module), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=mode), 7
+        )
+        for mode in ("never", "always")
+    )
+    for value, other in zip(kept, recomputed, strict=True):
+        assert torch.equal(value, other)
+
+
+def test_stages_and_micro_batches_have_masks_of_their_own(force_way: Callable[[Way], None]) -> None:
+    force_way("lanes")
+    pipe = Pipe(
+        nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=["cpu"] * 2, chunks=4
+    )
+    output = pipe(torch.ones(64, 32))
+    parts = output.ne(0).chunk(4)
+    assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
+    # Both stages with one mask would keep one half, not one quarter: 6 standard deviations apart.
+    kept = output.ne(0).double().mean()
+    assert abs(kept - 0.25) < 6 * (0.25 * 0.75 / output.numel()) ** 0.5
+
+
+def test_the_callers_generator_moves_by_one_number() -> None:
+    pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=["cpu"] * 2)
+    torch.manual_seed(0)
+    pipe(torch.ones(4, 4))
+    after = torch.rand(4)
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.rand(4), after)
+
+
+def test_randomness_that_lanes_cannot_see_stays_inline() -> None:
+    """An LSTM draws its dropout masks inside C++."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    torch.manual_seed(0)
+    pipe = Pipe(nn.Sequential(Recurrent(), Recurrent()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    torch.manual_seed(1)
+    first = pipe(torch.ones(4, 3, 6))
+    assert pipe._engine.hidden_randomness
+    first.sum().backward()
+    for _ in range(4):
+        torch.manual_seed(1)
+        again = pipe(torch.ones(4, 3, 6))
+        again.sum().backward()
+        assert torch.equal(again, first)
+
+
+def test_visible_randomness_may_use_lanes() -> None:
+    pipe = Pipe(build(), [2, 3], devices=["cpu"] * 2, chunks=4)
+    pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
+    assert not pipe._engine.hidden_randomness
+
+
+def test_a_task_continues_its_stream_between_calls() -> None:
+    with LaneRandom(123):
+        two = torch.rand(2), torch.rand(2)
+    torch.manual_seed(123)
+    assert torch.equal(torch.cat(two), torch.cat([torch.rand(2), torch.rand(2)]))
+
+
+def test_task_seeds_differ() -> None:
+    seeds = {task_seed(99, stage, m) for stage in range(64) for m in range(256)}
+    assert len(seeds) == 64 * 256
+    # torch's CPU generator looks at 32 bits of a seed.
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == 64 * 256

@@ -1,0 +1,70 @@
+"""Schedules: their order, what they predict, and that no order of lanes can make them wait forever."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipekernels.pipeline.schedule import Action, Program, gpipe, linearize, simulate
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 9])
+def test_gpipe_has_every_action_once_and_the_ideal_bubble(stages: int, micro_batches: int) -> None:
+    program = gpipe(stages, micro_batches)
+    actions = [action for lane in program.lanes for action in lane]
+    assert len(actions) == len(set(actions)) == 2 * stages * micro_batches
+    assert all(action.stage == s for s, lane in enumerate(program.lanes) for action in lane)
+
+    simulation = simulate(program, cost=lambda action: 1.0 if action.kind == "F" else 2.0)
+    ideal = (stages - 1) / (micro_batches + stages - 1)
+    assert simulation.bubble == pytest.approx(ideal)
+    assert simulation.makespan == pytest.approx(3 * (micro_batches + stages - 1))
+    assert simulation.in_flight == (micro_batches,) * stages
+
+
+def test_backward_starts_with_the_last_micro_batch() -> None:
+    lane = gpipe(2, 3).lanes[1]
+    assert [a.micro_batch for a in lane if a.kind == "B"] == [2, 1, 0]
+
+
+def test_linearize_keeps_lanes_in_order_and_respects_dependences() -> None:
+    program = gpipe(3, 4)
+    order = program.order
+    position = {action: i for i, action in enumerate(order)}
+    for lane in program.lanes:
+        assert [position[a] for a in lane] == sorted(position[a] for a in lane)
+    for action in order:
+        kind, stage, m = action
+        before = stage - 1 if kind == "F" else stage + 1
+        if 0 <= before < 3:
+            assert position[Action(kind, before, m)] < position[action]
+        if kind == "B":
+            assert position[Action("F", stage, m)] < position[action]
+
+
+def test_forwards_run_depth_first_on_one_thread() -> None:
+    assert [(a.micro_batch, a.stage) for a in gpipe(2, 3).forwards.order] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
+
+
+def test_a_phase_alone_needs_nothing_of_the_other() -> None:
+    program = gpipe(2, 3)
+    assert len(linearize(program.backwards)) == 6
+    assert simulate(program.backwards).makespan == 4
+
+
+def test_a_program_that_waits_for_itself_is_an_error() -> None:
+    lanes = [
+        [Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)],
+        [Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0)],
+    ]
+    with pytest.raises(ValueError, match="deadlocks"):
+        linearize(Program(lanes))
+
+
+def test_uneven_costs() -> None:
+    # Stage 1 takes three times as long: it works without a pause once it has begun.
+    simulation = simulate(gpipe(2, 4).forwards, cost=lambda a: 3.0 if a.stage else 1.0)
+    assert simulation.makespan == 1 + 4 * 3
+    assert simulation.start[Action("F", 1, 3)] == 10

@@ -1,0 +1,63 @@
+"""Timelines: what they count, what they write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.schedule import Action
+from pipekernels.pipeline.timeline import Event, Phase, Timeline
+
+
+def test_bubble_is_the_idle_share() -> None:
+    timeline = Timeline()
+    events = [
+        Event(Action("F", 0, 0), 10, 11), Event(Action("F", 0, 1), 11, 12),
+        Event(Action("F", 1, 0), 11, 12), Event(Action("F", 1, 1), 12, 13),
+    ]  # fmt: skip
+    timeline.phases.append(Phase(2, events))
+    assert timeline.phases[0].makespan == 3
+    assert timeline.bubble == pytest.approx(1 - 4 / 6)
+    assert timeline.ideal_bubble == pytest.approx(1 / 3)
+
+
+def test_nothing_recorded() -> None:
+    assert Timeline().bubble == 0 and Timeline().ideal_bubble == 0
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_pipe_records_forward_and_backward(checkpoint: str, tmp_path: Path) -> None:
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=3,
+        checkpoint=checkpoint,
+    )  # fmt: skip
+    x = torch.randn(6, 4)
+    pipe(x).sum().backward()
+    with pipe.timeline() as timeline:
+        pipe(x).sum().backward()
+    pipe(x)
+    forward, backward = timeline.phases
+    for phase, kind in ((forward, "F"), (backward, "B")):
+        assert {e.action for e in phase.events} == {
+            Action(kind, s, m) for s in range(2) for m in range(3)
+        }
+        assert all(e.start <= e.end for e in phase.events)
+    assert 0 <= timeline.bubble < 1
+    assert timeline.ideal_bubble == pytest.approx(1 / 4)
+
+    timeline.save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [row for row in trace if row["ph"] == "X"]
+    assert len(spans) == 12 and min(row["ts"] for row in spans) == 0
+    assert {(row["name"], row["tid"]) for row in spans} == {
+        (f"{kind}{m}", s) for kind in "FB" for m in range(3) for s in range(2)
+    }
+
+    pytest.importorskip("matplotlib")
+    timeline.save_png(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
