@@ -1,0 +1,1 @@
+"""Benchmarks: one file per operation, peers beside ours in the same run."""

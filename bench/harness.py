@@ -1,0 +1,139 @@
+"""Fair timing and honest records: candidates take turns, medians with their spread, conditions kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def alternate(
+    candidates: Mapping[str, Callable[[], float | None]], *, warmup: int, rounds: int
+) -> dict[str, list[float]]:
+    """Time all candidates in turn, each round beginning with another one, so that a machine whose
+    speed drifts slows all of them alike.
+
+    Args:
+        candidates: by name; each call is one sample. One that times itself (without its set-up, or
+            in another process) returns its seconds; of the others the whole call is timed.
+        warmup: rounds whose samples are dropped.
+        rounds: rounds that count.
+
+    Returns:
+        Seconds per call, by name.
+    """
+    names = list(candidates)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(warmup + rounds):
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
+            begin = time.perf_counter()
+            own = candidates[name]()
+            seconds = time.perf_counter() - begin if own is None else own
+            if round_ >= warmup:
+                samples[name].append(seconds)
+    return samples
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile and minimum of ``samples``, in their unit."""
+    deciles = statistics.quantiles(samples, n=10, method="inclusive")
+    return {
+        "median": statistics.median(samples),
+        "p10": deciles[0],
+        "p90": deciles[-1],
+        "min": min(samples),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    described: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages * page / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+        described["cuda"] = torch.version.cuda
+    return described
+
+
+def machine_name(described: Mapping[str, Any]) -> str:
+    """Folder name for a machine's results: its GPU, else its CPU and number of cores."""
+    name = described.get("gpu") or f"{described['cpu']} {described['cores']}c"
+    return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
+
+
+def results_folder() -> Path:
+    """Where this machine's results go: ``$OUT`` if set, else ``bench/results/<machine>``."""
+    out = os.environ.get("OUT")
+    return Path(out) if out else RESULTS / machine_name(machine())
+
+
+def commit() -> str:
+    """The git commit of the working tree, marked ``+changes`` where files differ from it."""
+    folder = Path(__file__).parent
+    try:
+        head, changes = (
+            subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (
+                ("rev-parse", "--short=12", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no", "--", ":!/bench/results"),
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changes else "")
+
+
+def save(name: str, rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, Any]) -> Path:
+    """Write a result file into :func:`results_folder` and return its path.
+
+    Args:
+        name: the benchmark's name, the file's stem.
+        rows: what was measured; seconds for times.
+        conditions: how: threads, sizes, rounds.
+    """
+    folder = results_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    record = {
+        "name": name,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "machine": machine(),
+        "conditions": dict(conditions),
+        "rows": [dict(row) for row in rows],
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path

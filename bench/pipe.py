@@ -1,0 +1,248 @@
+"""Pipe against a plain loop and against every pipeline that pip can install, on CPU stages.
+
+Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointing, one intra-op thread per worker:
+
+* ``sequential``: the bare module on the whole batch, one thread: the base of ``speed-up``.
+* ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
+* ``pipekernels``: two lanes of one thread each.
+* ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker.
+* ``torch.distributed.pipelining``: one process per stage, ScheduleGPipe, Gloo; the slower rank's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import harness
+from bench.report import duration, markdown
+from pipekernels import Pipe
+
+STAGES, CHUNKS, LAYERS = 2, 8, 8
+BALANCE = [2 * LAYERS // STAGES] * STAGES
+OPTIONS: dict[str, Any] = {"devices": ["cpu"] * STAGES, "chunks": CHUNKS, "checkpoint": "never"}
+CASES = {"wide": (512, 2048), "narrow": (64, 256)}  # width, batch
+CONDITIONS = {
+    "model": f"{LAYERS} x (Linear + GELU), float32",
+    "pipeline": f"{STAGES} stages, {CHUNKS} chunks, no checkpointing, one thread per worker",
+    "timing": "forward and backward, candidates in turn, medians",
+}
+LIMIT = 120.0  # seconds to wait for a peer's processes
+
+
+def build(width: int) -> nn.Sequential:
+    """The same weights for everyone."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(width, width), nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+def data(width: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and the gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(batch, width, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def step(
+    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int
+) -> Callable[[], float]:
+    """One forward and backward; gradients are dropped before the clock starts."""
+
+    def run() -> float:
+        torch.set_num_threads(threads)
+        module.zero_grad()
+        begin = time.perf_counter()
+        module(x).backward(grad)
+        return time.perf_counter() - begin
+
+    return run
+
+
+def loop(module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], float]:
+    """A plain one-thread loop over the micro-batches."""
+
+    def run() -> float:
+        torch.set_num_threads(1)
+        module.zero_grad()
+        begin = time.perf_counter()
+        for part, part_grad in zip(x.chunk(CHUNKS), grad.chunk(CHUNKS), strict=True):
+            module(part).backward(part_grad)
+        return time.perf_counter() - begin
+
+    return run
+
+
+class Peer:
+    """Processes that wait for a word, run one step and answer with their seconds; the slowest counts.
+
+    Peers live in processes of their own: fairscale's threads can keep an interpreter from exiting.
+
+    Args:
+        ranks: how many processes.
+        worker: called in each as ``worker(rank, width, batch, port, serve)``; it must call ``serve(step)``.
+    """
+
+    def __init__(self, ranks: int, worker: Callable[..., None], width: int, batch: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._ends = []
+        self._processes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_peer_main, args=(worker, rank, width, batch, port, theirs), daemon=True
+            )
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def __call__(self) -> float:
+        for end in self._ends:
+            end.send("step")
+        seconds = []
+        for end in self._ends:
+            if not end.poll(LIMIT):
+                raise TimeoutError(f"a peer did not answer in {LIMIT} s")
+            seconds.append(end.recv())
+        return max(seconds)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _peer_main(
+    worker: Callable[..., None], rank: int, width: int, batch: int, port: int, end: Any
+) -> None:
+    warnings.simplefilter("ignore")
+
+    def serve(step: Callable[[], float]) -> None:
+        while end.recv() == "step":
+            end.send(step())
+
+    worker(rank, width, batch, port, serve)
+
+
+def _fairscale(rank: int, width: int, batch: int, port: int, serve: Callable[..., None]) -> None:
+    from fairscale.nn import Pipe
+
+    serve(step(Pipe(build(width), BALANCE, **OPTIONS), *data(width, batch), threads=1))
+
+
+def _torchgpipe(rank: int, width: int, batch: int, port: int, serve: Callable[..., None]) -> None:
+    from torchgpipe import GPipe
+
+    serve(step(GPipe(build(width), BALANCE, **OPTIONS), *data(width, batch), threads=1))
+
+
+def _pipelining(rank: int, width: int, batch: int, port: int, serve: Callable[..., None]) -> None:
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=STAGES
+    )
+    module = build(width)
+    half = len(module) // STAGES
+    part = module[rank * half : (rank + 1) * half]
+    stage = PipelineStage(part, rank, STAGES, torch.device("cpu"))
+    schedule = ScheduleGPipe(
+        stage, CHUNKS, loss_fn=lambda output, grad: (output * grad).sum(), scale_grads=False
+    )
+    x, grad = data(width, batch)
+
+    def run() -> float:
+        part.zero_grad()
+        dist.barrier()
+        begin = time.perf_counter()
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=grad)
+        return time.perf_counter() - begin
+
+    serve(run)
+
+
+def candidates(width: int, batch: int) -> dict[str, Callable[[], float]]:
+    """Everything that is installed, by name."""
+    x, grad = data(width, batch)
+    found: dict[str, Callable[[], float]] = {
+        "sequential": step(build(width), x, grad, threads=1),
+        "loop": loop(build(width), x, grad),
+        "pipekernels": step(Pipe(build(width), BALANCE, **OPTIONS), x, grad, threads=STAGES),
+    }
+    for name, ranks, worker in (
+        ("fairscale", 1, _fairscale),
+        ("torchgpipe", 1, _torchgpipe),
+        ("torch.distributed.pipelining", STAGES, _pipelining),
+    ):
+        if importlib.util.find_spec(name.split(".")[0]) is None:
+            print(f"{name} is not installed: left out")
+        else:
+            found[name] = Peer(ranks, worker, width, batch)
+    return found
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time every candidate on every case, in turn."""
+    rows: list[dict[str, Any]] = []
+    threads = torch.get_num_threads()
+    for case, (width, batch) in CASES.items():
+        rounds = (15 if args.quick else 60) * (1 if case == "wide" else 5)
+        runners = candidates(width, batch)
+        try:
+            # Pipe times both its executors on its first passes, so the warm-up covers that too.
+            samples = harness.alternate(runners, warmup=10, rounds=rounds)
+        finally:
+            for runner in runners.values():
+                if isinstance(runner, Peer):
+                    runner.close()
+            torch.set_num_threads(threads)
+        medians = {name: harness.summary(seconds)["median"] for name, seconds in samples.items()}
+        for name, seconds in samples.items():
+            rows.append(
+                {
+                    "case": case,
+                    "width": width,
+                    "batch": batch,
+                    "candidate": name,
+                    **harness.summary(seconds),
+                    "speed-up over sequential": medians["sequential"] / medians[name],
+                    "time over loop": medians[name] / medians["loop"],
+                }
+            )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per candidate and case."""
+    return markdown(
+        ["case", "candidate", "median", "p10 to p90", "speed-up over sequential", "time over loop"],
+        [
+            [
+                f"{row['width']} wide, batch {row['batch']}",
+                row["candidate"],
+                duration(row["median"]),
+                f"{duration(row['p10'])} to {duration(row['p90'])}",
+                f"{row['speed-up over sequential']:.2f}",
+                f"{row['time over loop']:.2f}",
+            ]
+            for row in rows
+        ],
+    )

@@ -1,0 +1,77 @@
+"""Turns result files into the tables of README.md and docs/, between ``<!-- bench:NAME -->`` markers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.harness import RESULTS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table; the first column left-aligned, the others right-aligned."""
+    lines = [header, [":--", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def duration(seconds: float) -> str:
+    """Three significant digits in the unit that suits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """One result file as Markdown: where and how it was measured, then its benchmark's own table."""
+    module = importlib.import_module(f"bench.{record['name']}")
+    machine = record["machine"]
+    parts = [
+        machine.get("gpu"),
+        machine["cpu"],
+        f"{machine['cores']} cores",
+        "torch " + machine["torch"],
+    ]
+    where = ", ".join(str(part) for part in parts if part)
+    how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
+    note = f"*{where}; {record['date']}, commit {record['commit']}. {how}.*"
+    return f"{module.table(record['rows'])}\n\n{note}"
+
+
+def update(text: str, rendered: Mapping[str, str]) -> str:
+    """``text`` with the body of every known marker replaced.
+
+    Raises:
+        ValueError: a marker names a benchmark without a result file.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in rendered:
+            raise ValueError(f"no result file for bench:{name}; run `make bench ARGS={name}`")
+        return f"<!-- bench:{name} -->\n{rendered[name]}\n<!-- /bench -->"
+
+    return re.sub(r"<!-- bench:(\S+) -->\n.*?<!-- /bench -->", replace, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Rewrite every page from the result files of all machines."""
+    bodies: dict[str, list[str]] = {}
+    for path in sorted(RESULTS.glob("*/*.json")):
+        record = json.loads(path.read_text())
+        bodies.setdefault(record["name"], []).append(render(record))
+    rendered = {name: "\n\n".join(parts) for name, parts in bodies.items()}
+    for page in PAGES:
+        if page.exists():
+            page.write_text(update(page.read_text(), rendered))
+
+
+if __name__ == "__main__":
+    main()
