@@ -32,18 +32,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def force_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
-    """Makes every pipe run inline, or on lanes, whatever the clock says."""
+    """Makes every pipe run one way, whatever the clock says; lanes where it cannot run split."""
 
     def force(way: Way) -> None:
-        monkeypatch.setattr(Pace, "choose", lambda self, key: way)
+        monkeypatch.setattr(Pace, "choose", lambda self, key, ways: way if way in ways else "lanes")
         monkeypatch.setattr(Pace, "is_new", lambda self, key: False)
         monkeypatch.setattr(Pace, "record", lambda self, key, way, seconds: None)
 
     return force
 
 
-@pytest.fixture(params=["inline", "lanes"])
+@pytest.fixture(params=["inline", "lanes", "split"])
 def way(request: pytest.FixtureRequest, force_way: Callable[[Way], None]) -> Way:
-    """Both executors of a pipe."""
+    """Every way to run a pipe."""
     force_way(request.param)
     return request.param

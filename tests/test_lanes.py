@@ -83,7 +83,7 @@ def run_script(body: str, **kwargs: object) -> subprocess.Popen[str]:
         from torch import nn
         from pipekernels import Pipe
         from pipekernels.pipeline.pace import Pace
-        Pace.choose = lambda self, key: "lanes"
+        Pace.choose = lambda self, key, ways: "lanes"
         Pace.record = lambda self, key, way, seconds: None
         """
     ) + textwrap.dedent(body)

@@ -1,16 +1,18 @@
-"""The choice between inline and lanes follows the clock, also when it changes."""
+"""The choice between the ways follows the clock, also when it changes."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipekernels.pipeline.pace import COST, RARELY, RECENT, Pace
+from pipekernels.pipeline.pace import COST, RARELY, RECENT, Pace, Way
+
+WAYS: list[Way] = ["inline", "lanes", "split"]
 
 
-def drive(pace: Pace, passes: int, seconds: dict[str, float]) -> list[str]:
+def drive(pace: Pace, passes: int, seconds: dict[Way, float]) -> list[Way]:
     ways = []
     for _ in range(passes):
-        way = pace.choose("key")
+        way = pace.choose("key", WAYS)
         pace.record("key", way, seconds[way])
         ways.append(way)
     return ways
@@ -18,32 +20,40 @@ def drive(pace: Pace, passes: int, seconds: dict[str, float]) -> list[str]:
 
 def test_the_first_pass_warms_up_inline_and_is_not_counted() -> None:
     pace = Pace()
-    assert pace.is_new("key") and pace.choose("key") == "inline"
+    assert pace.is_new("key") and pace.choose("key", WAYS) == "inline"
     assert not pace.is_new("key")
     pace.record("key", "inline", 1e-9)
-    ways = drive(pace, 2 * RECENT, {"inline": 2.0, "lanes": 1.0})
-    assert ways.count("inline") == ways.count("lanes") == RECENT
-    assert pace.choose("key") == "lanes"
+    ways = drive(pace, 3 * RECENT, {"inline": 2.0, "lanes": 1.0, "split": 1.5})
+    assert all(ways.count(way) == RECENT for way in WAYS)
+    assert pace.choose("key", WAYS) == "lanes"
 
 
-@pytest.mark.parametrize(("faster", "slower"), [("inline", "lanes"), ("lanes", "inline")])
-@pytest.mark.parametrize("ratio", [1.05, 2.0, 10.0])
-def test_the_faster_way_is_kept_and_trials_are_cheap(
-    faster: str, slower: str, ratio: float
-) -> None:
+def test_only_the_possible_ways_are_tried() -> None:
     pace = Pace()
-    seconds = {faster: 1.0, slower: ratio}
-    drive(pace, 1 + 2 * RECENT, seconds)
+    for _ in range(100):
+        way = pace.choose("key", ["inline", "lanes"])
+        assert way in ("inline", "lanes")
+        pace.record("key", way, {"inline": 2.0, "lanes": 1.0}[way])
+
+
+@pytest.mark.parametrize("fastest", WAYS)
+@pytest.mark.parametrize("ratio", [1.05, 2.0, 10.0])
+def test_the_fastest_way_is_kept_and_trials_are_cheap(fastest: Way, ratio: float) -> None:
+    pace = Pace()
+    seconds = {way: 1.0 if way == fastest else ratio for way in WAYS}
+    drive(pace, 1 + 3 * RECENT, seconds)
     passes = 10_000
     ways = drive(pace, passes, seconds)
-    trials = ways.count(slower)
-    assert 1 <= trials <= passes / RARELY
-    assert trials * (ratio - 1) <= passes * COST
+    for slower in WAYS:
+        if slower != fastest:
+            trials = ways.count(slower)
+            assert 1 <= trials <= passes / RARELY
+            assert trials * (ratio - 1) <= passes * COST
 
 
 def test_a_choice_made_under_load_is_mended() -> None:
     pace = Pace()
-    drive(pace, 1 + 2 * RECENT, {"inline": 1.0, "lanes": 1.5})
-    ways = drive(pace, 100, {"inline": 1.0, "lanes": 0.6})
+    drive(pace, 1 + 3 * RECENT, {"inline": 1.0, "lanes": 1.5, "split": 1.5})
+    ways = drive(pace, 200, {"inline": 1.0, "lanes": 0.6, "split": 0.8})
     assert ways[0] == "inline" and ways[-1] == "lanes"
     assert ways.count("inline") <= max(RARELY, 0.5 / COST) + 5

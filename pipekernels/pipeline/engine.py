@@ -4,16 +4,19 @@ becomes."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from pipekernels.pipeline.micro_batch import Scatter
 from pipekernels.pipeline.pace import Pace
 from pipekernels.pipeline.parameters import StageParameters, unique
 from pipekernels.pipeline.run import Run
+from pipekernels.pipeline.schedule import GPIPE, Schedule
+from pipekernels.pipeline.sink import Losses, Outputs
 from pipekernels.pipeline.task import Task, differentiable
 from pipekernels.pipeline.timeline import Timeline
 
@@ -67,27 +70,67 @@ class Engine:
             checkpoint: one of ``checkpoint.MODES``.
         """
         with self.lock:
-            self._parameters = [
-                StageParameters(stage, previous)
-                for stage, previous in zip(self.stages, self._parameters, strict=True)
-            ]
-            grad = torch.is_grad_enabled()
-            wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in inputs)
-            parameters = unique(self._parameters) if grad else []
-            run = Run(
-                self,
-                inputs,
-                wants_grad,
-                single,
-                self._parameters if parameters or any(wants_grad) else None,
-                chunks,
-                checkpoint,
-            )
+            run = self._start(GPIPE, inputs, single, chunks, checkpoint)
+            outputs = Outputs(run.sizes)
             if run.grad:
-                outputs = _PipeNode.apply(run, len(inputs), *inputs, *parameters)
+                parameters = unique(self._parameters)
+                tensors = _PipeNode.apply(run, outputs, len(inputs), *inputs, *parameters)
             else:
-                outputs = run.forward()
-        return outputs[0] if run.single_output else tuple(outputs)
+                tensors = run.forward(outputs)
+        return tensors[0] if outputs.single else tuple(tensors)
+
+    def train(
+        self,
+        inputs: Sequence[torch.Tensor],
+        single: bool,
+        make_losses: Callable[[Sequence[int]], Losses],
+        *,
+        chunks: int,
+        checkpoint: str,
+        schedule: Schedule,
+    ) -> torch.Tensor:
+        """Run a mini-batch forward and backward, and accumulate its gradients.
+
+        Args:
+            inputs: tensors ``[batch, ...]``.
+            single: whether the first stage takes a lone tensor instead of a tuple.
+            make_losses: called with the rows of each micro-batch.
+            chunks: the most micro-batches.
+            checkpoint: one of ``checkpoint.MODES``.
+            schedule: who runs what when.
+
+        Returns:
+            The loss, a scalar without a graph.
+        """
+        with self.lock, torch.enable_grad():
+            run = self._start(schedule, inputs, single, chunks, checkpoint)
+            losses = make_losses(run.sizes)
+            input_grads, parameter_grads = run.train(losses)
+            targets = [*inputs, *unique(self._parameters)]
+        # Through autograd, so that hooks are called.
+        grads = (*input_grads, *parameter_grads)
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        torch.autograd.backward([targets[i] for i in present], [grads[i] for i in present])
+        return losses.total()
+
+    def _start(
+        self,
+        schedule: Schedule,
+        inputs: Sequence[torch.Tensor],
+        single: bool,
+        chunks: int,
+        checkpoint: str,
+    ) -> Run:
+        self._parameters = [
+            StageParameters(stage, previous)
+            for stage, previous in zip(self.stages, self._parameters, strict=True)
+        ]
+        grad = torch.is_grad_enabled()
+        wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in inputs)
+        grad = grad and (any(wants_grad) or bool(unique(self._parameters)))
+        scatter = Scatter([t.detach() for t in inputs] if grad else inputs, chunks)
+        parameters = self._parameters if grad else None
+        return Run(self, schedule, scatter, wants_grad, single, parameters, checkpoint)
 
 
 class _PipeNode(torch.autograd.Function):
@@ -96,19 +139,19 @@ class _PipeNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, num_inputs: int, *tensors: torch.Tensor
+        ctx: Any, run: Run, outputs: Outputs, num_inputs: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        outputs = run.forward()
-        ctx.run = run
+        whole = run.forward(outputs)
+        ctx.run, ctx.outputs = run, outputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(o for o, wants in zip(outputs, run.output_wants_grad, strict=True) if not wants)
+            *(o for o, wants in zip(whole, outputs.wants_grad, strict=True) if not wants)
         )
-        return outputs
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        input_grads, parameter_grads = ctx.run.backward(grads, keep_graph)
-        return (None, None, *input_grads, *parameter_grads)
+        input_grads, parameter_grads = ctx.run.backward(ctx.outputs, grads, keep_graph)
+        return (None, None, None, *input_grads, *parameter_grads)

@@ -1,4 +1,4 @@
-"""Two ways to run one program: on the calling thread alone, or with one lane per stage."""
+"""Two ways to run one program: on the calling thread alone, or with a thread per lane."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipekernels.pipeline import lanes
-from pipekernels.pipeline.schedule import Action, Kind, Program
+from pipekernels.pipeline.schedule import Action, Program
 
 Compute = Callable[[Action, Any], Any]
-"""Does an action, given the result of the same on the stage before (None on the first), and returns
-its own."""
+"""Does an action, given the result of the one on the stage before (``Program.before``; None where
+there is none), and returns its own."""
 
-KINDS: tuple[Kind, ...] = ("F", "B")
 _STOP = object()
 
 
 def run_inline(program: Program, compute: Compute) -> None:
     """Run all actions one after another on the calling thread."""
-    results: dict[tuple[Kind, int], Any] = {}  # of each micro-batch's furthest forward and backward
-    first = {kind: program.first(kind) for kind in KINDS}
-    last = {kind: program.last(kind) for kind in KINDS}
+    results: dict[tuple[int, int, bool], Any] = {}  # by who gets it: stage, micro-batch, direction
     for action in program.order:
-        kind, stage, m = action
-        result = compute(action, None if stage == first[kind] else results.pop((kind, m)))
-        if stage != last[kind]:
-            results[kind, m] = result
+        key = (action.stage, action.micro_batch, action.goes_up)
+        result = compute(action, results.pop(key) if program.before(action) is not None else None)
+        receiver = program.after(action)
+        if receiver is not None:
+            results[receiver, action.micro_batch, action.goes_up] = result
 
 
 def run_on_lanes(
@@ -38,20 +36,22 @@ def run_on_lanes(
     threads: int,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Run each stage's actions on a lane of its own; the last stage's lane is the calling thread.
+    """Run each lane of the program on a thread of its own, the last one on the calling thread.
 
-    Results travel through one queue per (kind, receiving stage). Its order is the sender's order of
-    actions, which every schedule keeps on both sides. When an action raises, the other lanes stop
+    Results travel through one queue per receiving stage and direction. Its order is the sender's
+    order of actions, which every schedule keeps on both sides. When an action raises, the other lanes stop
     at their next action, and the first exception is raised here, with its traceback.
 
     Args:
-        program: per stage, its actions in order.
+        program: per lane, its actions in order.
         compute: called on the lanes.
         threads: intra-op threads of each lane.
         around: makes the context that a lane enters for the whole program.
     """
-    inboxes: dict[tuple[Kind, int], SimpleQueue[Any]] = {
-        (kind, stage): SimpleQueue() for kind in KINDS for stage in range(program.stages)
+    inboxes: dict[tuple[int, bool], SimpleQueue[Any]] = {
+        (stage, goes_up): SimpleQueue()
+        for stage in range(program.stages)
+        for goes_up in (False, True)
     }
     failures: list[BaseException] = []
     failing = threading.Lock()
@@ -62,26 +62,27 @@ def run_on_lanes(
         for inbox in inboxes.values():
             inbox.put(_STOP)
 
-    def run_lane(stage: int) -> None:
+    def run_lane(index: int) -> None:
         try:
             with around():
-                for action in program.lanes[stage]:
-                    kind = action.kind
+                for action in program.lanes[index]:
                     value = None
-                    if stage != program.first(kind):
-                        value = inboxes[kind, stage].get()
+                    if program.before(action) is not None:
+                        value = inboxes[action.stage, action.goes_up].get()
                     if failures or value is _STOP:
                         return
                     result = compute(action, value)
-                    if stage != program.last(kind):
-                        inboxes[kind, stage + 1 if kind == "F" else stage - 1].put(result)
+                    receiver = program.after(action)
+                    if receiver is not None:
+                        inboxes[receiver, action.goes_up].put(result)
         except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
             fail(error)
 
-    def lane(stage: int) -> lanes.Job:
-        return lambda: run_lane(stage)
+    def lane(index: int) -> lanes.Job:
+        return lambda: run_lane(index)
 
-    lanes.run_together([lane(s) for s in range(program.stages)], threads=threads, interrupted=fail)
+    jobs = [lane(index) for index in range(len(program.lanes))]
+    lanes.run_together(jobs, threads=threads, interrupted=fail)
     if failures:
         try:
             raise failures[0]

@@ -1,55 +1,60 @@
-"""Whether a pass runs inline or on lanes: measured, not guessed.
+"""Whether a pass runs inline or on lanes, and there with backwards whole or in two parts: measured,
+not guessed.
 
 With tiny layers, lanes hand the interpreter lock back and forth on every operation, which costs
-more than they hide. Where the break-even lies depends on the model, the machine and its load, so
-the first passes of each kind try both ways, the faster one is kept, and the other is tried again
-now and then, so rarely that it costs about 1% of the time. Results do not depend on the choice:
-both ways run the same operations on the same number of intra-op threads with the same random
-numbers.
+more than they hide; and a backward in two parts enters autograd once more for every layer. Where
+the break-even lies depends on the model, the machine and its load, so the first passes of each kind
+try all ways, the fastest is kept, and the others are tried again now and then, so rarely that each
+costs about 1% of the time. Results do not depend on the choice: all ways run the same operations on
+the same number of intra-op threads with the same random numbers.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
-Way = Literal["inline", "lanes"]
+Way = Literal["inline", "lanes", "split"]
+"""On the calling thread; on lanes; on lanes with backwards in two parts."""
 
 RECENT = 3
 """Passes of each way that are tried at first, and that are remembered; the best of them counts."""
 RARELY = 20
-"""The fewest passes between two trials of the slower way."""
+"""The fewest passes between two trials of a slower way."""
 COST = 0.01
-"""Share of the time that trials of the slower way may take."""
+"""Share of the time that trials of a slower way may take."""
 
 
 class _Record:
-    def __init__(self) -> None:
-        self.seconds: dict[Way, deque[float]] = {
-            "inline": deque(maxlen=RECENT),
-            "lanes": deque(maxlen=RECENT),
-        }
+    """What is known of one kind of pass."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self.seconds: dict[Way, deque[float]] = {way: deque(maxlen=RECENT) for way in ways}
+        self.since_trial: dict[Way, int] = dict.fromkeys(ways, 0)
         self.warm = False
-        self.since_trial = 0
 
     def choose(self) -> Way:
-        inline, lanes = self.seconds["inline"], self.seconds["lanes"]
         if not self.warm:
             return "inline"
-        if min(len(inline), len(lanes)) < RECENT:
-            return "lanes" if len(lanes) <= len(inline) else "inline"
-        slower, faster = max(min(inline), min(lanes)), min(min(inline), min(lanes))
-        best: Way = "lanes" if min(lanes) < min(inline) else "inline"
-        self.since_trial += 1
-        if self.since_trial > max(RARELY, (slower / faster - 1) / COST):
-            self.since_trial = 0
-            return "inline" if best == "lanes" else "lanes"
-        return best
+        tried = {way: len(seconds) for way, seconds in self.seconds.items()}
+        least = min(tried, key=tried.__getitem__)
+        if tried[least] < RECENT:
+            return least
+        best_of = {way: min(seconds) for way, seconds in self.seconds.items()}
+        fastest = min(best_of, key=best_of.__getitem__)
+        for way, seconds in best_of.items():
+            if way == fastest:
+                continue
+            self.since_trial[way] += 1
+            if self.since_trial[way] > max(RARELY, (seconds / best_of[fastest] - 1) / COST):
+                self.since_trial[way] = 0
+                return way
+        return fastest
 
 
 class Pace:
-    """Times both ways for each kind of pass and keeps to the faster."""
+    """Times the ways for each kind of pass and keeps to the fastest."""
 
     def __init__(self) -> None:
         self._records: dict[Hashable, _Record] = {}
@@ -58,9 +63,17 @@ class Pace:
         """Whether no pass of kind ``key`` was ever chosen a way."""
         return key not in self._records
 
-    def choose(self, key: Hashable) -> Way:
-        """The way for the next pass of kind ``key``. The first one runs inline and warms up."""
-        return self._records.setdefault(key, _Record()).choose()
+    def choose(self, key: Hashable, ways: Sequence[Way]) -> Way:
+        """The way for the next pass of kind ``key``. The first one runs inline and warms up.
+
+        Args:
+            key: what tells kinds apart that take about equally long.
+            ways: those that are possible for this kind; always the same.
+        """
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = _Record(ways)
+        return record.choose()
 
     def record(self, key: Hashable, way: Way, seconds: float) -> None:
         """Note how long a pass of kind ``key`` took; the first is not counted."""

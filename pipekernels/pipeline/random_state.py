@@ -97,6 +97,7 @@ def _random_functions() -> dict[Any, Draws]:
 
 
 _RANDOM = _random_functions()
+_TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _SEEDED: AbstractContextManager[None] = nullcontext()
 
 
@@ -104,7 +105,7 @@ class LaneRandom(TorchFunctionMode):
     """Gives the random functions of one task, on its own thread, the stream of numbers that belongs
     to ``seed``.
 
-    With ``audit`` it also notices randomness that it could not see (drawn inside C++ or compiled
+    It notices hooks on tensors that are made meanwhile (``saw_tensor_hooks``). With ``audit`` it also notices randomness that it could not see (drawn inside C++ or compiled
     code): :meth:`saw_everything` is False then, and the task must not run on a lane.
     """
 
@@ -114,6 +115,7 @@ class LaneRandom(TorchFunctionMode):
         self._state: torch.Tensor | None = None
         self._audit = audit
         self._hidden = False
+        self.saw_tensor_hooks = False
         if audit:
             torch.default_generator.manual_seed(seed)
             self._state = torch.default_generator.get_state()
@@ -128,6 +130,7 @@ class LaneRandom(TorchFunctionMode):
         kwargs = kwargs or {}
         draws = _RANDOM.get(func)
         if draws is None or not draws(args, kwargs):
+            self.saw_tensor_hooks |= func in _TENSOR_HOOKS
             return func(*args, **kwargs)
         generator = torch.default_generator
         with _generator_lock:
@@ -171,7 +174,7 @@ class RunRandom:
             manual_seed(seed)
         return _SEEDED
 
-    def on_lane(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+    def on_lane(self, micro_batch: int, stage: int) -> LaneRandom:
         """For a task beside others."""
         return LaneRandom(task_seed(self._base, stage, micro_batch))
 

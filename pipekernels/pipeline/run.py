@@ -1,4 +1,4 @@
-"""One mini-batch: its forward over all stages and the backward that may follow."""
+"""One mini-batch: its forward over all stages and its backward, together or one after the other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipekernels.pipeline import executor, schedule
+from pipekernels.pipeline import executor
 from pipekernels.pipeline.checkpoint import checkpointed
 from pipekernels.pipeline.context import CallerContext
 from pipekernels.pipeline.lanes import intra_op_threads
-from pipekernels.pipeline.micro_batch import Gather, Scatter
+from pipekernels.pipeline.micro_batch import Scatter
 from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.parameters import StageParameters, accumulated, installed, unique
 from pipekernels.pipeline.random_state import RunRandom, preserved
-from pipekernels.pipeline.schedule import Action, Program
-from pipekernels.pipeline.task import Activation, Grads, Randomness, Tape
+from pipekernels.pipeline.schedule import Action, Program, Schedule
+from pipekernels.pipeline.sink import Losses, Outputs, Sink
+from pipekernels.pipeline.split_backward import WeightBackward
+from pipekernels.pipeline.task import Activation, Grads, Tape
 
 if TYPE_CHECKING:
     from pipekernels.pipeline.engine import Engine
@@ -30,40 +32,42 @@ class Run:
 
     Args:
         engine: the stages and what is known about their speed.
-        inputs: tensors ``[batch, ...]``.
+        schedule: who runs what when.
+        scatter: the micro-batches, detached where a backward can follow: the graph of the inputs
+            belongs to the autograd node, which holds this run.
         wants_grad: which inputs want a gradient.
         single: whether the first stage takes a lone tensor.
         parameters: the stages' parameters, None where no backward can follow.
-        chunks: the most micro-batches.
         checkpoint: one of ``checkpoint.MODES``.
     """
 
     def __init__(
         self,
         engine: Engine,
-        inputs: Sequence[torch.Tensor],
+        schedule: Schedule,
+        scatter: Scatter,
         wants_grad: tuple[bool, ...],
         single: bool,
         parameters: Sequence[StageParameters] | None,
-        chunks: int,
         checkpoint: str,
     ) -> None:
         self.grad = parameters is not None
-        self.single_output = True
-        self.output_wants_grad: list[bool] = []
+        self.sizes = scatter.sizes
         self._engine = engine
         self._parameters = parameters or ()
-        # Detached: the graph of the inputs belongs to the autograd node, which holds this run.
-        self._scatter = Scatter([t.detach() for t in inputs] if self.grad else inputs, chunks)
+        self._scatter = scatter
         self._wants_grad = wants_grad
         self._single = single
         self._context = CallerContext()
         self._random = RunRandom(engine.devices)
-        micro_batches = len(self._scatter)
+        micro_batches = len(scatter)
         self._drop = [
             self.grad and checkpointed(checkpoint, m, micro_batches) for m in range(micro_batches)
         ]
-        self._key = self._pace_key()
+        self._ways: Sequence[Way] = ("inline", "lanes")
+        if schedule.may_split and self.grad and not any(self._drop):
+            self._ways = ("inline", "lanes", "split")
+        self._key = self._pace_key(schedule)
         self._way = self._chosen_way()
         self._tasks = engine.tasks
         if self._way == "inline" and engine.chain is not None and engine.timeline is None:
@@ -72,30 +76,40 @@ class Run:
             self.grad and any(self._parameters[index].pairs for index, _ in task.stages)
             for task in self._tasks
         ]
-        self._program = schedule.gpipe(len(self._tasks), micro_batches)
+        self._program = schedule.program(
+            len(self._tasks), micro_batches, split=self._way == "split"
+        )
+        # Whether a backward may be done in two parts: a hook on a tensor would be called in both.
+        self._may_split = True
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
-        self._gathers: list[Gather] = []
+        self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
+        self._input_grads: list[Grads] = [()] * micro_batches
         self._released = False
         self._seconds = 0.0
         # Intra-op threads are shared out alike on lanes and inline, so that the way taken cannot
         # show in the bits.
         self._threads = torch.get_num_threads()
         if engine.may_use_lanes:
-            self._threads = max(1, self._threads // min(len(engine.stages), micro_batches))
+            lanes = schedule.lanes(len(engine.stages))
+            self._threads = max(1, self._threads // min(lanes, micro_batches))
 
-    def forward(self) -> tuple[torch.Tensor, ...]:
+    def forward(self, outputs: Outputs) -> tuple[torch.Tensor, ...]:
         """Run every forward of the program; returns the outputs ``[batch, ...]``."""
         aliases = installed(self._parameters) if self.grad else nullcontext()
+        forward = partial(self._forward, outputs)
         with preserved(self._engine.devices), aliases:
-            self._execute(self._program.forwards, self._forward_action, self._context.applied)
-        return tuple(gather.take() for gather in self._gathers)
+            self._execute(
+                self._program.forwards, forward, self._context.applied, last=not self.grad
+            )
+        return outputs.take()
 
     def backward(
-        self, grads: Sequence[torch.Tensor | None], keep_graph: bool
+        self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
     ) -> tuple[Grads, Grads]:
         """Run every backward of the program.
 
         Args:
+            outputs: what :meth:`forward` filled.
             grads: of the outputs, None for one that nobody differentiated.
             keep_graph: whether another backward may follow.
 
@@ -113,85 +127,85 @@ class Run:
                     "the graphs of its stages; pass retain_graph=True to the first"
                 )
             self._released = not keep_graph
-            parts = [
-                [None] * len(self._scatter) if grad is None else gather.slices(grad)
-                for gather, grad in zip(self._gathers, grads, strict=True)
-            ]
-            output_grads: list[Grads] = list(zip(*parts, strict=True))
+            outputs.set_grads(grads)
             again = any(self._drop)
-            try:
-                with (
-                    preserved(engine.devices) if again else nullcontext(),
-                    installed(self._parameters) if again else nullcontext(),
-                ):
-                    if self._tasks == [engine.chain] and not again:
-                        input_grads = self._backward_at_once(output_grads, keep_graph)
-                    else:
-                        input_grads = self._backward_by_program(output_grads, keep_graph)
-            finally:
-                # After a failure too: what was accumulated must not leak into the next backward.
-                parameter_grads = accumulated(unique(self._parameters), self._parameters)
-        return self._joined(input_grads), tuple(parameter_grads)
+            with (
+                self._accumulating() as results,
+                preserved(engine.devices) if again else nullcontext(),
+                installed(self._parameters) if again else nullcontext(),
+            ):
+                if self._tasks == [engine.chain] and not again:
+                    self._backward_at_once(outputs, keep_graph)
+                else:
+                    backward = partial(self._backward, outputs, keep_graph)
+                    self._execute(self._program.backwards, backward, nullcontext, last=True)
+        return results.inputs, results.parameters
 
-    def _forward_action(self, action: Action, inputs: Activation | None) -> Activation:
+    def train(self, losses: Losses) -> tuple[Grads, Grads]:
+        """Run the whole program, the loss in between.
+
+        Returns:
+            The gradients of the inputs, and of the parameters.
+        """
+
+        def compute(action: Action, value: Any) -> Any:
+            if action.kind == "F":
+                with self._context.applied():
+                    return self._forward(losses, action, value)
+            return self._backward(losses, False, action, value)
+
+        with (
+            self._accumulating() as results,
+            preserved(self._engine.devices),
+            installed(self._parameters),
+        ):
+            self._execute(self._program, compute, nullcontext, last=True)
+        return results.inputs, results.parameters
+
+    def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
         _, stage, m = action
         if inputs is None:
             inputs = Activation(self._scatter[m], self._wants_grad, self._single)
         task = self._tasks[stage]
         outputs, self._tapes[stage][m] = task.forward(
             inputs,
-            self._randomness(m),
+            partial(self._draw, m),
             grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
             drop=self._drop[m],
         )
         if stage == len(self._tasks) - 1:
-            self._collect(m, outputs)
+            sink.collect(m, outputs)
         return outputs
 
-    def _randomness(self, m: int) -> Randomness:
-        return partial(self._draw, m)
-
-    def _collect(self, m: int, outputs: Activation) -> None:
-        """Write a micro-batch of the last stage into the whole outputs; only its lane does."""
-        if not self._gathers:
-            self._gathers = [Gather(self._scatter.sizes) for _ in outputs.tensors]
-            self.output_wants_grad = [False] * len(outputs.tensors)
-            self.single_output = outputs.single
-        if len(outputs.tensors) != len(self._gathers):
-            raise ValueError(
-                f"the last stage returned {len(outputs.tensors)} tensors for micro-batch {m} and "
-                f"{len(self._gathers)} before; every micro-batch must give the same number"
-            )
-        for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
-            self._gathers[i].write(m, tensor)
-            self.output_wants_grad[i] |= wants
-
-    def _backward_by_program(self, output_grads: list[Grads], keep_graph: bool) -> list[Grads]:
-        """Returns the gradients of each micro-batch's inputs."""
-        input_grads: list[Grads] = [()] * len(output_grads)
-
-        def compute(action: Action, grads: Grads | None) -> Grads:
-            _, stage, m = action
-            if grads is None:
-                grads = output_grads[m]
-            task, tape = self._tasks[stage], self._tapes[stage][m]
-            if not keep_graph:
-                self._tapes[stage][m] = None
-            if tape is None or all(grad is None for grad in grads):
-                return ()
-            if tape.inputs is not None:
-                # The forward's autocast and the like, on a thread that may be another.
-                with self._context.applied():
-                    tape = task.recompute(tape, self._randomness(m))
+    def _backward(self, sink: Sink, keep_graph: bool, action: Action, grads: Grads | None) -> Grads:
+        kind, stage, m = action
+        if kind == "W":
+            second_part = self._second_parts.pop((stage, m), None)
+            if second_part is not None:
+                second_part(keep_graph)
+            return ()
+        if grads is None:
+            grads = sink.grads(m)
+        task, tape = self._tasks[stage], self._tapes[stage][m]
+        if not keep_graph:
+            self._tapes[stage][m] = None
+        if tape is None or all(grad is None for grad in grads):
+            return ()
+        if tape.inputs is not None:
+            # The forward's autocast and the like, on a thread that may be another.
+            with self._context.applied():
+                tape = task.recompute(tape, partial(self._draw, m))
+        if kind == "I" and self._may_split:
+            result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
+            if second_part is not None:
+                self._second_parts[stage, m] = second_part
+        else:
             (result,) = task.backward([tape], [grads], keep_graph=keep_graph)
-            if stage == 0:
-                input_grads[m] = result
-            return result
+        if stage == 0:
+            self._input_grads[m] = result
+        return result
 
-        self._execute(self._program.backwards, compute, nullcontext)
-        return input_grads
-
-    def _backward_at_once(self, output_grads: list[Grads], keep_graph: bool) -> list[Grads]:
+    def _backward_at_once(self, outputs: Outputs, keep_graph: bool) -> None:
         """On one thread, with nothing to recompute, autograd needs to be entered only once. It goes
         through the micro-batches in the program's order, the latest forward first."""
         begin = time.perf_counter()
@@ -200,12 +214,22 @@ class Run:
             self._tapes[0] = []
         with intra_op_threads(self._threads):
             assert self._engine.chain is not None
-            grads = [
-                grads if tape.roots else () for tape, grads in zip(tapes, output_grads, strict=True)
-            ]
-            input_grads = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
+            grads = [outputs.grads(m) if tape.roots else () for m, tape in enumerate(tapes)]
+            self._input_grads = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
         self._note_time(time.perf_counter() - begin, last=True)
-        return input_grads
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[_Results]:
+        """Fill in the results of the body's backwards. After a failure nothing is kept: what was
+        accumulated must not leak into the next backward."""
+        results = _Results()
+        try:
+            yield results
+            results.inputs = self._joined(self._input_grads)
+        finally:
+            self._second_parts.clear()
+            self._input_grads = [()] * len(self._scatter)
+            results.parameters = tuple(accumulated(unique(self._parameters), self._parameters))
 
     def _joined(self, parts_of: Sequence[Grads]) -> Grads:
         """Each input's gradient from those of its micro-batches; zeros where one has none."""
@@ -230,19 +254,21 @@ class Run:
         program: Program,
         compute: Callable[[Action, Any], Any],
         around: Callable[[], AbstractContextManager[Any]],
+        *,
+        last: bool,
     ) -> None:
-        """Run the forwards or the backwards, the way that was chosen for this run."""
+        """Run ``program`` the way that was chosen for this run; ``last`` tells that nothing of the
+        run follows."""
         engine = self._engine
         if engine.timeline is not None:
             compute = engine.timeline.recorded(compute, program)
         begin = time.perf_counter()
-        if self._way == "lanes":
-            executor.run_on_lanes(program, compute, threads=self._threads, around=around)
-        else:
+        if self._way == "inline":
             with intra_op_threads(self._threads):
                 executor.run_inline(program, compute)
-        seconds = time.perf_counter() - begin
-        self._note_time(seconds, last=program is self._program.backwards or not self.grad)
+        else:
+            executor.run_on_lanes(program, compute, threads=self._threads, around=around)
+        self._note_time(time.perf_counter() - begin, last=last)
 
     def _note_time(self, seconds: float, *, last: bool) -> None:
         """Add a phase's time; a run that a backward may follow counts together with it."""
@@ -250,12 +276,19 @@ class Run:
         if last and self._measured:
             self._engine.pace.record(self._key, self._way, self._seconds)
 
-    def _pace_key(self) -> tuple[Any, ...]:
+    def _pace_key(self, schedule: Schedule) -> tuple[Any, ...]:
         """Alike for runs that take about equally long: a micro-batch's size to a factor of two, how
         many there are, and what a task does."""
         elements = sum([t.numel() for t in self._scatter[0]])
         training = any(stage.training for stage in self._engine.stages)
-        return elements.bit_length(), len(self._scatter), self.grad, training, sum(self._drop)
+        return (
+            schedule,
+            elements.bit_length(),
+            len(self._scatter),
+            self.grad,
+            training,
+            sum(self._drop),
+        )
 
     def _chosen_way(self) -> Way:
         """Also decides where random numbers come from: ``_draw``."""
@@ -266,12 +299,19 @@ class Run:
             return "inline"
         if engine.pace.is_new(self._key):
             self._draw = self._audited
-        way = engine.pace.choose(self._key)
+        way = engine.pace.choose(self._key, self._ways)
         if engine.hidden_randomness:
             return "inline"
-        if way == "lanes":
-            self._draw = random.on_lane
+        if way != "inline":
+            self._draw = self._on_lane
         return way
+
+    @contextmanager
+    def _on_lane(self, m: int, stage: int) -> Iterator[None]:
+        with self._random.on_lane(m, stage) as watch:
+            yield
+        if watch.saw_tensor_hooks:
+            self._may_split = False
 
     @contextmanager
     def _audited(self, m: int, stage: int) -> Iterator[None]:
@@ -280,3 +320,10 @@ class Run:
             yield
         if not watch.saw_everything():
             self._engine.hidden_randomness = True
+
+
+class _Results:
+    """Gradients of the inputs and of the parameters."""
+
+    inputs: Grads = ()
+    parameters: Grads = ()

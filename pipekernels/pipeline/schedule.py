@@ -6,44 +6,58 @@ Nothing here touches a tensor or a thread: the executors (``executor.py``) run p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One unit of work: the forward (``F``) or backward (``B``) of a micro-batch on a stage."""
+    """One unit of work on one micro-batch in one stage.
+
+    ``F``: forward. ``B``: backward. ``I`` and ``W``: the backward in two parts, first the gradients
+    of the stage's inputs, then those of its parameters.
+    """
 
     kind: Kind
     stage: int
     micro_batch: int
 
+    @property
+    def goes_up(self) -> bool:
+        """Whether its result travels from the last stage towards the first."""
+        return self.kind in ("B", "I")
+
 
 class Program:
-    """Per stage, the actions that it runs, in order.
+    """Per lane, the actions that it runs, in order.
 
     Args:
-        lanes: one sequence of actions per stage.
+        lanes: one sequence of actions per lane. A stage belongs to one lane.
     """
 
     def __init__(self, lanes: Sequence[Sequence[Action]]) -> None:
         self.lanes = tuple(tuple(lane) for lane in lanes)
+        self.stages = 1 + max((a.stage for lane in self.lanes for a in lane), default=-1)
 
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return len(self.lanes)
+    def before(self, action: Action) -> int | None:
+        """The stage whose result ``action`` is given, None for none."""
+        if action.kind == "F":
+            return action.stage - 1 if action.stage > 0 else None
+        if action.goes_up:
+            return action.stage + 1 if action.stage < self.stages - 1 else None
+        return None
 
-    def first(self, kind: Kind) -> int:
-        """The stage where a micro-batch's forward, or backward, begins."""
-        return 0 if kind == "F" else self.stages - 1
-
-    def last(self, kind: Kind) -> int:
-        """The stage where a micro-batch's forward, or backward, ends."""
-        return self.stages - 1 if kind == "F" else 0
+    def after(self, action: Action) -> int | None:
+        """The stage that is given the result of ``action``, None for none."""
+        if action.kind == "F":
+            return action.stage + 1 if action.stage < self.stages - 1 else None
+        if action.goes_up:
+            return action.stage - 1 if action.stage > 0 else None
+        return None
 
     @cached_property
     def order(self) -> tuple[Action, ...]:
@@ -58,24 +72,186 @@ class Program:
     @cached_property
     def backwards(self) -> Program:
         """The backwards alone."""
-        return Program([[a for a in lane if a.kind == "B"] for lane in self.lanes])
+        return Program([[a for a in lane if a.kind != "F"] for lane in self.lanes])
+
+
+def _split_backwards(
+    stage: int, micro_batches: Iterable[int], forwards: Sequence[Action] = ()
+) -> list[Action]:
+    """The backwards of ``stage`` in two parts, W behind I by as many micro-batches as there are
+    stages before it: just enough for those to find work without a pause, and no more, because the
+    graph of a micro-batch lives until its W. Stage 0 has nobody who waits. ``forwards`` follow the
+    backwards one by one."""
+    waiting: list[int] = []
+    actions: list[Action] = []
+    more = iter(forwards)
+    for m in micro_batches:
+        if stage == 0:
+            actions.append(Action("B", stage, m))
+        else:
+            actions.append(Action("I", stage, m))
+            waiting.append(m)
+        if len(waiting) > stage:
+            actions.append(Action("W", stage, waiting.pop(0)))
+        actions += [action for action in (next(more, None),) if action is not None]
+    return actions + [Action("W", stage, m) for m in waiting]
 
 
 @lru_cache(maxsize=256)
-def gpipe(stages: int, micro_batches: int) -> Program:
+def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
     """The schedule of GPipe (Huang et al., 2019): every forward, then every backward, last
     micro-batch first.
 
     The last micro-batch leads the backward because ``checkpoint='except_last'`` keeps its
     activations: while the others are recomputed, it already travels up the pipeline.
+
+    Args:
+        stages: number of stages, a lane each.
+        micro_batches: number of micro-batches.
+        split: whether stages do their backwards in two parts (:func:`zb_h1`).
     """
-    return Program(
-        [
-            [Action("F", stage, m) for m in range(micro_batches)]
-            + [Action("B", stage, m) for m in reversed(range(micro_batches))]
-            for stage in range(stages)
-        ]
-    )
+    lanes = []
+    for stage in range(stages):
+        forwards = [Action("F", stage, m) for m in range(micro_batches)]
+        order = reversed(range(micro_batches))
+        if split:
+            backwards = _split_backwards(stage, order)
+        else:
+            backwards = [Action("B", stage, m) for m in order]
+        lanes.append(forwards + backwards)
+    return Program(lanes)
+
+
+@lru_cache(maxsize=256)
+def one_f_one_b(stages: int, micro_batches: int) -> Program:
+    """1F1B (Narayanan et al., PipeDream, 2019, with a flush): after ``stages - stage`` forwards, a
+    backward and a forward in turn. A stage holds the activations of at most ``stages - stage``
+    micro-batches.
+
+    Args:
+        stages: number of stages, a lane each.
+        micro_batches: number of micro-batches.
+    """
+    return interleaved(stages, stages, micro_batches)
+
+
+@lru_cache(maxsize=256)
+def zb_h1(stages: int, micro_batches: int) -> Program:
+    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B whose backwards are done in
+    two parts, so that gradients travel up sooner and the rest fills the bubble at the end. A stage
+    holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B.
+
+    Args:
+        stages: number of stages, a lane each.
+        micro_batches: number of micro-batches.
+    """
+    lanes = []
+    for stage in range(stages):
+        forwards = [Action("F", stage, m) for m in range(micro_batches)]
+        warm_up = min(stages - stage, micro_batches)
+        lanes.append(
+            forwards[:warm_up] + _split_backwards(stage, range(micro_batches), forwards[warm_up:])
+        )
+    return Program(lanes)
+
+
+@lru_cache(maxsize=256)
+def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
+    """Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): lane ``i`` runs the stages ``i``,
+    ``i + lanes``, ``i + 2 * lanes``, ... The more stages per lane, the shorter the bubble and the
+    more travels between lanes. With one stage per lane it is 1F1B.
+
+    Micro-batches go through a lane's stages in groups of ``lanes``, or a few more where they do not
+    come out even.
+
+    Args:
+        lanes: number of lanes.
+        stages: number of stages, a multiple of ``lanes``.
+        micro_batches: number of micro-batches.
+
+    Raises:
+        ValueError: ``stages`` is no multiple of ``lanes``.
+    """
+    if lanes < 1 or stages % lanes:
+        raise ValueError(
+            f"{stages} stages cannot be dealt out to {lanes} lanes alike; "
+            "their number must be a multiple of the lanes'"
+        )
+    rounds = stages // lanes  # Stages per lane.
+    count = max(1, micro_batches // lanes)
+    bounds = [group * micro_batches // count for group in range(count + 1)]
+    groups = [range(begin, end) for begin, end in pairwise(bounds)]
+    largest = max(len(group) for group in groups)
+    program = []
+    for lane in range(lanes):
+        mine = range(lane, stages, lanes)
+        forwards = [Action("F", s, m) for group in groups for s in mine for m in group]
+        backwards = [Action("B", s, m) for group in groups for s in reversed(mine) for m in group]
+        if rounds == 1:
+            warm_up = lanes - lane
+        else:
+            warm_up = 2 * (lanes - lane - 1) + (rounds - 1) * largest + 1
+        warm_up = min(warm_up, len(forwards))
+        actions = forwards[:warm_up]
+        for i, backward in enumerate(backwards):
+            actions.append(backward)
+            actions += forwards[warm_up + i : warm_up + i + 1]
+        program.append(actions)
+    return Program(program)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule by name, for any number of stages and micro-batches.
+
+    Args:
+        name: one of :data:`SCHEDULES`.
+        interleave: for ``'interleaved'``, the number of lanes that the stages are dealt out to.
+
+    Raises:
+        ValueError: there is no such schedule, or ``interleave`` is missing, below 1, or given for
+            another schedule.
+    """
+
+    name: str
+    interleave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise ValueError(f"schedule is {self.name!r}; it must be one of {', '.join(SCHEDULES)}")
+        if (self.interleave is not None) != (self.name == "interleaved"):
+            raise ValueError(
+                f"lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' needs a number "
+                "of lanes, and the others have one lane per stage"
+            )
+        if self.interleave is not None and self.interleave < 1:
+            raise ValueError(f"lanes is {self.interleave}; it must be at least 1")
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the backwards, whole by default, can be done in two parts as well."""
+        return self.name == "gpipe"
+
+    def lanes(self, stages: int) -> int:
+        """How many lanes run ``stages`` stages."""
+        return min(self.interleave or stages, stages)
+
+    def program(self, stages: int, micro_batches: int, *, split: bool = False) -> Program:
+        """The program; ``split``: with backwards in two parts."""
+        if self.interleave is not None:
+            return interleaved(self.lanes(stages), stages, micro_batches)
+        if split:
+            return gpipe(stages, micro_batches, split=True)
+        return SCHEDULES[self.name](stages, micro_batches)
+
+
+SCHEDULES: dict[str, Callable[..., Program]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+}
+GPIPE = Schedule("gpipe")
 
 
 class _Progress:
@@ -83,7 +259,7 @@ class _Progress:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.next = [0] * program.stages
+        self.next = [0] * len(program.lanes)
         self.done: set[Action] = set()
         self.all = {action for lane in program.lanes for action in lane}
 
@@ -94,13 +270,15 @@ class _Progress:
 
     def needs(self, action: Action) -> list[Action]:
         """What must be done before ``action``: the same on the stage before, and for a backward its
-        own forward."""
+        own forward, or its first part."""
         kind, stage, m = action
-        needs = []
-        if stage != self.program.first(kind):
-            needs.append(Action(kind, stage - 1 if kind == "F" else stage + 1, m))
-        if kind == "B":
-            needs.append(Action("F", stage, m))
+        needs: list[Action] = []
+        before = self.program.before(action)
+        if before is not None:
+            kinds: tuple[Kind, ...] = ("F",) if kind == "F" else ("B", "I")
+            needs += [Action(k, before, m) for k in kinds]
+        if kind != "F":
+            needs.append(Action("I" if kind == "W" else "F", stage, m))
         # A program may hold one phase alone; what it does not contain has happened before.
         return [need for need in needs if need in self.all]
 
@@ -113,8 +291,8 @@ class _Progress:
 
 
 def linearize(program: Program) -> tuple[Action, ...]:
-    """One order of all actions that a single thread can run: as deep as possible first, so that
-    little is in flight.
+    """One order of all actions that a single thread can run: backwards first, then as deep as
+    possible, so that little is in flight.
 
     Raises:
         ValueError: the program cannot be run by any order (its lanes wait for each other).
@@ -122,14 +300,14 @@ def linearize(program: Program) -> tuple[Action, ...]:
     progress = _Progress(program)
     order: list[Action] = []
     while len(order) < len(progress.all):
-        heads = [(lane, progress.head(lane)) for lane in range(program.stages)]
-        runnable = [(lane, a) for lane, a in heads if a is not None and progress.ready(a)]
+        heads = [(lane, progress.head(lane)) for lane in range(len(program.lanes))]
+        runnable = [(a, lane) for lane, a in heads if a is not None and progress.ready(a)]
         if not runnable:
             waiting = [a for _, a in heads if a is not None]
             raise ValueError(f"the program deadlocks: its lanes wait at {waiting}")
         # Forwards go down the pipeline, backwards up: the furthest along its way is the deepest.
-        lane, action = max(
-            runnable, key=lambda la: (la[1].kind == "B", la[0] if la[1].kind == "F" else -la[0])
+        action, lane = max(
+            runnable, key=lambda al: (al[0].kind != "F", al[0].stage * (1 - 2 * al[0].goes_up))
         )
         progress.finish(lane, action)
         order.append(action)
@@ -143,35 +321,37 @@ class Simulation:
     start: dict[Action, float]
     makespan: float
     bubble: float
-    """Idle share of ``stages x makespan``, 0 to 1."""
+    """Idle share of ``lanes x makespan``, 0 to 1."""
     in_flight: tuple[int, ...]
-    """Per stage, the most micro-batches whose forward was done and whose backward was not."""
+    """Per lane, the most (stage, micro-batch) pairs whose activations it held at once: from the
+    start of their forward to the end of their backward, or of its second part."""
 
 
 def simulate(program: Program, cost: Callable[[Action], float] = lambda action: 1.0) -> Simulation:
-    """Run ``program`` on ideal lanes, one per stage, without communication cost.
+    """Run ``program`` on ideal lanes, without communication cost.
 
     Args:
-        program: per stage, its actions in order.
+        program: per lane, its actions in order.
         cost: duration of an action, in any unit.
 
     Raises:
         ValueError: the program deadlocks.
     """
     progress = _Progress(program)
+    lane_of = {action: i for i, lane in enumerate(program.lanes) for action in lane}
     end: dict[Action, float] = {}
     start: dict[Action, float] = {}
-    clock = [0.0] * program.stages
-    held = [0] * program.stages
-    peak = [0] * program.stages
+    clock = [0.0] * len(program.lanes)
+    held = [0] * len(program.lanes)
+    peak = [0] * len(program.lanes)
     for action in program.order:
-        lane = action.stage
+        lane = lane_of[action]
         begin = max([clock[lane], *(end[need] for need in progress.needs(action))])
         start[action] = begin
         end[action] = clock[lane] = begin + cost(action)
-        held[lane] += 1 if action.kind == "F" else -1
+        held[lane] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         peak[lane] = max(peak[lane], held[lane])
     makespan = max(end.values(), default=0.0)
     busy = sum(cost(action) for action in end)
-    bubble = 1.0 - busy / (program.stages * makespan) if makespan > 0 else 0.0
-    return Simulation(start, makespan, bubble, tuple(peak))
+    capacity = len(program.lanes) * makespan
+    return Simulation(start, makespan, 1.0 - busy / capacity if capacity > 0 else 0.0, tuple(peak))

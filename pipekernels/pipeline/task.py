@@ -13,6 +13,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels.pipeline import checkpoint
+from pipekernels.pipeline.entry import Entry
+from pipekernels.pipeline.split_backward import WeightBackward, backward_of_inputs
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -46,19 +48,6 @@ def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
         return None
     grad, leaf.grad = leaf.grad, None
     return grad
-
-
-class _Entry(torch.autograd.Function):
-    """Identity whose output a layer may modify in place, which autograd forbids on leaves and on
-    views of them."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
 
 
 def _may_modify_inputs(module: nn.Module) -> bool:
@@ -175,13 +164,34 @@ class Task:
         """
         roots, root_grads = [], []
         for tape, output_grads in zip(tapes, grads, strict=True):
-            for root, grad in zip(tape.roots, output_grads, strict=True):
-                if root is not None and grad is not None:
-                    roots.append(root)
-                    root_grads.append(grad if grad.device == self.device else grad.to(self.device))
+            for root, grad in self._rooted(tape, output_grads):
+                roots.append(root)
+                root_grads.append(grad)
         if roots:
             torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
         return [tuple([_take_grad(leaf) for leaf in tape.leaves]) for tape in tapes]
+
+    def backward_of_inputs(
+        self, tape: Tape, grads: Grads, *, keep_graph: bool
+    ) -> tuple[Grads, WeightBackward | None]:
+        """The backward's first part: returns the gradients of the inputs and what accumulates into
+        the parameters' aliases later, None where all was done at once."""
+        rooted = self._rooted(tape, grads)
+        leaves = [leaf for leaf in tape.leaves if leaf is not None]
+        rest = None
+        if rooted and leaves:
+            roots, root_grads = zip(*rooted, strict=True)
+            rest = backward_of_inputs(roots, root_grads, leaves)
+        if rest is None:
+            return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
+        return tuple([_take_grad(leaf) for leaf in tape.leaves]), rest
+
+    def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[GradientEdge, torch.Tensor]]:
+        return [
+            (root, grad if grad.device == self.device else grad.to(self.device))
+            for root, grad in zip(tape.roots, grads, strict=True)
+            if root is not None and grad is not None
+        ]
 
     def _received(self, inputs: Activation) -> Activation:
         for tensor in inputs.tensors:
@@ -207,7 +217,7 @@ class Task:
                 if leaf is None:
                     args.append(tensor)
                 else:
-                    args.append(_Entry.apply(leaf) if self._needs_entry else leaf)
+                    args.append(Entry.apply(leaf) if self._needs_entry else leaf)
             tensors, single = self._call(inputs, args, randomness)
         roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
         return tensors, single, Tape(leaves, roots)

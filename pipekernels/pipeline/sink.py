@@ -1,0 +1,148 @@
+"""What becomes of the last stage's outputs: one whole batch again, or a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pipekernels.pipeline.micro_batch import Gather, Scatter
+from pipekernels.pipeline.task import Activation, Grads
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+class Sink(Protocol):
+    """Takes the last stage's micro-batches and knows their gradients; only its lane calls it."""
+
+    def collect(self, m: int, outputs: Activation) -> None:
+        """Take the outputs of micro-batch ``m``."""
+
+    def grads(self, m: int) -> Grads:
+        """The gradients of the outputs of micro-batch ``m``, None for one that has none."""
+
+
+class Outputs:
+    """Joins micro-batches into whole outputs, and cuts the gradients of those up again.
+
+    Args:
+        sizes: rows of each micro-batch.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.single = True
+        self.wants_grad: list[bool] = []
+        self._sizes = sizes
+        self._gathers: list[Gather] = []
+        self._grads: list[Grads] = []
+
+    def collect(self, m: int, outputs: Activation) -> None:
+        """Write the outputs of micro-batch ``m`` to their place.
+
+        Raises:
+            ValueError: it has another number of outputs than the micro-batches before.
+        """
+        if not self._gathers:
+            self._gathers = [Gather(self._sizes) for _ in outputs.tensors]
+            self.wants_grad = [False] * len(outputs.tensors)
+            self.single = outputs.single
+        if len(outputs.tensors) != len(self._gathers):
+            raise ValueError(
+                f"the last stage returned {len(outputs.tensors)} tensors for micro-batch {m} and "
+                f"{len(self._gathers)} before; every micro-batch must give the same number"
+            )
+        for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
+            self._gathers[i].write(m, tensor)
+            self.wants_grad[i] |= wants
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The whole outputs, ``[batch, ...]``."""
+        return tuple(gather.take() for gather in self._gathers)
+
+    def set_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Give the gradients of the whole outputs, None for one that nobody differentiated."""
+        parts = [
+            [None] * len(self._sizes) if grad is None else gather.slices(grad)
+            for gather, grad in zip(self._gathers, grads, strict=True)
+        ]
+        self._grads = list(zip(*parts, strict=True))
+
+    def grads(self, m: int) -> Grads:
+        return self._grads[m]
+
+
+class Losses:
+    """Computes the loss of each micro-batch, weighted by its share of the batch.
+
+    Args:
+        loss: called with the outputs of a micro-batch, as the last stage returned them, and its
+            targets; returns a scalar.
+        targets: ``[batch, ...]`` each, None if ``loss`` takes none.
+        single: whether ``loss`` takes a lone tensor of targets instead of a tuple.
+        sizes: rows of each micro-batch.
+        mean: whether ``loss`` is a mean over its rows, rather than a sum.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        targets: Scatter | None,
+        single: bool,
+        sizes: Sequence[int],
+        mean: bool,
+    ) -> None:
+        self._loss = loss
+        self._targets = targets
+        self._single = single
+        batch = max(1, sum(sizes))
+        self._weights = [size / batch if mean else 1.0 for size in sizes]
+        self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(sizes)
+        self._losses: list[torch.Tensor | None] = [None] * len(sizes)
+        self._values: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+
+    def collect(self, m: int, outputs: Activation) -> None:
+        """Compute the loss of micro-batch ``m``.
+
+        Raises:
+            ValueError: the loss is no scalar.
+            TypeError: it is no tensor.
+        """
+        leaves = [
+            tensor.detach().requires_grad_() if wants else None
+            for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
+        ]
+        arguments: list[Any] = [
+            tensor if leaf is None else leaf
+            for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
+        ]
+        arguments = [arguments[0] if outputs.single else tuple(arguments)]
+        if self._targets is not None:
+            device = outputs.tensors[0].device
+            parts = tuple(t.to(device, non_blocking=True) for t in self._targets[m])
+            arguments.append(parts[0] if self._single else parts)
+        with torch.enable_grad():
+            loss = self._loss(*arguments)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss_fn returned {type(loss).__name__}; it must return a tensor")
+        if loss.dim() != 0:
+            raise ValueError(
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return a scalar, "
+                "the mean or the sum over its micro-batch"
+            )
+        self._values[m] = loss.detach()
+        if loss.requires_grad:
+            self._losses[m], self._leaves[m] = loss, leaves
+
+    def grads(self, m: int) -> Grads:
+        loss, self._losses[m] = self._losses[m], None
+        leaves, self._leaves[m] = self._leaves[m], ()
+        if loss is None:
+            return ()
+        torch.autograd.backward(loss, loss.new_tensor(self._weights[m]))
+        return tuple(None if leaf is None else leaf.grad for leaf in leaves)
+
+    def total(self) -> torch.Tensor:
+        """The loss of the whole batch: micro-batches summed in their order."""
+        weighted = [v * w for v, w in zip(self._values, self._weights, strict=True)]
+        return torch.stack(weighted).sum()
