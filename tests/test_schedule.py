@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pipekernels.pipeline.schedule import Action, Program, gpipe, linearize, simulate
+from pipekernels.pipeline.schedule import (
+    Action,
+    Program,
+    Schedule,
+    gpipe,
+    interleaved,
+    linearize,
+    simulate,
+)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -68,3 +76,59 @@ def test_uneven_costs() -> None:
     simulation = simulate(gpipe(2, 4).forwards, cost=lambda a: 3.0 if a.stage else 1.0)
     assert simulation.makespan == 1 + 4 * 3
     assert simulation.start[Action("F", 1, 3)] == 10
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("name", ["gpipe", "gpipe split", "1f1b", "zb-h1"])
+def test_every_program_is_whole_and_can_run(name: str, micro_batches: int, stages: int) -> None:
+    program = Schedule(name.split()[0]).program(stages, micro_batches, split="split" in name)
+    order = linearize(program)
+    assert len(order) == len(set(order))
+    for stage in range(stages):
+        kinds = {
+            k: [a.micro_batch for a in order if (a.kind, a.stage) == (k, stage)] for k in "FBIW"
+        }
+        everyone = list(range(micro_batches))
+        assert sorted(kinds["F"]) == sorted(kinds["B"] + kinds["I"]) == everyone
+        assert kinds["W"] == kinds["I"]  # The same order, so that sums have the same bits.
+        assert bool(kinds["I"]) == (stage > 0 and name in ("gpipe split", "zb-h1"))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+def test_interleaved_deals_out_stages_and_can_run(lanes: int, rounds: int) -> None:
+    stages = lanes * rounds
+    for micro_batches in range(1, 3 * lanes + 3):
+        program = interleaved(lanes, stages, micro_batches)
+        assert len(linearize(program)) == 2 * stages * micro_batches
+        for lane, actions in enumerate(program.lanes):
+            assert {a.stage for a in actions} == set(range(lane, stages, lanes))
+
+
+def _units(action: Action) -> float:
+    return 2.0 if action.kind == "B" else 1.0
+
+
+def test_schedules_against_each_other() -> None:
+    """The known makespans and memory with B = 2 F and I = W = F."""
+    for stages, m in ((2, 4), (4, 8), (4, 16)):
+        runs = {
+            name: simulate(Schedule(name).program(stages, m), _units)
+            for name in ("gpipe", "1f1b", "zb-h1")
+        }
+        assert runs["gpipe"].makespan == runs["1f1b"].makespan == 3 * (m + stages - 1)
+        # A third of 1F1B's bubble is left (Qi et al., 2023).
+        assert runs["zb-h1"].makespan == 3 * m + (stages - 1)
+        assert runs["gpipe"].in_flight == (m,) * stages
+        assert runs["1f1b"].in_flight == tuple(range(stages, 0, -1))
+        assert runs["zb-h1"].in_flight == (stages,) * stages
+        halves = simulate(interleaved(stages, 2 * stages, m), lambda a: _units(a) / 2)
+        assert halves.makespan == 3 * (m + (stages - 1) / 2)
+
+
+def test_unknown_schedules() -> None:
+    with pytest.raises(ValueError, match="must be one of gpipe, 1f1b, interleaved, zb-h1"):
+        Schedule("f1b1")
+    with pytest.raises(ValueError, match="multiple"):
+        interleaved(2, 3, 4)

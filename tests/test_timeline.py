@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.schedule import Action
+from pipekernels.pipeline.schedule import Action, gpipe
 from pipekernels.pipeline.timeline import Event, Phase, Timeline
 
 
@@ -20,7 +20,7 @@ def test_bubble_is_the_idle_share() -> None:
         Event(Action("F", 0, 0), 10, 11), Event(Action("F", 0, 1), 11, 12),
         Event(Action("F", 1, 0), 11, 12), Event(Action("F", 1, 1), 12, 13),
     ]  # fmt: skip
-    timeline.phases.append(Phase(2, events))
+    timeline.phases.append(Phase(gpipe(2, 2).forwards, events))
     assert timeline.phases[0].makespan == 3
     assert timeline.bubble == pytest.approx(1 - 4 / 6)
     assert timeline.ideal_bubble == pytest.approx(1 / 3)
@@ -43,7 +43,7 @@ def test_a_pipe_records_forward_and_backward(checkpoint: str, tmp_path: Path) ->
     pipe(x)
     forward, backward = timeline.phases
     for phase, kind in ((forward, "F"), (backward, "B")):
-        assert {e.action for e in phase.events} == {
+        assert phase.lanes == 2 and {e.action for e in phase.events} == {
             Action(kind, s, m) for s in range(2) for m in range(3)
         }
         assert all(e.start <= e.end for e in phase.events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from torch import nn
 from pipekernels.pipeline.batchnorm import committed, convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
+from pipekernels.pipeline.micro_batch import Scatter
 from pipekernels.pipeline.partition import balance_by_parameters, layers, split_module
+from pipekernels.pipeline.schedule import Schedule
+from pipekernels.pipeline.sink import Losses, LossFunction
 from pipekernels.pipeline.task import as_tensors
 from pipekernels.pipeline.timeline import Timeline
 
@@ -129,10 +132,71 @@ class Pipe(nn.Module):
         """
         tensors, single = as_tensors(input, "input")
         checkpoint = self.checkpoint if self.training else "never"
-        if not self._deferred_batch_norm:
+        with committed(self) if self._deferred_batch_norm else nullcontext():
             return self._engine.run(tensors, single, chunks=self.chunks, checkpoint=checkpoint)
-        with committed(self):
-            return self._engine.run(tensors, single, chunks=self.chunks, checkpoint=checkpoint)
+
+    def train_step(
+        self,
+        input: torch.Tensor | tuple[torch.Tensor, ...],
+        target: torch.Tensor | tuple[torch.Tensor, ...] | None,
+        loss_fn: LossFunction,
+        *,
+        schedule: str = "1f1b",
+        lanes: int | None = None,
+        loss_reduction: str = "mean",
+    ) -> torch.Tensor:
+        """Forward and backward of a mini-batch with the loss inside the pipeline, so that backwards
+        begin before all forwards have ended. Accumulates into ``.grad`` like ``loss.backward()``.
+
+        With ``'1f1b'`` a stage holds the activations of at most as many micro-batches as there are
+        stages, whatever ``chunks``; ``'gpipe'`` holds those of all; ``'zb-h1'`` holds no more than
+        ``'1f1b'`` and idles less, at the price of entering autograd once more for every layer.
+        ``'interleaved'`` deals the stages out to fewer lanes. ``1f1b``, ``interleaved`` and
+        ``zb-h1`` sum gradients over micro-batches first one first, so the last bits may differ from
+        those of ``loss_fn(pipe(input), target).backward()``.
+
+        Args:
+            input: a tensor ``[batch, ...]``, or a tuple of them with one batch size.
+            target: tensors with the same batch size, cut up like the input; None if ``loss_fn`` takes
+                outputs only.
+            loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of one
+                micro-batch; returns a scalar.
+            schedule: ``'gpipe'``, ``'1f1b'``, ``'interleaved'`` or ``'zb-h1'``.
+            lanes: for ``'interleaved'``: how many lanes; lane ``i`` runs the stages ``i``,
+                ``i + lanes``, ...
+            loss_reduction: what ``loss_fn`` does over its rows: ``'mean'`` (micro-batches are weighted
+                by their share of the batch) or ``'sum'``.
+
+        Returns:
+            The loss of the mini-batch, a scalar without a graph.
+
+        Raises:
+            TypeError: ``input``, ``target``, or what a stage or ``loss_fn`` returns has a wrong type.
+            ValueError: an argument is out of its range, batch sizes differ, or the loss is no scalar.
+        """
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
+        tensors, single = as_tensors(input, "input")
+        targets, single_target = (None, True) if target is None else as_tensors(target, "target")
+        if targets is not None and targets[0].shape[:1] != tensors[0].shape[:1]:
+            raise ValueError(
+                f"target has shape {tuple(targets[0].shape)} and the input {tuple(tensors[0].shape)}; "
+                "both are split along dimension 0 and must agree in it"
+            )
+
+        def losses(sizes: Sequence[int]) -> Losses:
+            parts = None if targets is None else Scatter(targets, self.chunks)
+            return Losses(loss_fn, parts, single_target, sizes, loss_reduction == "mean")
+
+        with committed(self) if self._deferred_batch_norm else nullcontext():
+            return self._engine.train(
+                tensors,
+                single,
+                losses,
+                chunks=self.chunks,
+                checkpoint=self.checkpoint if self.training else "never",
+                schedule=Schedule(schedule, lanes),
+            )
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:

@@ -7,10 +7,21 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from pipekernels.pipeline.schedule import Action, Program
+from pipekernels.pipeline.schedule import Action, Kind, Program, simulate
+
+_UNITS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+_COLOURS: dict[Kind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
+_IDLE = "#e8e8e8"
+_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of parameters",
+}
 
 
 @dataclass(frozen=True)
@@ -24,10 +35,20 @@ class Event:
 
 @dataclass
 class Phase:
-    """The actions of one forward or one backward of a mini-batch."""
+    """The actions of one forward, one backward, or one training step of a mini-batch."""
 
-    stages: int
-    events: list[Event]
+    program: Program
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+        return len(self.program.lanes)
+
+    @cached_property
+    def lane_of(self) -> dict[int, int]:
+        """Which lane runs a stage."""
+        return {a.stage: i for i, lane in enumerate(self.program.lanes) for a in lane}
 
     @property
     def makespan(self) -> float:
@@ -48,7 +69,7 @@ class Timeline:
     ) -> Callable[[Action, Any], Any]:
         """``compute``, which runs the actions of ``program`` on any thread, with a record of
         each."""
-        phase = Phase(program.stages, [])
+        phase = Phase(program)
         self.phases.append(phase)
 
         def recording(action: Action, value: Any) -> Any:
@@ -61,30 +82,30 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Measured idle share of (stages x makespan), over all phases, 0 to 1. Time between phases
+        """Measured idle share of (lanes x makespan), over all phases, 0 to 1. Time between phases
         is not counted."""
-        capacity = sum(phase.stages * phase.makespan for phase in self.phases)
+        capacity = sum(phase.lanes * phase.makespan for phase in self.phases)
         busy = sum(e.end - e.start for phase in self.phases for e in phase.events)
         return 1.0 - busy / capacity if capacity > 0 else 0.0
 
     @property
     def ideal_bubble(self) -> float:
-        """Idle share of the same schedule with equal stages: (p - 1) / (m + p - 1) (Huang et al.,
-        2019)."""
-        if not self.phases:
-            return 0.0
-        stages = self.phases[0].stages
-        micro_batches = len(self.phases[0].events) // stages
-        return (stages - 1) / (micro_batches + stages - 1)
+        """Idle share of the same programs on ideal lanes with equal stages, where a backward takes
+        twice as long as a forward."""
+        simulated = [simulate(p.program, cost=lambda a: _UNITS[a.kind]) for p in self.phases]
+        capacity = sum(p.lanes * s.makespan for p, s in zip(self.phases, simulated, strict=True))
+        idle = sum(
+            p.lanes * s.makespan * s.bubble for p, s in zip(self.phases, simulated, strict=True)
+        )
+        return idle / capacity if capacity > 0 else 0.0
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the Trace Event Format that chrome://tracing and Perfetto read; one row per stage,
+        """Write the Trace Event Format that chrome://tracing and Perfetto read; one row per lane,
         microseconds."""
         origin = min((e.start for phase in self.phases for e in phase.events), default=0.0)
-        stages = max((phase.stages for phase in self.phases), default=0)
         rows: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": s, "name": "thread_name", "args": {"name": f"stage {s}"}}
-            for s in range(stages)
+            {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
+            for lane, name in enumerate(self._lane_names())
         ]
         for phase in self.phases:
             for e in phase.events:
@@ -93,9 +114,9 @@ class Timeline:
                     {
                         "ph": "X",
                         "pid": 0,
-                        "tid": stage,
+                        "tid": phase.lane_of[stage],
                         "name": f"{kind}{micro_batch}",
-                        "cat": "forward" if kind == "F" else "backward",
+                        "cat": _NAMES[kind],
                         "ts": (e.start - origin) * 1e6,
                         "dur": (e.end - e.start) * 1e6,
                         "args": {"stage": stage, "micro_batch": micro_batch},
@@ -118,41 +139,52 @@ class Timeline:
             raise RuntimeError(
                 "drawing a timeline needs matplotlib, which is not installed; pip install matplotlib"
             ) from error
-        stages = max((phase.stages for phase in self.phases), default=1)
+        names = self._lane_names()
         origin = min((e.start for phase in self.phases for e in phase.events), default=0.0)
-        colours = {"F": "#4c78a8", "B": "#f58518", "idle": "#e8e8e8"}
-        figure = Figure(figsize=(14, 1.4 + 0.7 * stages), layout="constrained")
+        figure = Figure(figsize=(14, 1.4 + 0.7 * len(names)), layout="constrained")
         axes = figure.add_subplot()
+        seen: set[Kind] = set()
         for phase in self.phases:
             if not phase.events:
                 continue
             begin = (min(e.start for e in phase.events) - origin) * 1e3
             idle = [(begin, phase.makespan * 1e3)]
-            for stage in range(phase.stages):
-                axes.broken_barh(idle, (stage - 0.4, 0.8), color=colours["idle"])
+            for lane in range(phase.lanes):
+                axes.broken_barh(idle, (lane - 0.4, 0.8), color=_IDLE)
             for e in phase.events:
                 kind, stage, micro_batch = e.action
+                seen.add(kind)
+                lane = phase.lane_of[stage]
                 left, width = (e.start - origin) * 1e3, (e.end - e.start) * 1e3
                 axes.broken_barh(
                     [(left, width)],
-                    (stage - 0.4, 0.8),
-                    facecolor=colours[kind],
+                    (lane - 0.4, 0.8),
+                    facecolor=_COLOURS[kind],
                     edgecolor="white",
                     linewidth=0.5,
                 )
                 axes.text(
-                    left + width / 2, stage, str(micro_batch), ha="center", va="center", fontsize=7
+                    left + width / 2, lane, str(micro_batch), ha="center", va="center", fontsize=7
                 )
-        axes.set_yticks(range(stages), [f"stage {s}" for s in range(stages)])
+        axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel("time (ms); numbers are micro-batches")
         axes.set_title(f"bubble {self.bubble:.1%} measured, {self.ideal_bubble:.1%} ideal")
-        names = {"F": "forward", "B": "backward", "idle": "idle"}
+        legend = {_NAMES[kind]: colour for kind, colour in _COLOURS.items() if kind in seen}
+        legend["idle"] = _IDLE
         axes.legend(
-            handles=[Patch(color=colours[key], label=name) for key, name in names.items()],
+            handles=[Patch(color=colour, label=name) for name, colour in legend.items()],
             loc="upper center",
             bbox_to_anchor=(0.5, -0.35),
-            ncols=3,
+            ncols=len(legend),
             frameon=False,
         )
         FigureCanvasAgg(figure).print_figure(os.fspath(path), dpi=130)
+
+    def _lane_names(self) -> list[str]:
+        """Each lane by the stages that it runs."""
+        stages: dict[int, set[int]] = {}
+        for phase in self.phases:
+            for stage, lane in phase.lane_of.items():
+                stages.setdefault(lane, set()).add(stage)
+        return ["stage " + ", ".join(map(str, sorted(stages[lane]))) for lane in sorted(stages)]

@@ -1,0 +1,188 @@
+"""A backward in two parts gives the bits of the plain one, or says that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.parametrizations import weight_norm
+
+from pipekernels import Pipe
+from pipekernels.pipeline.entry import Entry
+from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.split_backward import backward_of_inputs
+
+
+class Twice(nn.Module):
+    """Uses one layer's parameters in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+class Double(torch.autograd.Function):
+    """A custom function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class Residual(nn.Module):
+    """Several ways from the inputs to the outputs, and a bare parameter among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6))
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.inner(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+SPLITTABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)), (5, 6)),
+    "no bias": (lambda: nn.Linear(6, 4, bias=False), (3, 5, 6)),
+    "residual": (lambda: nn.Sequential(Residual(), Residual()), (5, 6)),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (5, 3, 8, 8)),
+    "attention": (lambda: nn.Sequential(Attention(), nn.LayerNorm(6)), (5, 7, 6)),
+    "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(6, 6)), nn.Tanh()), (5, 6)),
+    "frozen": (lambda: nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.PReLU()), (5, 6)),
+}
+
+
+def gradients(module: nn.Module, x: torch.Tensor, split: bool) -> list[torch.Tensor | None]:
+    """Of a leaf and of the parameters, by two backwards through one graph."""
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    root = module(leaf)
+    edge, grad = get_gradient_edge(root), torch.ones_like(root)
+    parameters = list(module.parameters())
+    for keep_graph in (True, False):
+        if not split:
+            torch.autograd.backward(edge, grad, retain_graph=keep_graph)
+            continue
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        second_part = backward_of_inputs([edge], [grad], [leaf])
+        assert second_part is not None
+        for parameter, old in zip(parameters, before, strict=True):
+            assert (parameter.grad is None) == (old is None)
+            assert old is None or torch.equal(parameter.grad, old)
+        second_part(keep_graph)
+    return [leaf.grad, *(p.grad for p in parameters)]
+
+
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_two_parts_have_the_bits_of_one(name: str) -> None:
+    make, shape = SPLITTABLE[name]
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(shape)
+    whole, parts = (gradients(module, x, split) for split in (False, True))
+    for a, b in zip(whole, parts, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_the_second_part_frees_what_it_used() -> None:
+    leaf = torch.randn(4, 6).requires_grad_()
+    root = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))(leaf).sum()
+    second_part = backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf])
+    assert second_part is not None
+    second_part(False)
+    with pytest.raises(RuntimeError, match="second time"):
+        second_part(False)
+
+
+def not_splittable() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    layer = nn.Linear(6, 6)
+    return {
+        "used twice": Twice(),
+        "custom function": lambda x: Double.apply(layer(x)),
+        "custom function above": lambda x: layer(Double.apply(x)),
+        "no parameters": torch.tanh,
+    }
+
+
+@pytest.mark.parametrize("name", not_splittable())
+def test_what_cannot_be_cut_is_left_alone(name: str) -> None:
+    leaf = torch.randn(4, 6).requires_grad_()
+    root = not_splittable()[name](leaf)
+    assert backward_of_inputs([get_gradient_edge(root)], [torch.ones_like(root)], [leaf]) is None
+    assert leaf.grad is None
+
+
+def test_an_output_that_does_not_depend_on_the_inputs() -> None:
+    leaf, bare = torch.randn(4, 6).requires_grad_(), nn.Parameter(torch.rand(6))
+    roots = [nn.Linear(6, 6)(leaf).sum(), bare.exp().sum()]
+    edges = [get_gradient_edge(root) for root in roots]
+    assert backward_of_inputs(edges, [torch.ones(()), torch.ones(())], [leaf]) is None
+
+
+def test_the_entry_of_a_stage_does_not_hinder() -> None:
+    leaf = torch.randn(4, 6).requires_grad_()
+    root = nn.Linear(6, 6)(Entry.apply(leaf).mul_(2)).sum()
+    assert backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf]) is not None
+
+
+def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> None:
+    calls: list[int] = []
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+
+            def scale(grad: torch.Tensor) -> torch.Tensor:
+                calls.append(len(grad))
+                return 3 * grad
+
+            y.register_hook(scale)
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Hooked())
+    x = torch.randn(4, 6)
+    torch.cat([model(part) for part in x.chunk(4)]).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    calls.clear()
+    force_way("split")
+    options: dict[str, Any] = {"chunks": 4, "checkpoint": "never"}
+    Pipe(model, [1, 1], devices=["cpu"] * 2, **options)(x).sum().backward()
+    assert calls == [1] * 4
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, grad)
+
+
+def test_a_split_pass_has_both_parts_on_its_timeline(force_way: Callable[[Way], None]) -> None:
+    force_way("split")
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    with pipe.timeline() as timeline:
+        pipe(torch.randn(6, 6)).sum().backward()
+    kinds = [(e.action.stage, e.action.kind) for e in timeline.phases[1].events]
+    assert sorted(set(kinds)) == [(0, "B"), (1, "I"), (1, "W")]
+    assert all(kinds.count(kind) == 3 for kind in set(kinds))

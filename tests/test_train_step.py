@@ -1,0 +1,286 @@
+"""``Pipe.train_step`` under every schedule against the unwrapped model."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipekernels import Pipe
+from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.schedule import SCHEDULES
+
+LANES: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
+LANES["interleaved"]["lanes"] = 2
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.GELU()),
+        *(nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 3), nn.Identity()),
+    ).double()
+
+
+def pipe_of(module: nn.Sequential, chunks: int = 4, checkpoint: str = "never") -> Pipe:
+    return Pipe(module, [2] * 4, devices=["cpu"] * 4, chunks=chunks, checkpoint=checkpoint)
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in module.parameters()]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("batch", [1, 5, 8, 11])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equals_the_unwrapped_model(
+    schedule: str, checkpoint: str, chunks: int, batch: int, way: Way
+) -> None:
+    x, y = torch.randn(batch, 5, dtype=torch.float64), torch.randn(batch, 3, dtype=torch.float64)
+    plain = model()
+    expected = F.mse_loss(plain(x), y)
+    expected.backward()
+    piped = model()
+    loss = pipe_of(piped, chunks, checkpoint).train_step(x, y, F.mse_loss, **LANES[schedule])
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+    for a, b in zip(gradients(piped), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bits_do_not_depend_on_the_way(schedule: str, force_way: Any) -> None:
+    x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
+    results = []
+    for way in ("inline", "lanes", "split"):
+        force_way(way)
+        piped = model()
+        loss = pipe_of(piped).train_step(x, y, F.mse_loss, **LANES[schedule])
+        results.append([loss, *gradients(piped)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_sum_needs_no_weights(way: Way) -> None:
+    x, y = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    plain, piped = model(), model()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output - target) ** 2).sum()
+
+    expected = loss_fn(plain(x), y)
+    expected.backward()
+    loss = pipe_of(piped).train_step(x, y, loss_fn, loss_reduction="sum")
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+    for a, b in zip(gradients(piped), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_accumulates_into_grad_and_calls_hooks_once(way: Way) -> None:
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    module = model()
+    pipe = pipe_of(module)
+    fired: list[int] = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
+    pipe.train_step(x, y, F.mse_loss)
+    once = [grad.clone() for grad in gradients(module)]
+    assert sorted(fired) == sorted(id(p) for p in module.parameters())
+    pipe.train_step(x, y, F.mse_loss)
+    for twice, grad in zip(gradients(module), once, strict=True):
+        assert torch.equal(twice, 2 * grad)
+
+
+def test_inputs_get_their_gradient(way: Way) -> None:
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    plain_x, piped_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    F.mse_loss(model()(plain_x), y).backward()
+    pipe_of(model()).train_step(piped_x, y, F.mse_loss, schedule="zb-h1")
+    torch.testing.assert_close(piped_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_one_tensor_given_twice_gets_both_gradients(way: Way) -> None:
+    class Product(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[0] * 3 + pair[1] * 4
+
+    x = torch.ones(4, 2).requires_grad_()
+    pipe = Pipe(nn.Sequential(Product(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe.train_step((x, x), None, torch.sum, loss_reduction="sum")
+    assert torch.equal(x.grad, torch.full_like(x, 7))
+
+
+def test_a_loss_with_parameters_and_tuples_of_targets(way: Way) -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            wanted, mask = target
+            return self.weight * ((output - wanted) * mask).square().mean()
+
+    x, y = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    mask = torch.arange(7)[:, None] % 2
+    plain, plain_loss, piped, piped_loss = model(), Weighted(), model(), Weighted()
+    plain_loss(plain(x), (y, mask)).backward()
+    pipe_of(piped).train_step(x, (y, mask), piped_loss)
+    for a, b in zip(
+        [*gradients(piped), *gradients(piped_loss)],
+        [*gradients(plain), *gradients(plain_loss)],
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_repeats_with_the_seed_whatever_the_way(force_way: Any) -> None:
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    results = []
+    for way in ("inline", "lanes"):
+        for checkpoint in ("never", "always"):
+            force_way(way)
+            module = model()
+            module[1] = nn.Dropout(0.4)
+            module[3] = nn.Dropout(0.4)
+            torch.manual_seed(3)
+            loss = pipe_of(module, checkpoint=checkpoint).train_step(
+                x, y, F.mse_loss, schedule="zb-h1"
+            )
+            results.append([loss, *gradients(module)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_deferred_batch_norm_is_committed_once(way: Way) -> None:
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    plain = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    plain(x)
+    piped = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    pipe = Pipe(piped, [1, 1], devices=["cpu"] * 2, chunks=4, deferred_batch_norm=True)
+    pipe.train_step(x, y, F.mse_loss)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(pipe[0], name), getattr(plain[0], name))
+
+
+class Live:
+    """Counts the micro-batches whose activations a stage holds."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self.lock = threading.Lock()
+
+    def add(self, change: int) -> None:
+        with self.lock:
+            self.now += change
+            self.peak = max(self.peak, self.now)
+
+
+class Held(nn.Module):
+    """A linear layer that notes how many of its activations are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.live = Live()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        class Saved:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self.tensor = tensor
+
+        token: list[Saved] = []
+
+        def pack(tensor: torch.Tensor) -> Saved:
+            saved = Saved(tensor)
+            if not token:  # One of them stands for the micro-batch.
+                token.append(saved)
+                self.live.add(1)
+                weakref.finalize(saved, self.live.add, -1)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            y = self.layer(x)
+        token.clear()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limits"),
+    [("gpipe", (9, 9, 9)), ("1f1b", (3, 2, 1)), ("zb-h1", (3, 3, 3))],
+)
+def test_activations_in_flight(schedule: str, limits: tuple[int, ...], way: Way) -> None:
+    stages = [Held() for _ in limits]
+    pipe = Pipe(nn.Sequential(*stages), [1] * 3, devices=["cpu"] * 3, chunks=9, checkpoint="never")
+    with pipe.timeline():  # Stages stay apart on one thread, too.
+        pipe.train_step(
+            torch.randn(18, 4), None, torch.sum, schedule=schedule, loss_reduction="sum"
+        )
+    assert all(0 < stage.live.peak <= limit for stage, limit in zip(stages, limits, strict=True))
+    if schedule == "gpipe":
+        assert stages[0].live.peak == 9
+    assert all(stage.live.now == 0 for stage in stages)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_lanes_run_their_program_in_order(schedule: str, force_way: Any) -> None:
+    force_way("lanes")
+    with (pipe := pipe_of(model())).timeline() as timeline:
+        pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **LANES[schedule])
+    (phase,) = timeline.phases
+    assert phase.lanes == LANES[schedule].get("lanes", 4)
+    for lane, actions in enumerate(phase.program.lanes):
+        ran = [e.action for e in phase.events if phase.lane_of[e.action.stage] == lane]
+        assert ran == list(actions)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, way: Way) -> None:
+    x, y = torch.randn(8, 5).double(), torch.randn(8, 3).double()
+    module = model()
+    pipe = pipe_of(module)
+    calls: list[int] = []
+
+    def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ArithmeticError("no loss today")
+        return F.mse_loss(output, target)
+
+    with pytest.raises(ArithmeticError, match="no loss today"):
+        pipe.train_step(x, y, failing, **LANES[schedule])
+    assert all(p.grad is None for p in module.parameters())
+    pipe.train_step(x, y, F.mse_loss, **LANES[schedule])
+    expected = model()
+    F.mse_loss(expected(x), y).backward()
+    for a, b in zip(gradients(module), gradients(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"schedule": "2f2b"}, ValueError, "one of gpipe, 1f1b, interleaved, zb-h1"),
+        ({"schedule": "interleaved"}, ValueError, "needs a number of lanes"),
+        ({"schedule": "1f1b", "lanes": 2}, ValueError, "have one lane per stage"),
+        ({"schedule": "interleaved", "lanes": 0}, ValueError, "at least 1"),
+        ({"schedule": "interleaved", "lanes": 3}, ValueError, "multiple"),
+        ({"loss_reduction": "median"}, ValueError, "'mean' or 'sum'"),
+        ({"target": torch.randn(3, 3)}, ValueError, "must agree"),
+        ({"target": 5}, TypeError, "target must be a tensor or a non-empty tuple"),
+        ({"loss_fn": lambda output, target: 1.0}, TypeError, "must return a tensor"),
+        ({"loss_fn": lambda output, target: output}, ValueError, "must return a scalar"),
+    ],
+)
+def test_bad_arguments(
+    arguments: dict[str, Any], error: type[Exception], message: str, force_way: Any
+) -> None:
+    force_way("lanes")
+    given: dict[str, Any] = {"target": torch.randn(4, 3).double(), "loss_fn": F.mse_loss}
+    given.update(arguments)
+    with pytest.raises(error, match=message):
+        pipe_of(model()).train_step(torch.randn(4, 5).double(), **given)
