@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipekernels import Pipe
+from pipekernels import NoChunk, Pipe
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.pace import Way
 
@@ -406,10 +406,13 @@ def test_bad_arguments(arguments: dict, error: type[Exception], message: str) ->
         Pipe(**{**good, **arguments})
 
 
-@pytest.mark.parametrize("bad", ["text", 3, [torch.zeros(1)], (torch.zeros(1), "text"), (), None])
-def test_inputs_that_are_no_tensors(bad: object) -> None:
+@pytest.mark.parametrize("bad", ["text", 3, [], (), {"x": 1}, None, NoChunk(torch.zeros(1))])
+def test_inputs_without_tensors(bad: object) -> None:
+    """As fairscale's Pipe: a TypeError for an input that is no tensor or tensors."""
     with pytest.raises(TypeError, match="input must be a tensor or a"):
         on_cpu(mlp(), [2, 3])(bad)
+    with pytest.raises(TypeError, match="input must be a tensor or a"):
+        on_cpu(mlp(), [2, 3])()
 
 
 def test_inputs_that_cannot_be_split() -> None:
@@ -423,10 +426,10 @@ def test_inputs_that_cannot_be_split() -> None:
 def test_a_stage_that_returns_no_tensor(way: Way) -> None:
     class Bad(nn.Module):
         def forward(self, x):
-            return {"x": x}
+            return [len(x)]
 
     pipe = on_cpu(nn.Sequential(nn.Identity(), Bad(), nn.Identity()), [1, 1, 1], chunks=2)
-    with pytest.raises(TypeError, match="output of stage 1 must be a tensor.*not dict"):
+    with pytest.raises(TypeError, match="output of stage 1 must be a tensor.*not list"):
         pipe(torch.zeros(4, 2))
 
 

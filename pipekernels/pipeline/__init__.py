@@ -3,6 +3,7 @@ time."""
 
 from pipekernels.pipeline.checkpoint import is_checkpointing, is_recomputing
 from pipekernels.pipeline.pipe import Pipe
+from pipekernels.pipeline.structure import NoChunk
 from pipekernels.pipeline.timeline import Timeline
 
-__all__ = ["Pipe", "Timeline", "is_checkpointing", "is_recomputing"]
+__all__ = ["NoChunk", "Pipe", "Timeline", "is_checkpointing", "is_recomputing"]

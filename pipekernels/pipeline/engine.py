@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from pipekernels.pipeline.micro_batch import Scatter
+from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.pace import Pace
 from pipekernels.pipeline.parameters import StageParameters, unique
 from pipekernels.pipeline.run import Run
 from pipekernels.pipeline.schedule import GPIPE, Schedule
 from pipekernels.pipeline.sink import Losses, Outputs
+from pipekernels.pipeline.skip import SkipLayout
 from pipekernels.pipeline.task import Task, differentiable
 from pipekernels.pipeline.timeline import Timeline
 
@@ -38,8 +39,9 @@ class Engine:
     ) -> None:
         self.stages = list(partitions)
         self.devices = list(devices)
+        skips = SkipLayout(partitions)
         self.tasks = [
-            Task([stage], index, device)
+            Task([stage], index, device, skips.received[index], skips.sent[index])
             for index, (stage, device) in enumerate(zip(partitions, devices, strict=True))
         ]
         on_cpu = all(device.type == "cpu" for device in devices)
@@ -58,44 +60,38 @@ class Engine:
         self.lock = threading.RLock()
         self._parameters = [StageParameters(stage) for stage in partitions]
 
-    def run(
-        self, inputs: Sequence[torch.Tensor], single: bool, *, chunks: int, checkpoint: str
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run a mini-batch through all stages.
+    def run(self, batch: Batch, checkpoint: str) -> Any:
+        """Run a mini-batch through all stages; returns the last one's value.
 
         Args:
-            inputs: tensors ``[batch, ...]``.
-            single: whether the first stage takes a lone tensor instead of a tuple.
-            chunks: the most micro-batches.
+            batch: the mini-batch and how to cut it up.
             checkpoint: one of ``checkpoint.MODES``.
         """
         with self.lock:
-            run = self._start(GPIPE, inputs, single, chunks, checkpoint)
-            outputs = Outputs(run.sizes)
+            run = self._start(GPIPE, batch, checkpoint)
+            outputs = Outputs(run.sizes, batch.dim)
             if run.grad:
                 parameters = unique(self._parameters)
-                tensors = _PipeNode.apply(run, outputs, len(inputs), *inputs, *parameters)
+                tensors = _PipeNode.apply(
+                    run, outputs, len(batch.tensors), *batch.tensors, *parameters
+                )
             else:
                 tensors = run.forward(outputs)
-        return tensors[0] if outputs.single else tuple(tensors)
+        return outputs.build(tensors)
 
     def train(
         self,
-        inputs: Sequence[torch.Tensor],
-        single: bool,
+        batch: Batch,
         make_losses: Callable[[Sequence[int]], Losses],
         *,
-        chunks: int,
         checkpoint: str,
         schedule: Schedule,
     ) -> torch.Tensor:
         """Run a mini-batch forward and backward, and accumulate its gradients.
 
         Args:
-            inputs: tensors ``[batch, ...]``.
-            single: whether the first stage takes a lone tensor instead of a tuple.
+            batch: the mini-batch and how to cut it up.
             make_losses: called with the rows of each micro-batch.
-            chunks: the most micro-batches.
             checkpoint: one of ``checkpoint.MODES``.
             schedule: who runs what when.
 
@@ -103,34 +99,28 @@ class Engine:
             The loss, a scalar without a graph.
         """
         with self.lock, torch.enable_grad():
-            run = self._start(schedule, inputs, single, chunks, checkpoint)
+            run = self._start(schedule, batch, checkpoint)
             losses = make_losses(run.sizes)
             input_grads, parameter_grads = run.train(losses)
-            targets = [*inputs, *unique(self._parameters)]
+            targets = [*batch.tensors, *unique(self._parameters)]
         # Through autograd, so that hooks are called.
         grads = (*input_grads, *parameter_grads)
         present = [i for i, grad in enumerate(grads) if grad is not None]
         torch.autograd.backward([targets[i] for i in present], [grads[i] for i in present])
         return losses.total()
 
-    def _start(
-        self,
-        schedule: Schedule,
-        inputs: Sequence[torch.Tensor],
-        single: bool,
-        chunks: int,
-        checkpoint: str,
-    ) -> Run:
+    def _start(self, schedule: Schedule, batch: Batch, checkpoint: str) -> Run:
         self._parameters = [
             StageParameters(stage, previous)
             for stage, previous in zip(self.stages, self._parameters, strict=True)
         ]
         grad = torch.is_grad_enabled()
-        wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in inputs)
+        wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in batch.tensors)
         grad = grad and (any(wants_grad) or bool(unique(self._parameters)))
-        scatter = Scatter([t.detach() for t in inputs] if grad else inputs, chunks)
+        tensors = [t.detach() for t in batch.tensors] if grad else batch.tensors
+        scatter = Scatter(tensors, batch.chunks, batch.dim)
         parameters = self._parameters if grad else None
-        return Run(self, schedule, scatter, wants_grad, single, parameters, checkpoint)
+        return Run(self, schedule, scatter, wants_grad, batch.structure, parameters, checkpoint)
 
 
 class _PipeNode(torch.autograd.Function):

@@ -3,45 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.ops.micro_batch import micro_batch_sizes, split_micro_batches
+from pipekernels.pipeline.structure import Structure
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mini-batch.
+
+    Args:
+        tensors: its tensors, with one batch size.
+        structure: how the first stage's value is put together from them.
+        chunks: the most micro-batches to cut it into.
+        dim: the batch dimension of all tensors, in and out.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    structure: Structure
+    chunks: int
+    dim: int = 0
 
 
 class Scatter:
-    """Micro-batches of ``tensors`` as views along dimension 0.
+    """Micro-batches of ``tensors`` along dimension ``dim``: views along dimension 0, contiguous
+    copies, made at once, along another.
 
     Args:
-        tensors: each ``[batch, ...]``.
+        tensors: each with a batch dimension ``dim``.
         chunks: the most micro-batches to make; there are ``max(1, min(chunks, batch))``, of sizes
             that differ by at most one, larger first.
+        dim: the batch dimension, from 0.
+        what: what an error calls ``tensors``.
 
     Raises:
-        ValueError: a tensor has no dimension to split, or the tensors' batch sizes differ.
+        ValueError: a tensor has no such dimension, or the tensors' batch sizes differ.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], chunks: int) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], chunks: int, dim: int = 0, what: str = "input"
+    ) -> None:
         for i, tensor in enumerate(tensors):
-            if tensor.dim() == 0:
+            if tensor.dim() <= dim:
                 raise ValueError(
-                    f"input {i} has no dimension; a batch dimension 0 is needed to split it"
+                    f"{what} {i} has {tensor.dim() or 'no'} dimension{'s' * (tensor.dim() > 1)}; batch "
+                    f"dimension {dim} is needed to split it (NoChunk(tensor) gives it whole to every "
+                    "micro-batch)"
                 )
-            if tensor.size(0) != tensors[0].size(0):
+            if tensor.size(dim) != tensors[0].size(dim):
                 raise ValueError(
-                    f"input {i} has batch size {tensor.size(0)} and input 0 has {tensors[0].size(0)}; "
-                    "all inputs are split together and must agree in dimension 0"
+                    f"{what} {i} has batch size {tensor.size(dim)} and {what} 0 has "
+                    f"{tensors[0].size(dim)}; all tensors are split together and must agree in "
+                    f"dimension {dim} (NoChunk(tensor) gives one whole to every micro-batch)"
                 )
-        self.batch = tensors[0].size(0)
+        self.batch = tensors[0].size(dim)
+        self.dim = dim
         self.sizes = micro_batch_sizes(self.batch, chunks)
-        self.offsets = [sum(self.sizes[:m]) for m in range(len(self.sizes))]
-        self._tensors = tensors
+        if dim == 0:
+            offsets = [sum(self.sizes[:m]) for m in range(len(self.sizes))]
+            self._parts = [
+                tuple(t.narrow(0, offset, size) for t in tensors)
+                for offset, size in zip(offsets, self.sizes, strict=True)
+            ]
+        else:
+            self._parts = split_micro_batches(tensors, chunks, dim)  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, m: int) -> tuple[torch.Tensor, ...]:
-        return tuple(t.narrow(0, self.offsets[m], self.sizes[m]) for t in self._tensors)
+        return self._parts[m]
 
 
 class Gather:
@@ -51,10 +85,15 @@ class Gather:
     A micro-batch may bring any multiple of its rows (``[batch * tokens, ...]``); where no place can
     be told in advance, or a dtype or shape changes on the way, the parts are concatenated at the
     end.
+
+    Args:
+        sizes: rows of each micro-batch.
+        dim: the batch dimension.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], dim: int = 0) -> None:
         self._sizes = sizes
+        self._dim = dim
         self._offsets = [sum(sizes[:m]) for m in range(len(sizes))]
         self._whole: torch.Tensor | None = None
         self._rows = 0
@@ -62,37 +101,38 @@ class Gather:
         self.lengths = [0] * len(sizes)
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Take micro-batch ``m``'s part, ``[rows, ...]``; its memory is not needed afterwards.
+        """Take micro-batch ``m``'s part; its memory is not needed afterwards.
 
         Raises:
             ValueError: the part has no dimension to join along.
         """
-        if part.dim() == 0:
+        dim = self._dim
+        if part.dim() <= dim:
             raise ValueError(
-                "the last stage returned a tensor without dimensions; outputs are joined along dimension 0 "
-                "(compute a scalar loss outside the pipe)"
+                f"the last stage returned a tensor of shape {tuple(part.shape)}; outputs are joined "
+                f"along dimension {dim} (compute a scalar loss outside the pipe, or with train_step)"
             )
-        self.lengths[m] = part.size(0)
+        self.lengths[m] = part.size(dim)
         if len(self._sizes) == 1:
             self._whole = part.detach()
             return
         if self._whole is None and not self._parts:
-            self._rows = part.size(0) // self._sizes[m]
-            total = self._rows * sum(self._sizes)
-            self._whole = part.new_empty((total, *part.shape[1:]))
+            self._rows = part.size(dim) // self._sizes[m]
+            shape = list(part.shape)
+            shape[dim] = self._rows * sum(self._sizes)
+            self._whole = part.new_empty(shape)
         if self._fits(m, part):
             assert self._whole is not None
             offset = self._rows * self._offsets[m]
-            self._whole.narrow(0, offset, part.size(0)).copy_(part.detach())
+            self._whole.narrow(dim, offset, part.size(dim)).copy_(part.detach())
         else:
             self._parts[m] = part.detach()
 
     def take(self) -> torch.Tensor:
-        """All parts in order along dimension 0. Keeps no reference: the output's graph holds this
-        object."""
+        """All parts in order. Keeps no reference: the output's graph holds this object."""
         whole = self._whole
         if self._parts or whole is None:
-            whole = torch.cat([self._part(m) for m in range(len(self._sizes))])
+            whole = torch.cat([self._part(m) for m in range(len(self._sizes))], self._dim)
         self._whole = None
         self._parts.clear()
         return whole
@@ -100,18 +140,17 @@ class Gather:
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """``whole``, shaped like what :meth:`take` gave, as the views that belong to each
         micro-batch."""
-        return list(whole.split(self.lengths))
+        return list(whole.split(self.lengths, self._dim))
 
     def _fits(self, m: int, part: torch.Tensor) -> bool:
-        return (
-            self._whole is not None
-            and part.size(0) == self._rows * self._sizes[m]
-            and part.shape[1:] == self._whole.shape[1:]
-            and part.dtype == self._whole.dtype
-        )
+        if self._whole is None or part.dtype != self._whole.dtype:
+            return False
+        shape = list(self._whole.shape)
+        shape[self._dim : self._dim + 1] = [self._rows * self._sizes[m]]
+        return list(part.shape) == shape
 
     def _part(self, m: int) -> torch.Tensor:
         if m in self._parts:
             return self._parts[m]
         assert self._whole is not None
-        return self._whole.narrow(0, self._rows * self._offsets[m], self.lengths[m])
+        return self._whole.narrow(self._dim, self._rows * self._offsets[m], self.lengths[m])

@@ -13,11 +13,12 @@ from torch import nn
 from pipekernels.pipeline.batchnorm import committed, convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
-from pipekernels.pipeline.micro_batch import Scatter
+from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.partition import balance_by_parameters, layers, split_module
 from pipekernels.pipeline.schedule import Schedule
 from pipekernels.pipeline.sink import Losses, LossFunction
-from pipekernels.pipeline.task import as_tensors
+from pipekernels.pipeline.skip import verify_skippables
+from pipekernels.pipeline.structure import LONE, Arguments, take_apart
 from pipekernels.pipeline.timeline import Timeline
 
 Device = torch.device | int | str
@@ -53,8 +54,8 @@ class Pipe(nn.Module):
     threads must not read or change the pipe's parameters.
 
     Args:
-        module: the layers. Every layer takes what the one before returns, a tensor or a tuple of
-        tensors.
+        module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
+            list or dict with tensors in it. Layers may have skips (:mod:`pipekernels.skip`).
         balance: number of layers of each stage. Default: as many stages as there are devices (on a
             CPU-only machine: intra-op threads), of about equally many parameters.
         devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
@@ -65,9 +66,10 @@ class Pipe(nn.Module):
             ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
+        batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is no ``nn.Sequential``, or skips of its layers do not match.
         ValueError: an argument is out of its range, or ``balance`` does not fit the module.
         IndexError: fewer devices than stages.
     """
@@ -81,6 +83,7 @@ class Pipe(nn.Module):
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
+        batch_dim: int = 0,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):
@@ -89,12 +92,18 @@ class Pipe(nn.Module):
             raise ValueError(f"chunks is {chunks!r}; it must be an integer of at least 1")
         if checkpoint not in MODES:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
+        if isinstance(batch_dim, bool) or int(batch_dim) != batch_dim or batch_dim < 0:
+            raise ValueError(
+                f"batch_dim is {batch_dim!r}; it must be an integer of at least 0, the same dimension of "
+                "every input and output"
+            )
         if not layers(module):
             raise ValueError("module has no layers; a pipe needs at least one")
         if any(nn.parameter.is_lazy(p) for p in module.parameters()):
             raise ValueError(
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
+        verify_skippables(module)
         chosen = _default_devices() if devices is None else [_device(d) for d in devices]
         if balance is None:
             stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
@@ -109,36 +118,37 @@ class Pipe(nn.Module):
         self.devices: list[torch.device] = chosen[: len(partitions)]
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
+        self.batch_dim = int(batch_dim)
         self._deferred_batch_norm = deferred_batch_norm
         self.partitions = nn.ModuleList(partitions)
         self._engine = Engine(partitions, self.devices)
 
-    def forward(
-        self, input: torch.Tensor | tuple[torch.Tensor, ...]
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
         Args:
-            input: a tensor ``[batch, ...]``, or a tuple of them with one batch size.
+            *inputs: the first layer's arguments: tensors with a dimension ``batch_dim`` of one size, or
+                tuples, lists and dicts of them. Tensors are cut into micro-batches; anything else, and
+                tensors in ``NoChunk(tensor)``, every micro-batch is given whole.
+            **kwargs: the first layer's keyword arguments, likewise.
 
         Returns:
-            What the module returns, on the last stage's device; micro-batches joined along
-            dimension 0.
+            What the module returns, on the last stage's device; the tensors of all micro-batches are
+            joined along ``batch_dim``. What is no tensor comes as a list with an entry per micro-batch,
+            but None as None.
 
         Raises:
-            TypeError: ``input``, or what a stage returns, is neither a tensor nor a tuple of
-            tensors.
-            ValueError: ``input`` cannot be split: no dimension, or batch sizes differ.
+            TypeError: there is no tensor in the input, or in what a stage returns.
+            ValueError: the input cannot be split: no batch dimension, or batch sizes differ.
         """
-        tensors, single = as_tensors(input, "input")
-        checkpoint = self.checkpoint if self.training else "never"
+        value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         with committed(self) if self._deferred_batch_norm else nullcontext():
-            return self._engine.run(tensors, single, chunks=self.chunks, checkpoint=checkpoint)
+            return self._engine.run(self._batch(value), self._mode())
 
     def train_step(
         self,
-        input: torch.Tensor | tuple[torch.Tensor, ...],
-        target: torch.Tensor | tuple[torch.Tensor, ...] | None,
+        input: Any,
+        target: Any,
         loss_fn: LossFunction,
         *,
         schedule: str = "1f1b",
@@ -156,8 +166,8 @@ class Pipe(nn.Module):
         those of ``loss_fn(pipe(input), target).backward()``.
 
         Args:
-            input: a tensor ``[batch, ...]``, or a tuple of them with one batch size.
-            target: tensors with the same batch size, cut up like the input; None if ``loss_fn`` takes
+            input: the first layer's argument, as in :meth:`forward`.
+            target: tensors of the same batch size, cut up like the input; None if ``loss_fn`` takes
                 outputs only.
             loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of one
                 micro-batch; returns a scalar.
@@ -171,32 +181,38 @@ class Pipe(nn.Module):
             The loss of the mini-batch, a scalar without a graph.
 
         Raises:
-            TypeError: ``input``, ``target``, or what a stage or ``loss_fn`` returns has a wrong type.
+            TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or ``loss_fn``
+                returns none.
             ValueError: an argument is out of its range, batch sizes differ, or the loss is no scalar.
         """
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
-        tensors, single = as_tensors(input, "input")
-        targets, single_target = (None, True) if target is None else as_tensors(target, "target")
-        if targets is not None and targets[0].shape[:1] != tensors[0].shape[:1]:
-            raise ValueError(
-                f"target has shape {tuple(targets[0].shape)} and the input {tuple(tensors[0].shape)}; "
-                "both are split along dimension 0 and must agree in it"
-            )
+        batch = self._batch(input)
+        rows = batch.tensors[0].size(self.batch_dim)
+        targets, structure = None, LONE
+        if target is not None:
+            tensors, structure = take_apart(target, "target")
+            targets = Scatter(tensors, self.chunks, self.batch_dim, "target")
+            if targets.batch != rows:
+                raise ValueError(
+                    f"the target has batch size {targets.batch} and the input {rows}; both are split "
+                    f"along dimension {self.batch_dim} and must agree in it"
+                )
 
         def losses(sizes: Sequence[int]) -> Losses:
-            parts = None if targets is None else Scatter(targets, self.chunks)
-            return Losses(loss_fn, parts, single_target, sizes, loss_reduction == "mean")
+            return Losses(loss_fn, targets, structure, sizes, loss_reduction == "mean")
 
         with committed(self) if self._deferred_batch_norm else nullcontext():
             return self._engine.train(
-                tensors,
-                single,
-                losses,
-                chunks=self.chunks,
-                checkpoint=self.checkpoint if self.training else "never",
-                schedule=Schedule(schedule, lanes),
+                batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
             )
+
+    def _batch(self, value: Any) -> Batch:
+        tensors, structure = take_apart(value, "input")
+        return Batch(tensors, structure, self.chunks, self.batch_dim)
+
+    def _mode(self) -> str:
+        return self.checkpoint if self.training else "never"
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:

@@ -20,7 +20,9 @@ from pipekernels.pipeline.parameters import StageParameters, accumulated, instal
 from pipekernels.pipeline.random_state import RunRandom, preserved
 from pipekernels.pipeline.schedule import Action, Program, Schedule
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
+from pipekernels.pipeline.skip import Key
 from pipekernels.pipeline.split_backward import WeightBackward
+from pipekernels.pipeline.structure import Structure
 from pipekernels.pipeline.task import Activation, Grads, Tape
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Run:
         scatter: the micro-batches, detached where a backward can follow: the graph of the inputs
             belongs to the autograd node, which holds this run.
         wants_grad: which inputs want a gradient.
-        single: whether the first stage takes a lone tensor.
+        structure: how the first stage's input is put together.
         parameters: the stages' parameters, None where no backward can follow.
         checkpoint: one of ``checkpoint.MODES``.
     """
@@ -47,7 +49,7 @@ class Run:
         schedule: Schedule,
         scatter: Scatter,
         wants_grad: tuple[bool, ...],
-        single: bool,
+        structure: Structure,
         parameters: Sequence[StageParameters] | None,
         checkpoint: str,
     ) -> None:
@@ -57,7 +59,7 @@ class Run:
         self._parameters = parameters or ()
         self._scatter = scatter
         self._wants_grad = wants_grad
-        self._single = single
+        self._structure = structure
         self._context = CallerContext()
         self._random = RunRandom(engine.devices)
         micro_batches = len(scatter)
@@ -83,6 +85,10 @@ class Run:
         self._may_split = True
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
+        # Skips, and their gradients, between the stage that leaves them here and the one that takes
+        # them. All that lies between in the pipeline has happened between, so nobody waits.
+        self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
+        self._skip_grads: dict[tuple[Key, int], torch.Tensor | None] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
         self._released = False
         self._seconds = 0.0
@@ -101,6 +107,7 @@ class Run:
             self._execute(
                 self._program.forwards, forward, self._context.applied, last=not self.grad
             )
+        self._skips.clear()
         return outputs.take()
 
     def backward(
@@ -165,14 +172,21 @@ class Run:
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
         _, stage, m = action
         if inputs is None:
-            inputs = Activation(self._scatter[m], self._wants_grad, self._single)
+            inputs = Activation(self._scatter[m], self._wants_grad, self._structure)
         task = self._tasks[stage]
+        received = {
+            key: self._skips.pop((key, m)) for key in task.received_skips if (key, m) in self._skips
+        }
+        inputs = inputs.with_skips(received)
         outputs, self._tapes[stage][m] = task.forward(
             inputs,
             partial(self._draw, m),
             grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
             drop=self._drop[m],
         )
+        outputs, sent = outputs.without_skips()
+        for key, skip in sent.items():
+            self._skips[key, m] = skip
         if stage == len(self._tasks) - 1:
             sink.collect(m, outputs)
         return outputs
@@ -189,7 +203,12 @@ class Run:
         task, tape = self._tasks[stage], self._tapes[stage][m]
         if not keep_graph:
             self._tapes[stage][m] = None
-        if tape is None or all(grad is None for grad in grads):
+        if tape is None:
+            return ()
+        if tape.sent:
+            grads = grads or (None,) * tape.outputs
+            grads = (*grads, *(self._skip_grads.pop((key, m), None) for key in tape.sent))
+        if all(grad is None for grad in grads):
             return ()
         if tape.inputs is not None:
             # The forward's autocast and the like, on a thread that may be another.
@@ -201,6 +220,11 @@ class Run:
                 self._second_parts[stage, m] = second_part
         else:
             (result,) = task.backward([tape], [grads], keep_graph=keep_graph)
+        if tape.received:
+            n = len(result) - len(tape.received)
+            for key, grad in zip(tape.received, result[n:], strict=True):
+                self._skip_grads[key, m] = grad
+            result = result[:n]
         if stage == 0:
             self._input_grads[m] = result
         return result
@@ -228,6 +252,8 @@ class Run:
             results.inputs = self._joined(self._input_grads)
         finally:
             self._second_parts.clear()
+            self._skips.clear()
+            self._skip_grads.clear()
             self._input_grads = [()] * len(self._scatter)
             results.parameters = tuple(accumulated(unique(self._parameters), self._parameters))
 
@@ -240,8 +266,10 @@ class Run:
             if not wants or not present:
                 joined.append(None)
                 continue
-            whole = present[0].new_empty((self._scatter.batch, *present[0].shape[1:]))
-            for piece, part in zip(whole.split(self._scatter.sizes), parts, strict=True):
+            dim, shape = self._scatter.dim, list(present[0].shape)
+            shape[dim] = self._scatter.batch
+            whole = present[0].new_empty(shape)
+            for piece, part in zip(whole.split(self._scatter.sizes, dim), parts, strict=True):
                 if part is None:
                     piece.zero_()
                 else:

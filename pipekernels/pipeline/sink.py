@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from pipekernels.pipeline.micro_batch import Gather, Scatter
+from pipekernels.pipeline.structure import Structure, merged
 from pipekernels.pipeline.task import Activation, Grads
 
 LossFunction = Callable[..., torch.Tensor]
@@ -28,12 +29,14 @@ class Outputs:
 
     Args:
         sizes: rows of each micro-batch.
+        dim: the batch dimension.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.single = True
+    def __init__(self, sizes: Sequence[int], dim: int) -> None:
         self.wants_grad: list[bool] = []
         self._sizes = sizes
+        self._dim = dim
+        self._structures: list[Structure] = []
         self._gathers: list[Gather] = []
         self._grads: list[Grads] = []
 
@@ -41,24 +44,30 @@ class Outputs:
         """Write the outputs of micro-batch ``m`` to their place.
 
         Raises:
-            ValueError: it has another number of outputs than the micro-batches before.
+            ValueError: they are put together in another way than those of the micro-batches before.
         """
         if not self._gathers:
-            self._gathers = [Gather(self._sizes) for _ in outputs.tensors]
+            self._gathers = [Gather(self._sizes, self._dim) for _ in outputs.tensors]
             self.wants_grad = [False] * len(outputs.tensors)
-            self.single = outputs.single
-        if len(outputs.tensors) != len(self._gathers):
+            self._structures = [outputs.structure] * len(self._sizes)
+        self._structures[m] = outputs.structure
+        if not outputs.structure.fits(self._structures[0]):
             raise ValueError(
                 f"the last stage returned {len(outputs.tensors)} tensors for micro-batch {m} and "
-                f"{len(self._gathers)} before; every micro-batch must give the same number"
+                f"{len(self._gathers)} before, or put them together in another way; all micro-batches "
+                "must be alike"
             )
         for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
             self._gathers[i].write(m, tensor)
             self.wants_grad[i] |= wants
 
     def take(self) -> tuple[torch.Tensor, ...]:
-        """The whole outputs, ``[batch, ...]``."""
+        """The tensors of the whole outputs."""
         return tuple(gather.take() for gather in self._gathers)
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The whole output, with ``tensors`` as those that :meth:`take` gave."""
+        return merged(self._structures).build(tensors)
 
     def set_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Give the gradients of the whole outputs, None for one that nobody differentiated."""
@@ -78,8 +87,8 @@ class Losses:
     Args:
         loss: called with the outputs of a micro-batch, as the last stage returned them, and its
             targets; returns a scalar.
-        targets: ``[batch, ...]`` each, None if ``loss`` takes none.
-        single: whether ``loss`` takes a lone tensor of targets instead of a tuple.
+        targets: the tensors of the targets, None if ``loss`` takes none.
+        structure: how a micro-batch's targets are put together.
         sizes: rows of each micro-batch.
         mean: whether ``loss`` is a mean over its rows, rather than a sum.
     """
@@ -88,13 +97,13 @@ class Losses:
         self,
         loss: LossFunction,
         targets: Scatter | None,
-        single: bool,
+        structure: Structure,
         sizes: Sequence[int],
         mean: bool,
     ) -> None:
         self._loss = loss
         self._targets = targets
-        self._single = single
+        self._structure = structure
         batch = max(1, sum(sizes))
         self._weights = [size / batch if mean else 1.0 for size in sizes]
         self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(sizes)
@@ -112,15 +121,17 @@ class Losses:
             tensor.detach().requires_grad_() if wants else None
             for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
         ]
-        arguments: list[Any] = [
+        tensors = [
             tensor if leaf is None else leaf
             for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
         ]
-        arguments = [arguments[0] if outputs.single else tuple(arguments)]
+        arguments = [outputs.structure.build(tensors)]
         if self._targets is not None:
             device = outputs.tensors[0].device
-            parts = tuple(t.to(device, non_blocking=True) for t in self._targets[m])
-            arguments.append(parts[0] if self._single else parts)
+            # A copy to the CPU must have arrived before the CPU computes.
+            overlap = device.type != "cpu"
+            parts = [t.to(device, non_blocking=overlap) for t in self._targets[m]]
+            arguments.append(self._structure.build(parts))
         with torch.enable_grad():
             loss = self._loss(*arguments)
         if not isinstance(loss, torch.Tensor):

@@ -3,9 +3,9 @@ backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels.pipeline import checkpoint
 from pipekernels.pipeline.entry import Entry
+from pipekernels.pipeline.skip import Key, carried, has_skips
 from pipekernels.pipeline.split_backward import WeightBackward, backward_of_inputs
+from pipekernels.pipeline.structure import Arguments, Structure, take_apart
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -26,8 +28,30 @@ class Activation:
 
     tensors: tuple[torch.Tensor, ...]
     wants_grad: tuple[bool, ...]
-    single: bool
-    """True for a lone tensor, False for a tuple of them."""
+    structure: Structure
+    """How the stage's value is put together from the first of ``tensors``."""
+    skips: tuple[Key, ...] = ()
+    """What the others are, in their order."""
+
+    def with_skips(self, skips: Mapping[Key, tuple[torch.Tensor, bool]]) -> Activation:
+        """The same and ``skips``, with whether each wants a gradient."""
+        if not skips:
+            return self
+        tensors, wants = zip(*skips.values(), strict=True)
+        return Activation(
+            self.tensors + tensors, self.wants_grad + wants, self.structure, tuple(skips)
+        )
+
+    def without_skips(self) -> tuple[Activation, dict[Key, tuple[torch.Tensor, bool]]]:
+        """The value alone, and the skips."""
+        if not self.skips:
+            return self, {}
+        n = len(self.tensors) - len(self.skips)
+        skips = zip(self.tensors[n:], self.wants_grad[n:], strict=True)
+        return (
+            Activation(self.tensors[:n], self.wants_grad[:n], self.structure),
+            dict(zip(self.skips, skips, strict=True)),
+        )
 
 
 @dataclass(slots=True)
@@ -35,12 +59,18 @@ class Tape:
     """What a forward leaves behind for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory is free as soon as nobody
-    needs its values. A checkpointed forward has ``inputs`` instead.
+    needs its values. A checkpointed forward has ``inputs`` instead of both.
     """
 
     leaves: Sequence[torch.Tensor | None] = ()
     roots: Sequence[GradientEdge | None] = ()
     inputs: Activation | None = None
+    received: tuple[Key, ...] = ()
+    """The skips that the last of ``leaves`` are."""
+    sent: tuple[Key, ...] = ()
+    """The skips that the last of ``roots`` are."""
+    outputs: int = 0
+    """How many there are without them."""
 
 
 def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
@@ -57,32 +87,6 @@ def _may_modify_inputs(module: nn.Module) -> bool:
         getattr(layer, "inplace", False) or not type(layer).__module__.startswith("torch.nn.")
         for layer in module.modules()
     )
-
-
-def as_tensors(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], bool]:
-    """``value``, which an error calls ``what``, as (tensors, whether it was a lone tensor).
-
-    Raises:
-        TypeError: ``value`` is neither a tensor nor a non-empty tuple of tensors.
-    """
-    if isinstance(value, torch.Tensor):
-        return (value,), True
-    if isinstance(value, tuple) and value:
-        for i, item in enumerate(value):
-            if not isinstance(item, torch.Tensor):
-                raise TypeError(
-                    f"{_words(what)} must be a tensor or a tuple of tensors; "
-                    f"item {i} is {type(item).__name__}"
-                )
-        return value, False
-    raise TypeError(
-        f"{_words(what)} must be a tensor or a non-empty tuple of tensors, "
-        f"not {type(value).__name__}"
-    )
-
-
-def _words(what: tuple[object, ...]) -> str:
-    return " ".join(map(str, what))
 
 
 def differentiable(tensor: torch.Tensor) -> bool:
@@ -103,11 +107,23 @@ class Task:
         stages: the stages' layers.
         first: index of the first of them.
         device: where they live; inputs are copied there.
+        received: skips that come from other tasks.
+        sent: skips that go to other tasks.
     """
 
-    def __init__(self, stages: Sequence[nn.Sequential], first: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nn.Sequential],
+        first: int,
+        device: torch.device,
+        received: Sequence[Key] = (),
+        sent: Sequence[Key] = (),
+    ) -> None:
         self.stages = list(enumerate(stages, first))
         self.device = device
+        self.received_skips = tuple(received)
+        self.sent_skips = tuple(sent)
+        self._has_skips = any(has_skips(stage) for stage in stages)
         self._needs_entry = any(_may_modify_inputs(stage) for stage in stages)
         # Whether a checkpointed input must be cloned because it is overwritten; None until one was
         # watched.
@@ -130,27 +146,27 @@ class Task:
         inputs = self._received(inputs)
         if not grad:
             with torch.no_grad():
-                tensors, single = self._call(inputs, inputs.tensors, randomness)
-            return Activation(tensors, (False,) * len(tensors), single), None
+                outputs = self._call(inputs, inputs.tensors, randomness)
+            return outputs, None
         if drop:
             with torch.no_grad(), checkpoint.checkpointing():
-                tensors, single = self._call_preserving(inputs, randomness)
+                outputs = self._call_preserving(inputs, randomness)
             # Casts made under no_grad would be found again, without a graph, by the next forward
             # that wants one.
             if torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()
-            wants = tuple(differentiable(tensor) for tensor in tensors)
-            return Activation(tensors, wants, single), Tape(inputs=inputs)
-        tensors, single, tape = self._record(inputs, randomness)
-        outputs = tuple([tensor.detach() for tensor in tensors])
-        return Activation(outputs, tuple([root is not None for root in tape.roots]), single), tape
+            outputs.wants_grad = tuple(differentiable(tensor) for tensor in outputs.tensors)
+            return outputs, self._tape(inputs, outputs, inputs=inputs)
+        outputs, tape = self._record(inputs, randomness)
+        outputs.tensors = tuple([tensor.detach() for tensor in outputs.tensors])
+        return outputs, tape
 
     def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
         """Run the stages a second time on the tape's inputs, now with a graph. Buffers keep their
         values."""
         assert tape.inputs is not None
         with checkpoint.recomputing(), _buffers_aside([stage for _, stage in self.stages]):
-            return self._record(tape.inputs, randomness)[2]
+            return self._record(tape.inputs, randomness)[1]
 
     def backward(
         self, tapes: Sequence[Tape], grads: Sequence[Grads], *, keep_graph: bool
@@ -202,11 +218,9 @@ class Task:
         # A copy to the CPU must have arrived before the CPU computes; others are ordered by streams.
         overlap = self.device.type != "cpu"
         moved = tuple(tensor.to(self.device, non_blocking=overlap) for tensor in inputs.tensors)
-        return Activation(moved, inputs.wants_grad, inputs.single)
+        return replace(inputs, tensors=moved)
 
-    def _record(
-        self, inputs: Activation, randomness: Randomness
-    ) -> tuple[tuple[torch.Tensor, ...], bool, Tape]:
+    def _record(self, inputs: Activation, randomness: Randomness) -> tuple[Activation, Tape]:
         """Run with a graph of their own, cut off from whatever made the inputs."""
         leaves: list[torch.Tensor | None] = []
         args = []
@@ -218,32 +232,63 @@ class Task:
                     args.append(tensor)
                 else:
                     args.append(Entry.apply(leaf) if self._needs_entry else leaf)
-            tensors, single = self._call(inputs, args, randomness)
-        roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
-        return tensors, single, Tape(leaves, roots)
+            outputs = self._call(inputs, args, randomness)
+        roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
+        outputs.wants_grad = tuple([root is not None for root in roots])
+        return outputs, self._tape(inputs, outputs, leaves=leaves, roots=roots)
+
+    @staticmethod
+    def _tape(arguments: Activation, outputs: Activation, **kept: Any) -> Tape:
+        return Tape(
+            received=arguments.skips,
+            sent=outputs.skips,
+            outputs=len(outputs.tensors) - len(outputs.skips),
+            **kept,
+        )
 
     def _call(
         self, inputs: Activation, tensors: Sequence[torch.Tensor], randomness: Randomness
-    ) -> tuple[tuple[torch.Tensor, ...], bool]:
-        value: Any = tensors[0] if inputs.single else tuple(tensors)
+    ) -> Activation:
+        """Run on ``tensors`` in place of the inputs' own. The outputs want no gradient yet."""
+        if not self._has_skips:
+            tensors, structure = self._run_layers(inputs.structure.build(tensors), randomness)
+            return Activation(tensors, (False,) * len(tensors), structure)
+        n = len(tensors) - len(inputs.skips)
+        given = dict.fromkeys(self.received_skips) | dict(
+            zip(inputs.skips, tensors[n:], strict=True)
+        )
+        with carried(given) as left:
+            tensors, structure = self._run_layers(inputs.structure.build(tensors[:n]), randomness)
+        stashed = [(key, left[key]) for key in self.sent_skips]
+        sent = {key: tensor for key, tensor in stashed if tensor is not None}
+        tensors = (*tensors, *sent.values())
+        return Activation(tensors, (False,) * len(tensors), structure, tuple(sent))
+
+    def _run_layers(
+        self, value: Any, randomness: Randomness
+    ) -> tuple[tuple[torch.Tensor, ...], Structure]:
         for index, stage in self.stages:
             with randomness(index):
-                value = stage(value)
-            result = as_tensors(value, "the output of stage", index)
+                if isinstance(value, Arguments):
+                    first, *rest = stage.children()
+                    value = first(*value.args, **value.kwargs)
+                    for layer in rest:
+                        value = layer(value)
+                else:
+                    value = stage(value)
+            result = take_apart(value, "the output of stage", index)
         return result
 
-    def _call_preserving(
-        self, inputs: Activation, randomness: Randomness
-    ) -> tuple[tuple[torch.Tensor, ...], bool]:
+    def _call_preserving(self, inputs: Activation, randomness: Randomness) -> Activation:
         """Run on copies of the inputs if they are overwritten: the recomputation needs the
         originals."""
         if self._overwrites_input is False:
             return self._call(inputs, inputs.tensors, randomness)
         copies = tuple(tensor.clone() for tensor in inputs.tensors)
         versions = [copy._version for copy in copies]
-        result = self._call(inputs, copies, randomness)
+        outputs = self._call(inputs, copies, randomness)
         self._overwrites_input = versions != [copy._version for copy in copies]
-        return result
+        return outputs
 
 
 @contextmanager

@@ -1,0 +1,277 @@
+"""Skip connections: tensors that a layer stashes and a later one pops, across stages too.
+
+A layer with skips has a generator for its forward::
+
+    @skippable(stash=["residual"])
+    class Down(nn.Module):
+        def forward(self, x):
+            yield stash("residual", x)
+            return self.convolution(x)
+
+
+    @skippable(pop=["residual"])
+    class Up(nn.Module):
+        def forward(self, x):
+            residual = yield pop("residual")
+            return self.convolution(x) + residual
+
+In a pipe a skip goes straight from the stage that stashes it to the one that pops it, as does its
+gradient (Kim et al., torchgpipe, 2020). In an unwrapped ``nn.Sequential`` the same layers work as
+well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+
+class Namespace:
+    """Keeps skips of the same name apart: each ``Namespace()`` is another one. See ``isolate``."""
+
+
+Key = tuple[Namespace | None, str]
+"""A skip: its namespace, None for the default one, and its name."""
+
+_Layer = TypeVar("_Layer", bound=type[nn.Module])
+
+
+@dataclass(frozen=True)
+class stash:
+    """``yield stash(name, tensor)`` in a forward puts ``tensor``, or None, away for a later layer."""
+
+    name: str
+    tensor: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class pop:
+    """``tensor = yield pop(name)`` in a forward takes what an earlier layer has stashed."""
+
+    name: str
+
+
+_Forward = Generator[stash | pop, torch.Tensor | None, Any]
+
+
+class _Current(threading.local):
+    """Skips that are stashed and not popped yet, on the thread that runs the layers."""
+
+    def __init__(self) -> None:
+        self.skips: dict[Key, torch.Tensor | None] = {}
+
+
+_current = _Current()
+
+
+@contextmanager
+def carried(skips: Mapping[Key, torch.Tensor | None]) -> Iterator[dict[Key, torch.Tensor | None]]:
+    """Give layers on this thread ``skips`` to pop; yields what is left and what they stash."""
+    outer, _current.skips = _current.skips, dict(skips)
+    try:
+        yield _current.skips
+    finally:
+        _current.skips = outer
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Layer], _Layer]:
+    """Declare the skips of a layer class whose forward is a generator, or of a class without any.
+
+    The class gets ``isolate(namespace, *, only=None)``, which puts the layer's skips (or those named
+    in ``only``) into ``namespace`` and returns the layer; ``stashable()`` and ``poppable()`` give
+    its skips as (namespace, name).
+
+    Args:
+        stash: names that the forward stashes, each exactly once.
+        pop: names that it pops, each exactly once.
+
+    Raises:
+        TypeError: the decorated class is no ``nn.Module``.
+    """
+    stashes, pops = frozenset(stash), frozenset(pop)
+
+    def decorate(layer_class: _Layer) -> _Layer:
+        if not (inspect.isclass(layer_class) and issubclass(layer_class, nn.Module)):
+            raise TypeError(f"skippable decorates a subclass of nn.Module, not {layer_class!r}")
+        plain = layer_class.forward
+
+        @functools.wraps(plain)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = plain(self, *args, **kwargs)
+            if inspect.isgenerator(result):
+                return _drive(self, cast(_Forward, result))
+            return _checked(self, result, stashes, pops)
+
+        layer_class.forward = forward
+        for name, value in {
+            "isolate": _isolate,
+            "stashable": _stashable,
+            "poppable": _poppable,
+            "_stashes": stashes,
+            "_pops": pops,
+        }.items():
+            setattr(layer_class, name, value)
+        return layer_class
+
+    return decorate
+
+
+def _isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
+    """Put the layer's skips, or those named in ``only``, into ``ns``; returns the layer."""
+    names = set(only) if only is not None else self._stashes | self._pops
+    unknown = names - self._stashes - self._pops
+    if unknown:
+        raise ValueError(
+            f"{type(self).__name__} has no skip {', '.join(map(repr, sorted(unknown)))}; "
+            f"its skips are {', '.join(map(repr, sorted(self._stashes | self._pops))) or 'none'}"
+        )
+    self._skip_namespaces = {**_namespaces(self), **dict.fromkeys(names, ns)}
+    return self
+
+
+def _namespaces(layer: Any) -> dict[str, Namespace]:
+    return getattr(layer, "_skip_namespaces", {})
+
+
+def _stashable(self: Any) -> list[Key]:
+    """The skips that this layer stashes."""
+    return [(_namespaces(self).get(name), name) for name in sorted(self._stashes)]
+
+
+def _poppable(self: Any) -> list[Key]:
+    """The skips that this layer pops."""
+    return [(_namespaces(self).get(name), name) for name in sorted(self._pops)]
+
+
+def _drive(layer: Any, forward: _Forward) -> Any:
+    """Run a forward, doing what it yields."""
+    skips = _current.skips
+    namespaces = _namespaces(layer)
+    open_stashes, open_pops = set(layer._stashes), set(layer._pops)
+    answer: torch.Tensor | None = None
+    while True:
+        try:
+            command = forward.send(answer)
+        except StopIteration as end:
+            return _checked(layer, end.value, open_stashes, open_pops)
+        answer = None
+        if isinstance(command, stash):
+            _claim(layer, command.name, open_stashes, "stash")
+            if command.tensor is not None and not isinstance(command.tensor, torch.Tensor):
+                raise TypeError(
+                    f"{type(layer).__name__} stashed {type(command.tensor).__name__} as "
+                    f"{command.name!r}; a skip is a tensor or None"
+                )
+            skips[namespaces.get(command.name), command.name] = command.tensor
+        elif isinstance(command, pop):
+            _claim(layer, command.name, open_pops, "pop")
+            key = (namespaces.get(command.name), command.name)
+            if key not in skips:
+                raise RuntimeError(
+                    f"{type(layer).__name__} pops {command.name!r}, which no layer before it has "
+                    "stashed"
+                )
+            answer = skips.pop(key)
+        else:
+            raise TypeError(
+                f"{type(layer).__name__} yielded {type(command).__name__}; a forward yields "
+                "stash(name, tensor) or pop(name)"
+            )
+
+
+def _claim(layer: Any, name: str, open_: set[str], what: str) -> None:
+    if name not in open_:
+        declared = layer._stashes if what == "stash" else layer._pops
+        reason = "a second time" if name in declared else "without declaring it"
+        raise RuntimeError(
+            f"{type(layer).__name__} does {what}({name!r}) {reason}; every skip is declared with "
+            f"@skippable({what}=[...]) and used once per forward"
+        )
+    open_.remove(name)
+
+
+def _checked(layer: Any, result: Any, open_stashes: Iterable[str], open_pops: Iterable[str]) -> Any:
+    """``result``, once nothing that was declared is left undone."""
+    for what, names in (("stash", open_stashes), ("pop", open_pops)):
+        if names:
+            raise RuntimeError(
+                f"{type(layer).__name__} declares {what}={sorted(names)} and did not {what} it in "
+                "this forward"
+            )
+    return result
+
+
+class SkipLayout:
+    """Which skips travel between stages.
+
+    Args:
+        stages: the layers of each stage, verified.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        self.sent: list[list[Key]] = [[] for _ in stages]
+        self.received: list[list[Key]] = [[] for _ in stages]
+        made: dict[Key, int] = {}
+        for index, stage in enumerate(stages):
+            for layer in _skippables(stage):
+                for key in layer.poppable():
+                    if made[key] != index:
+                        self.sent[made[key]].append(key)
+                        self.received[index].append(key)
+                for key in layer.stashable():
+                    made[key] = index
+
+
+def _skippables(module: nn.Module) -> list[Any]:
+    return [layer for layer in module.modules() if hasattr(layer, "_stashes")]
+
+
+def has_skips(stage: nn.Module) -> bool:
+    """Whether any layer in ``stage`` is skippable."""
+    return bool(_skippables(stage))
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that every skip among the layers of ``module`` is stashed once and then popped once.
+
+    Raises:
+        TypeError: it is not so; the message lists each fault.
+    """
+    faults: list[str] = []
+    stashed: dict[Key, str] = {}
+    popped: set[Key] = set()
+    for name, layer in module.named_modules():
+        if not hasattr(layer, "_stashes"):
+            continue
+        for key in layer.poppable():
+            if key in popped:
+                faults.append(
+                    f"layer {name!r} pops {key[1]!r}, which an earlier layer pops already"
+                )
+            elif key not in stashed:
+                faults.append(f"layer {name!r} pops {key[1]!r}, which no earlier layer stashes")
+            popped.add(key)
+        for key in layer.stashable():
+            if key in stashed:
+                faults.append(
+                    f"layer {name!r} stashes {key[1]!r}, which layer {stashed[key]!r} stashes already"
+                )
+            stashed.setdefault(key, name)
+    faults += [
+        f"layer {name!r} stashes {key[1]!r}, which no later layer pops"
+        for key, name in stashed.items()
+        if key not in popped
+    ]
+    if faults:
+        raise TypeError(
+            "skips do not match (layers that use one name for different skips need "
+            "isolate(Namespace())): " + "; ".join(faults)
+        )

@@ -1,0 +1,125 @@
+"""Values that travel between layers: a tensor, or containers of tensors and of anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+class NoChunk:
+    """Marks a tensor in a pipe's input that every micro-batch is given whole, such as a mask over
+    positions.
+
+    Args:
+        tensor: must not require a gradient: it is not cut up, so its gradient is nobody's share.
+
+    Raises:
+        TypeError: ``tensor`` is no tensor.
+        ValueError: it requires a gradient.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"NoChunk takes a tensor, not {type(tensor).__name__}")
+        if tensor.requires_grad:
+            raise ValueError(
+                "NoChunk takes a tensor that requires no gradient; detach it, or make it a parameter "
+                "of the layer that uses it"
+            )
+        self.tensor = tensor
+
+
+class Arguments(NamedTuple):
+    """Several arguments of one layer."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Tensor:
+    """Stands for a tensor among the leaves of a value."""
+
+
+_TENSOR = _Tensor()
+
+
+class Structure:
+    """How a value is put together from its tensors.
+
+    Args:
+        spec: its containers.
+        leaves: what they contain, with a mark where a tensor is.
+    """
+
+    def __init__(self, spec: TreeSpec, leaves: Sequence[Any]) -> None:
+        self._spec = spec
+        self._leaves = leaves
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """The value, with ``tensors`` in their places."""
+        if self is LONE:
+            return tensors[0]
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._spec)
+
+    def fits(self, other: Structure) -> bool:
+        """Whether both have the same containers, and tensors in the same places."""
+        return self is other or (
+            self._spec == other._spec
+            and [leaf is _TENSOR for leaf in self._leaves]
+            == [leaf is _TENSOR for leaf in other._leaves]
+        )
+
+
+LONE = Structure(tree_flatten(_TENSOR)[1], (_TENSOR,))
+"""Of a value that is a tensor."""
+
+
+def merged(structures: Sequence[Structure]) -> Structure:
+    """The structure of a whole mini-batch's value from those of its micro-batches, which fit: what
+    is no tensor becomes a list with an entry per micro-batch, but None stays None."""
+    first = structures[0]
+    if all(leaf is _TENSOR for leaf in first._leaves):
+        return first
+    leaves: list[Any] = []
+    for column in zip(*(structure._leaves for structure in structures), strict=True):
+        same = column[0] is _TENSOR or all(leaf is None for leaf in column)
+        leaves.append(column[0] if same else list(column))
+    return Structure(first._spec, leaves)
+
+
+def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Structure]:
+    """The tensors in ``value``, which an error calls ``what``, and how to put it together again.
+
+    Containers are tuples, named tuples, lists, dicts and what is registered with torch's pytree.
+
+    Raises:
+        TypeError: there is no tensor in ``value``.
+    """
+    if isinstance(value, torch.Tensor):
+        return (value,), LONE
+    leaves, spec = tree_flatten(value)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    if not tensors:
+        raise TypeError(
+            f"{' '.join(map(str, what))} must be a tensor or a tuple, list or dict with at least one "
+            f"tensor in it, not {_described(value)}"
+        )
+    marked = [
+        _TENSOR
+        if isinstance(leaf, torch.Tensor)
+        else leaf.tensor
+        if isinstance(leaf, NoChunk)
+        else leaf
+        for leaf in leaves
+    ]
+    return tensors, Structure(spec, marked)
+
+
+def _described(value: Any) -> str:
+    empty = isinstance(value, (tuple, list, dict)) and not value
+    return ("an empty " if empty else "") + type(value).__name__
