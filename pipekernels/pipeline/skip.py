@@ -156,12 +156,15 @@ def _drive(layer: Any, forward: _Forward) -> Any:
     skips = _current.skips
     namespaces = _namespaces(layer)
     open_stashes, open_pops = set(layer._stashes), set(layer._pops)
+    stashed: dict[Key, torch.Tensor | None] = {}
     answer: torch.Tensor | None = None
     while True:
         try:
             command = forward.send(answer)
         except StopIteration as end:
-            return _checked(layer, end.value, open_stashes, open_pops)
+            result = _checked(layer, end.value, open_stashes, open_pops)
+            skips.update(stashed)  # Only now: a forward that fails leaves nothing behind.
+            return result
         answer = None
         if isinstance(command, stash):
             _claim(layer, command.name, open_stashes, "stash")
@@ -170,7 +173,7 @@ def _drive(layer: Any, forward: _Forward) -> Any:
                     f"{type(layer).__name__} stashed {type(command.tensor).__name__} as "
                     f"{command.name!r}; a skip is a tensor or None"
                 )
-            skips[namespaces.get(command.name), command.name] = command.tensor
+            stashed[namespaces.get(command.name), command.name] = command.tensor
         elif isinstance(command, pop):
             _claim(layer, command.name, open_pops, "pop")
             key = (namespaces.get(command.name), command.name)

@@ -1,0 +1,267 @@
+"""Skip connections, unwrapped and across stages (the interface of torchgpipe and fairscale)."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
+
+MODES = ["never", "except_last", "always"]
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self) -> None:
+        super(Stash, self).__init__()  # noqa: UP008 - the decorated class is the class itself
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x):
+        yield stash("skip", x)
+        return self.layer(x).tanh()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return self.layer(x) * 2 + skip.square()
+
+
+@skippable(stash=["b"], pop=["a"])
+class Exchange(nn.Module):
+    """Pops one skip and stashes another."""
+
+    def forward(self, x):
+        a = yield pop("a")
+        yield stash("b", x * a)
+        return x + a
+
+
+@skippable(stash=["a"])
+class Start(nn.Module):
+    def forward(self, x):
+        yield stash("a", x.sin())
+        return x
+
+
+@skippable(pop=["b"])
+class End(nn.Module):
+    def forward(self, x):
+        b = yield pop("b")
+        return x - b
+
+
+def two_namespaces() -> list[nn.Module]:
+    one, two = Namespace(), Namespace()
+    return [
+        Stash().isolate(one), nn.Linear(5, 5), Stash().isolate(two), nn.Tanh(),
+        Pop().isolate(two), Pop().isolate(one), nn.Linear(5, 5),
+    ]  # fmt: skip
+
+
+MODELS: dict[str, tuple[Any, list[list[int]]]] = {
+    "one skip": (lambda: [Stash(), nn.Linear(5, 5), nn.GELU(), Pop()], [[1, 2, 1], [1, 3], [4], [1] * 4]),
+    "to the next stage": (lambda: [Stash(), Pop(), nn.Linear(5, 5)], [[1, 1, 1], [2, 1]]),
+    "nested": (two_namespaces, [[2, 1, 2, 2], [1] * 7, [3, 4]]),
+    "crossing": (
+        lambda: [Start(), nn.Linear(5, 5), Exchange(), nn.Linear(5, 5), End()],
+        [[1] * 5, [2, 2, 1], [1, 4]],
+    ),
+}  # fmt: skip
+CASES = [(name, balance) for name, (_, balances) in MODELS.items() for balance in balances]
+
+
+def build(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*MODELS[name][0]()).double()
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(("name", "balance"), CASES)
+def test_equals_the_unwrapped_module(
+    name: str, balance: list[int], checkpoint: str, way: Way
+) -> None:
+    plain, piped = build(name), build(name)
+    pipe = Pipe(piped, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
+    x = torch.randn(8, 5, dtype=torch.float64)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, output = plain(a), pipe(b)
+    expected.square().sum().backward()
+    output.square().sum().backward()
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
+    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_under_every_schedule(name: str, schedule: str, way: Way) -> None:
+    plain, piped = build(name), build(name)
+    stages = 2
+    balance = [len(piped) - 1, 1] if name != "one skip" else [2, 2]
+    pipe = Pipe(piped, balance, devices=["cpu"] * stages, chunks=4, checkpoint="except_last")
+    x = torch.randn(9, 5, dtype=torch.float64)
+    plain(x).square().mean().backward()
+    lanes = {"lanes": 2} if schedule == "interleaved" else {}
+    pipe.train_step(x, None, lambda y: y.square().mean(), schedule=schedule, **lanes)
+    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+
+
+def test_a_skip_takes_no_detour(force_way: Any) -> None:
+    """The stages between see only what the layer before returns."""
+    force_way("lanes")
+    seen: list[int] = []
+
+    class Middle(nn.Module):
+        def forward(self, *args):
+            seen.append(len(args))
+            return args[0]
+
+    pipe = Pipe(nn.Sequential(Stash(), Middle(), Pop()), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    pipe._engine.tasks[1]._call = _spy(pipe._engine.tasks[1]._call, seen)
+    pipe(torch.randn(4, 5)).sum().backward()
+    assert set(seen) == {1}
+
+
+def _spy(call, seen):
+    def spying(inputs, tensors, randomness):
+        seen.append(len(tensors))
+        return call(inputs, tensors, randomness)
+
+    return spying
+
+
+def test_only_the_main_value_gets_a_gradient_or_only_the_skip(way: Way) -> None:
+    @skippable(pop=["skip"])
+    class Only(nn.Module):
+        def forward(self, x):
+            skip = yield pop("skip")
+            return skip * 3
+
+    module = nn.Sequential(Stash(), nn.Linear(5, 5), Only())
+    reference = copy.deepcopy(module)
+    pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    x, y = torch.randn(4, 5).requires_grad_(), None
+    (expected,) = torch.autograd.grad(reference(x).sum(), x)
+    (y,) = torch.autograd.grad(pipe(x).sum(), x)
+    assert torch.equal(y, expected)
+
+
+def test_none_may_be_stashed(way: Way) -> None:
+    @skippable(stash=["skip"])
+    class Nothing(nn.Module):
+        def forward(self, x):
+            yield stash("skip", None)
+            return x
+
+    @skippable(pop=["skip"])
+    class Ask(nn.Module):
+        def forward(self, x):
+            skip = yield pop("skip")
+            assert skip is None
+            return x + 1
+
+    pipe = Pipe(nn.Sequential(Nothing(), nn.Identity(), Ask()), [1, 1, 1], devices=["cpu"] * 3)
+    assert torch.equal(pipe(torch.zeros(2, 2)), torch.ones(2, 2))
+
+
+def test_integers_may_be_stashed(way: Way) -> None:
+    @skippable(stash=["index"])
+    class Index(nn.Module):
+        def forward(self, x):
+            yield stash("index", torch.arange(len(x)))
+            return x * 2
+
+    @skippable(pop=["index"])
+    class Use(nn.Module):
+        def forward(self, x):
+            index = yield pop("index")
+            return x[index.flip(0)]
+
+    pipe = Pipe(nn.Sequential(Index(), nn.Identity(), Use()), [1, 1, 1], devices=["cpu"] * 3)
+    x = torch.arange(3.0).requires_grad_()
+    pipe(x)[0].backward()
+    assert torch.equal(x.grad, torch.tensor([0.0, 0.0, 2.0]))
+
+
+def test_layers_stay_what_they_are() -> None:
+    layer = Stash()
+    assert type(layer) is Stash and set(layer.state_dict()) == {"layer.weight", "layer.bias"}
+    namespace = Namespace()
+    assert layer.isolate(namespace) is layer
+    assert layer.stashable() == [(namespace, "skip")] and layer.poppable() == []
+    assert Stash().stashable() == [(None, "skip")]
+    module = nn.Sequential(layer, Pop().isolate(namespace))
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        verify_skippables(copied)  # Both ends are in one namespace still.
+        assert copied[0].stashable() != layer.stashable()
+
+
+def test_what_does_not_match_is_listed() -> None:
+    for layers, message in (
+        ([Stash(), nn.Tanh()], "layer '0' stashes 'skip', which no later layer pops"),
+        ([nn.Tanh(), Pop()], "layer '1' pops 'skip', which no earlier layer stashes"),
+        ([Pop(), Stash()], "no earlier layer stashes"),
+        ([Stash(), Stash(), Pop()], "layer '1' stashes 'skip', which layer '0' stashes already"),
+        ([Stash(), Pop(), Pop()], "layer '2' pops 'skip', which an earlier layer pops already"),
+        ([Stash().isolate(Namespace()), Pop()], "no earlier layer stashes"),
+    ):
+        module = nn.Sequential(*layers)
+        with pytest.raises(TypeError, match=message):
+            verify_skippables(module)
+        with pytest.raises(TypeError, match=message):
+            Pipe(module, [len(layers)], devices=["cpu"])
+
+
+def test_misuse_in_a_forward() -> None:
+    def layer(forward, **skips):
+        return skippable(**skips)(type("Layer", (nn.Module,), {"forward": forward}))()
+
+    def undeclared(self, x):
+        yield stash("other", x)
+
+    def twice(self, x):
+        yield stash("skip", x)
+        yield stash("skip", x)
+
+    def never(self, x):
+        return x
+
+    def wrong(self, x):
+        yield "skip"
+
+    def number(self, x):
+        yield stash("skip", 3)
+
+    x = torch.zeros(2)
+    for forward, skips, error, message in (
+        (undeclared, {"stash": ["skip"]}, RuntimeError, r"stash\('other'\) without declaring it"),
+        (twice, {"stash": ["skip"]}, RuntimeError, r"stash\('skip'\) a second time"),
+        (never, {"stash": ["skip"]}, RuntimeError, r"declares stash=\['skip'\] and did not"),
+        (never, {"pop": ["skip"]}, RuntimeError, r"declares pop=\['skip'\] and did not"),
+        (wrong, {"stash": ["skip"]}, TypeError, "yielded str"),
+        (number, {"stash": ["skip"]}, TypeError, "a skip is a tensor or None"),
+    ):
+        with pytest.raises(error, match=message):
+            layer(forward, **skips)(x)
+    with pytest.raises(RuntimeError, match="which no layer before it has stashed"):
+        Pop()(x)
+    with pytest.raises(ValueError, match="has no skip 'other'; its skips are 'skip'"):
+        Stash().isolate(Namespace(), only=["other"])
+    with pytest.raises(TypeError, match=r"subclass of nn\.Module"):
+        skippable()(int)

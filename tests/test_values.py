@@ -1,0 +1,160 @@
+"""What may go into a pipe, between its layers, and out of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import NoChunk, Pipe
+from pipekernels.pipeline.pace import Way
+
+MODES = ["never", "except_last", "always"]
+
+
+class Inner(NamedTuple):
+    hidden: torch.Tensor
+    index: torch.Tensor
+
+
+class Encode(nn.Module):
+    """Several arguments in, nested containers out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, pair=None, *, scale=1.0, mask=None, name="none"):
+        if mask is not None:
+            assert mask.shape == (4,)
+            x = x * mask
+        if pair is not None:
+            x = x + pair["a"] * pair["b"][0]
+        return {"inner": Inner(self.layer(x) * scale, torch.arange(len(x))), "name": [name, None]}
+
+
+class Decode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, value):
+        y = self.layer(value["inner"].hidden)
+        return {"y": y, "rest": (value["inner"].index, value["name"], len(y))}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Encode(), Decode()).double()
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_nested_values_and_several_arguments(checkpoint: str, way: Way) -> None:
+    plain, piped = model(), model()
+    pipe = Pipe(piped, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    x, a, b = torch.randn(3, 7, 4, dtype=torch.float64).unbind()
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    for module in (pipe, plain):
+        given = [t.clone().requires_grad_() for t in (x, a, b)]
+        if module is pipe:
+            out = pipe(
+                given[0],
+                {"a": given[1], "b": [given[2], 5]},
+                scale=2.0,
+                mask=NoChunk(mask),
+                name="n",
+            )
+        else:
+            out = plain[1](
+                plain[0](
+                    given[0], {"a": given[1], "b": [given[2], 5]}, scale=2.0, mask=mask, name="n"
+                )
+            )
+        out["y"].square().sum().backward()
+        if module is pipe:
+            ours, grads = out, [t.grad for t in given]
+    torch.testing.assert_close(ours["y"], out["y"], rtol=0, atol=1e-10)
+    for grad, tensor in zip(grads, given, strict=True):
+        torch.testing.assert_close(grad, tensor.grad, rtol=0, atol=1e-10)
+    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    index, (name, nothing), lengths = ours["rest"]
+    assert index.tolist() == [0, 1, 2, 0, 1, 0, 1]  # Each micro-batch counted its own rows.
+    assert name == ["n"] * 3 and nothing is None and lengths == [3, 2, 2]
+
+
+def test_a_keyword_alone_and_a_list(way: Way) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.randn(4, 4)
+    assert torch.equal(pipe(input=x), pipe(x))
+
+    class Sum(nn.Module):
+        def forward(self, tensors):
+            return sum(tensors)
+
+    pipe = Pipe(nn.Sequential(Sum(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    assert torch.equal(pipe([x, x, x]), 3 * x)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_another_batch_dimension(dim: int, checkpoint: str, way: Way) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
+    piped = copy.deepcopy(plain)
+    pipe = Pipe(piped, [2, 1], devices=["cpu"] * 2, chunks=3, batch_dim=dim, checkpoint=checkpoint)
+    shape = [2, 3, 4, 5]
+    shape[dim] = 7
+    a = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    b = a.detach().clone().requires_grad_()
+    expected, output = plain(a), pipe(b)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (output * weights).sum().backward()
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
+    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+
+    piped.zero_grad()
+    pipe.train_step(a.detach(), weights, lambda y, w: (y * w).sum(), loss_reduction="sum")
+    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+
+
+def test_bad_values() -> None:
+    x = torch.zeros(4, 4)
+    pipe = Pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    with pytest.raises(ValueError, match=r"input 1 has batch size 3 and input 0 has 4.*NoChunk"):
+        pipe((x, torch.zeros(3)))
+    with pytest.raises(ValueError, match="requires no gradient"):
+        NoChunk(torch.zeros(2, requires_grad=True))
+    with pytest.raises(TypeError, match="takes a tensor, not int"):
+        NoChunk(3)  # type: ignore[arg-type]
+    for bad in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="batch_dim"):
+            Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batch_dim=bad)
+    with pytest.raises(ValueError, match="batch dimension 2 is needed"):
+        Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batch_dim=2)(x)
+
+
+def test_micro_batches_that_come_out_differently(way: Way) -> None:
+    class Odd(nn.Module):
+        def forward(self, x):
+            return (x, x) if x[0, 0] else {"x": x}
+
+    pipe = Pipe(nn.Sequential(nn.Identity(), Odd()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    with pytest.raises(ValueError, match="all micro-batches must be alike"):
+        pipe(torch.tensor([[0.0], [1.0]]))
+
+
+def test_one_micro_batch_still_lists_what_is_no_tensor() -> None:
+    class Name(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+            return x, "name", None
+
+    pipe = Pipe(nn.Sequential(Name()), [1], devices=["cpu"], chunks=1)
+    assert pipe(torch.zeros(2, 2))[1:] == (["name"], None)
