@@ -3,7 +3,21 @@
 from pipekernels import ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
-from pipekernels.pipeline import NoChunk, Pipe, Timeline, is_checkpointing, is_recomputing
+from pipekernels.pipeline import (
+    NoChunk,
+    Pipe,
+    PipelineParallel,
+    PipelineStage,
+    Timeline,
+    get_device,
+    is_checkpointing,
+    is_recomputing,
+    move_to_device,
+    parallelize_module,
+    parallelize_pipeline,
+    unparallelize_module,
+    unparallelize_pipeline,
+)
 from pipekernels.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [
@@ -13,11 +27,19 @@ __all__ = [
     "NoChunk",
     "PeerError",
     "Pipe",
+    "PipelineParallel",
+    "PipelineStage",
     "RowParallelLinear",
     "Timeline",
     "__version__",
+    "get_device",
     "is_checkpointing",
     "is_recomputing",
+    "move_to_device",
     "ops",
+    "parallelize_module",
+    "parallelize_pipeline",
     "skip",
+    "unparallelize_module",
+    "unparallelize_pipeline",
 ]

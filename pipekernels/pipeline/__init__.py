@@ -1,9 +1,44 @@
 """Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
 time."""
 
-from pipekernels.pipeline.checkpoint import is_checkpointing, is_recomputing
-from pipekernels.pipeline.pipe import Pipe
-from pipekernels.pipeline.structure import NoChunk
-from pipekernels.pipeline.timeline import Timeline
+from pipekernels.pipeline.checkpoint import (
+    is_checkpointing,
+    is_recomputing,
+)
+from pipekernels.pipeline.device_map import (
+    get_device,
+    move_to_device,
+    parallelize_module,
+    parallelize_pipeline,
+    unparallelize_module,
+    unparallelize_pipeline,
+)
+from pipekernels.pipeline.pipe import (
+    Pipe,
+)
+from pipekernels.pipeline.stages import (
+    PipelineParallel,
+    PipelineStage,
+)
+from pipekernels.pipeline.structure import (
+    NoChunk,
+)
+from pipekernels.pipeline.timeline import (
+    Timeline,
+)
 
-__all__ = ["NoChunk", "Pipe", "Timeline", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "NoChunk",
+    "Pipe",
+    "PipelineParallel",
+    "PipelineStage",
+    "Timeline",
+    "get_device",
+    "is_checkpointing",
+    "is_recomputing",
+    "move_to_device",
+    "parallelize_module",
+    "parallelize_pipeline",
+    "unparallelize_module",
+    "unparallelize_pipeline",
+]

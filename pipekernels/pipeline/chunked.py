@@ -1,0 +1,104 @@
+"""The forward of any module, run micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.batchnorm import committed
+from pipekernels.pipeline.nested import leaves, map_leaves
+
+
+def forward_in_chunks(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    chunks: int,
+) -> Any:
+    """``forward(*args, **kwargs)``, from ``min(chunks, batch)`` calls on micro-batches.
+
+    The batch is dimension 0 of the first tensor among the arguments that has a dimension. Every
+    tensor of that size in dimension 0 is split, nested ones too; every call gets the rest
+    unchanged. With a single micro-batch, or without such a tensor, ``forward`` is simply called.
+
+    Otherwise results are joined: tensors along dimension 0, where each brings the rows of its
+    micro-batch or a multiple of them; an object that all calls return, or hashable ones that are
+    equal, once.
+
+    Args:
+        module: whose forward it is; its DeferredBatchNorms commit once.
+        forward: called on the calling thread, in order.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        chunks: the most micro-batches; their sizes differ by at most one.
+
+    Raises:
+        TypeError: an argument holds tensors but is neither a tensor nor a known container.
+        ValueError: results that cannot be joined.
+    """
+    inputs = (tuple(args), dict(kwargs))
+    found = leaves(inputs)
+    tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    batch = tensors[0].size(0) if tensors else 0
+    sizes = micro_batch_sizes(batch, chunks)
+    with committed(module):
+        if len(sizes) == 1:
+            return forward(*args, **kwargs)
+        for leaf in found:
+            _deny_opaque(leaf)
+        # By identity: attention layers ask whether query and key are one object.
+        parts = {id(t): t.split(sizes) for t in tensors if t.size(0) == batch}
+        results = []
+        for m in range(len(sizes)):
+            part_args, part_kwargs = _micro_batch(inputs, parts, m)
+            results.append(forward(*part_args, **part_kwargs))
+    return map_leaves(lambda *pieces: _join(pieces, sizes), *results)
+
+
+def _micro_batch(inputs: Any, parts: Mapping[int, Sequence[torch.Tensor]], m: int) -> Any:
+    return map_leaves(lambda leaf: parts[id(leaf)][m] if id(leaf) in parts else leaf, inputs)
+
+
+def _deny_opaque(leaf: Any) -> None:
+    if hasattr(leaf, "to") and not isinstance(leaf, (torch.Tensor, nn.Module)):
+        raise TypeError(
+            f"an argument of type {type(leaf).__name__} cannot be split into micro-batches; pass "
+            "its tensors, in tuples, lists, dicts or dataclasses, or use chunks=1"
+        )
+
+
+def _join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """What the micro-batches returned at one place, as one."""
+    first = pieces[0]
+    if all(piece is first for piece in pieces):
+        return first
+    if all(isinstance(piece, torch.Tensor) for piece in pieces):
+        return _concatenated(pieces, sizes)
+    comparable = isinstance(first, Hashable) and not isinstance(first, torch.Tensor)
+    if comparable and all(type(piece) is type(first) and piece == first for piece in pieces):
+        return first
+    types = ", ".join(sorted({type(piece).__name__ for piece in pieces}))
+    raise ValueError(
+        f"the module's results cannot be joined: its micro-batches returned different objects of "
+        f"type {types} at the same place; return tensors, or the same object for all micro-batches"
+    )
+
+
+def _concatenated(pieces: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    first = pieces[0]
+    rows = first.size(0) // sizes[0] if first.dim() else 0
+    for piece, size in zip(pieces, sizes, strict=True):
+        if piece.dim() == 0 or piece.size(0) != rows * size or piece.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"the module returned tensors of shapes {[list(p.shape) for p in pieces]} for "
+                f"micro-batches of sizes {list(sizes)}; they are joined along dimension 0, so each "
+                "must have as many rows as its micro-batch, or a multiple of them, and the others' "
+                "shape otherwise (take the mean over the batch, as in a loss, outside the module)"
+            )
+    return torch.cat(list(pieces))

@@ -1,0 +1,283 @@
+"""Device maps: the modules of any model placed on devices of their own, by name, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipekernels.pipeline.chunked import forward_in_chunks
+from pipekernels.pipeline.nested import map_leaves
+from pipekernels.pipeline.override import Override
+
+Device = torch.device | str | int
+Placement = Device | tuple[Device, Device] | list[Device]
+"""A device, or a pair of them: where a module computes, and where its results go."""
+
+Devices = tuple[torch.device, torch.device]
+
+_UNDO = "_parallelized"  # attribute of a parallelized module: a list of what is to be removed
+
+
+def get_device(device: Device) -> torch.device:
+    """``device`` as a ``torch.device``.
+
+    ``"cuda"`` without an index is the current CUDA device where there is one.
+
+    Raises:
+        TypeError: it is no device, name of one, or index.
+        RuntimeError: torch knows no device of that name.
+    """
+    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
+        raise TypeError(
+            f"a device must be a torch.device, a str such as 'cuda:0', or an int, "
+            f"not {type(device).__name__}"
+        )
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def move_to_device(data: Any, device: Device) -> Any:
+    """``data`` with every tensor in it on ``device``, differentiably.
+
+    Tuples, lists, dicts, dataclasses and containers that torch's pytree knows are rebuilt around
+    the copies; where nothing is to be moved, they are returned themselves. Objects of other kinds
+    with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by it; all
+    else, modules included, stays as it is.
+
+    Copies do not make the caller wait, except from pinned memory and to the CPU.
+    """
+    return map_leaves(partial(_moved, get_device(device)), data)
+
+
+def _moved(device: torch.device, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        # Streams order what follows on a device. Nothing orders the CPU: it could read what has not
+        # arrived, or the caller write to pinned memory that is still being read. Ordinary memory is
+        # staged before the call returns.
+        overlap = device.type != "cpu" and not (leaf.device.type == "cpu" and leaf.is_pinned())
+        return leaf.to(device, non_blocking=overlap)
+    if hasattr(leaf, "to") and not isinstance(leaf, nn.Module):
+        return leaf.to(device)
+    return leaf
+
+
+def parallelize_module(
+    module: nn.Module, processing_device: Device, output_device: Device | None = None
+) -> nn.Module:
+    """Place one module: :func:`parallelize_pipeline` with it as the root and nothing else.
+
+    Args:
+        module: moved to ``processing_device`` with all that it holds; returned.
+        processing_device: where it computes; its arguments are moved there.
+        output_device: where its results are moved. Default: ``processing_device``.
+    """
+    output = processing_device if output_device is None else output_device
+    return parallelize_pipeline(module, {"": (processing_device, output)})
+
+
+def unparallelize_module(module: nn.Module, common_device: Device | None = None) -> nn.Module:
+    """Undo :func:`parallelize_module`; the same as :func:`unparallelize_pipeline`."""
+    return unparallelize_pipeline(module, common_device)
+
+
+def parallelize_pipeline(
+    model: nn.Module, module_to_device: Mapping[str, Placement], *, chunks: int = 1
+) -> nn.Module:
+    """Place the modules of ``model`` on devices, in place, and have their arguments follow them.
+
+    Each module named computes on its device, with all that it holds, save modules inside it that
+    are named themselves: of two names the deeper one counts. When it is called its arguments are
+    moved to its device, and its results to its output device::
+
+        parallelize_pipeline(
+            model,
+            {"": "cuda:0", "encoder": "cuda:0", "decoder": ("cuda:1", "cuda:0")},
+            chunks=4,
+        )
+
+    Give the root (``""``) a device too: what no name covers stays where it is. An ``nn.ModuleList``
+    or ``nn.ModuleDict``, which nobody calls, stands for each of its entries. Weights go straight to
+    their place, so no device needs room for the whole model. Make optimizers afterwards.
+
+    With ``chunks`` the model's forward is called once per micro-batch. One thread issues them all,
+    and CUDA launches return at once, so a device works on a micro-batch while the next device works
+    on the one before it, in the backward too: the schedule of GPipe (Huang et al., 2019) without an
+    ``nn.Sequential``. Whatever makes Python wait for a device, such as ``.item()`` inside the
+    model, costs this overlap; on CPUs alone there is none, and ``Pipe`` has it.
+
+    What is split is dimension 0 of the first tensor among the arguments and of every other tensor
+    of that size there, nested ones too; all else is given to each micro-batch unchanged. A tensor
+    that is not to be split although its size agrees, such as a square mask, gets a leading
+    dimension of 1.
+
+    The model may return tensors with the batch, or a multiple of it (``[batch * tokens, ...]``), in
+    dimension 0, in any nesting; they are concatenated. Objects that are no tensors must be equal
+    for all micro-batches. A mean over the batch, such as a loss, is that of a micro-batch inside
+    the model, and scalars are refused: compute it outside. Layers that look across the batch see
+    micro-batches; ``convert_deferred_batch_norm(model)`` first keeps BatchNorm's running statistics
+    those of the whole batch. Gradients are the unwrapped model's. An input that requires a gradient
+    must not be modified in place.
+
+    Args:
+        model: any module; returned.
+        module_to_device: names as in ``model.named_modules()``; a value is a device, or a pair
+            (processing device, output device). Not changed.
+        chunks: the most micro-batches per call: ``min(chunks, batch)``, of sizes that differ by at
+            most one.
+
+    Raises:
+        ValueError: a name that the model does not have, or two names of one module; a value that is
+            neither a device nor a pair; a parameter or buffer shared by modules on different
+            devices; ``chunks`` below 1. Nothing has been changed then.
+        RuntimeError: ``model`` or a module in it is parallelized already.
+    """
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks is {chunks!r}; it must be an integer of at least 1")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    placed = {name: _pair(name, value) for name, value in module_to_device.items()}
+    _check(modules, placed)
+    called = _called(modules, placed)
+    homes = _homes(modules, placed)
+    _deny_sharing_across_devices(modules, homes)
+    for name, module in modules.items():
+        home = homes[name]
+        if home is not None:
+            # Its own tensors only: with the root, the whole model would go to one device first.
+            module._apply(lambda tensor, home=home: tensor.to(home), recurse=False)
+    for module, (processing, output) in called.items():
+        _attach(module, processing, output)
+    if chunks > 1:
+        undo = vars(model).setdefault(_UNDO, [])
+        undo.append(Override(model, "forward", partial(forward_in_chunks, chunks=chunks)))
+    return model
+
+
+def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None) -> nn.Module:
+    """Undo :func:`parallelize_pipeline`, in place: every module in ``model`` has its own forward and
+    repr again, and nothing of it is left.
+
+    A model that is not parallelized is only moved.
+
+    Args:
+        model: returned.
+        common_device: where the model is moved. Default: its modules stay where they are.
+    """
+    device = None if common_device is None else get_device(common_device)
+    for module in model.modules():
+        for part in reversed(vars(module).pop(_UNDO, [])):
+            part.remove()
+    return model if device is None else model.to(device)
+
+
+def _pair(name: str, value: Placement) -> Devices:
+    if not isinstance(value, (tuple, list)):
+        return get_device(value), get_device(value)
+    if len(value) != 2:
+        raise ValueError(
+            f"module {name!r} is mapped to {len(value)} devices; give one device, or a pair of them "
+            "(processing device, output device)"
+        )
+    return get_device(value[0]), get_device(value[1])
+
+
+def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]) -> None:
+    for name in placed:
+        if name not in modules:
+            raise ValueError(
+                f"module_to_device names {name!r}, and the model has no such module; names are those "
+                "of model.named_modules(), and '' is the model itself"
+            )
+    for name, module in modules.items():
+        if _UNDO in vars(module):
+            raise RuntimeError(
+                f"module {name!r} is parallelized already; call unparallelize_pipeline first"
+            )
+
+
+def _called(
+    modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]
+) -> dict[nn.Module, Devices]:
+    """The modules whose calls move tensors: those placed, with the entries of lists and dicts of
+    modules in the place of these."""
+    named = dict(placed)
+    called: dict[nn.Module, Devices] = {}
+    for name, module in modules.items():  # a module comes before those it holds
+        if name not in named:
+            continue
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            for key, _ in module.named_children():
+                named.setdefault(f"{name}.{key}" if name else key, named[name])
+        elif called.setdefault(module, named[name]) != named[name]:
+            raise ValueError(
+                f"module {name!r} is mapped to {named[name]}, and by another of its names to "
+                f"{called[module]}; a module has one place"
+            )
+    return called
+
+
+def _homes(
+    modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]
+) -> dict[str, torch.device | None]:
+    """Where each module computes: its own device, or else that of the module that holds it; None
+    where neither has one."""
+    homes: dict[str, torch.device | None] = {}
+    for name in modules:
+        holder = name.rpartition(".")[0]
+        homes[name] = placed[name][0] if name in placed else homes.get(holder)
+    return homes
+
+
+def _deny_sharing_across_devices(
+    modules: Mapping[str, nn.Module], homes: Mapping[str, torch.device | None]
+) -> None:
+    found: dict[int, torch.device] = {}
+    for name, module in modules.items():
+        for key, tensor in chain(
+            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+        ):
+            home = homes[name] or tensor.device
+            other = found.setdefault(id(tensor), home)
+            if other != home:
+                raise ValueError(
+                    f"{key!r} of module {name!r} on {home} is shared with a module on {other}; map "
+                    "the modules that share it to one device"
+                )
+
+
+def _attach(module: nn.Module, processing: torch.device, output: torch.device) -> None:
+    vars(module)[_UNDO] = [
+        # Before and after the hooks that are there already: those find everything on one device.
+        module.register_forward_pre_hook(
+            partial(_receive, processing), prepend=True, with_kwargs=True
+        ),
+        module.register_forward_hook(partial(_send, output)),
+        Override(module, "extra_repr", partial(_described, processing, output)),
+    ]
+
+
+def _receive(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return move_to_device((args, kwargs), device)
+
+
+def _send(device: torch.device, module: nn.Module, args: Any, result: Any) -> Any:
+    return move_to_device(result, device)
+
+
+def _described(
+    processing: torch.device,
+    output: torch.device,
+    module: nn.Module,
+    extra_repr: Callable[..., str],
+    args: Any,
+    kwargs: Any,
+) -> str:
+    own = extra_repr()
+    devices = f"processing_device={processing}, output_device={output}"
+    return f"{own}, {devices}" if own else devices

@@ -1,0 +1,59 @@
+"""A method of one module replaced, reversibly."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+
+class Override:
+    """Stands in for a method of one module until it is removed.
+
+    It refers to the module weakly: a cycle would keep a dropped model's memory until the next
+    garbage collection.
+
+    Args:
+        module: the module.
+        name: of the method.
+        function: called as ``function(module, original, args, kwargs)``.
+    """
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+        self._function = function
+        self._former = vars(module).get(name)  # an override of someone else's
+        setattr(module, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._owner()
+        original = self._former
+        if original is None:
+            # Not a bound method: torch.compile would look its name up again, and find this object.
+            original = partial(getattr(type(module), self._name), module)
+        return self._function(module, original, args, kwargs)
+
+    def remove(self) -> None:
+        module = self._owner()
+        if self._former is None:
+            delattr(module, self._name)
+        else:
+            setattr(module, self._name, self._former)
+
+    def _owner(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                f"the module whose {self._name} this is no longer exists; keep a reference to it"
+            )
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": self._owner()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _module=weakref.ref(state["_module"]))

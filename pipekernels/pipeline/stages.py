@@ -1,0 +1,157 @@
+"""Pipelines put together from stage objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipekernels.pipeline.pipe import Pipe
+
+
+class PipelineStage(nn.Module):
+    """One stage of a :class:`PipelineParallel`: layers that run one after another on one device.
+
+    ::
+
+        stage = PipelineStage(0).add_layer(nn.Linear(784, 256)).add_layer(nn.ReLU())
+
+    Args:
+        index: its place in the pipeline, from 0.
+
+    Raises:
+        ValueError: ``index`` is no integer of at least 0.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise ValueError(f"index is {index!r}; it must be an integer of at least 0")
+        self.index = index
+        self.layers = nn.Sequential()
+        self._complete = False
+
+    def add_layer(self, layer: nn.Module) -> PipelineStage:
+        """Append ``layer``, which takes what the layer before it returns; returns the stage.
+
+        Raises:
+            TypeError: ``layer`` is no module.
+            RuntimeError: the stage is part of a pipeline.
+        """
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer must be an nn.Module, not {type(layer).__name__}")
+        if self._complete:
+            raise RuntimeError(
+                f"stage {self.index} is part of a pipeline, which would not run the new layer; "
+                "add all layers before making the pipeline"
+            )
+        self.layers.append(layer)
+        return self
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers; without any, ``input`` itself is returned."""
+        return self.layers(input)
+
+    def extra_repr(self) -> str:
+        return f"index={self.index}"
+
+
+class PipelineParallel(Pipe):
+    """Runs stages as a pipeline over micro-batches: a :class:`Pipe` made of stage objects.
+
+    ::
+
+        stage0 = PipelineStage(0).add_layer(nn.Linear(784, 256))
+        stage1 = PipelineStage(1).add_layer(nn.Linear(256, 10))
+        pipeline = PipelineParallel([stage0, stage1], num_micro_batches=4)
+        output = pipeline(input)
+
+    An input of ``b`` entries is cut into ``min(num_micro_batches, b)`` micro-batches. Each stage
+    runs on the device where its layers are; one without parameters and buffers on that of the stage
+    before it, or, at the beginning, of the first stage that has some. All else is as in ``Pipe``,
+    whose partitions are the stages.
+
+    Args:
+        stages: in any order; their indices are 0 to n - 1.
+        num_micro_batches: the most micro-batches per input.
+        checkpoint: which micro-batches are recomputed in the backward; see ``Pipe``.
+
+    Raises:
+        TypeError: a stage is no :class:`PipelineStage`.
+        ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
+            1, or a stage whose layers are on several devices.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[PipelineStage],
+        num_micro_batches: int,
+        *,
+        checkpoint: str = "never",
+    ) -> None:
+        ordered = _in_order(stages)
+        m = num_micro_batches
+        if isinstance(m, bool) or not isinstance(m, int) or m < 1:
+            raise ValueError(f"num_micro_batches is {m!r}; it must be an integer of at least 1")
+        layers = [list(stage.layers) or [nn.Identity()] for stage in ordered]
+        super().__init__(
+            nn.Sequential(*chain.from_iterable(layers)),
+            [len(own) for own in layers],
+            devices=_devices(ordered),
+            chunks=m,
+            checkpoint=checkpoint,
+        )
+        for stage in ordered:
+            stage._complete = True
+        # In a tuple they are not registered: the partitions hold the layers already.
+        self._stages = tuple(ordered)
+
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self._stages)
+
+    def stage(self, index: int) -> PipelineStage | None:
+        """The stage of that index; None where there is none."""
+        return self._stages[index] if 0 <= index < len(self._stages) else None
+
+
+def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
+    given = list(stages)
+    for position, stage in enumerate(given):
+        if not isinstance(stage, PipelineStage):
+            raise TypeError(
+                f"stages[{position}] must be a PipelineStage, not {type(stage).__name__}"
+            )
+    if not given:
+        raise ValueError("there is no stage; a pipeline needs at least one")
+    ordered = sorted(given, key=lambda stage: stage.index)
+    indices = [stage.index for stage in ordered]
+    if indices != list(range(len(ordered))):
+        raise ValueError(
+            f"the stages' indices are {indices}; they must be 0 to {len(ordered) - 1}, each once"
+        )
+    return ordered
+
+
+def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
+    """Where each stage runs."""
+    found = [_device(stage) for stage in stages]
+    current = next((device for device in found if device is not None), torch.device("cpu"))
+    devices = []
+    for device in found:
+        current = device or current
+        devices.append(current)
+    return devices
+
+
+def _device(stage: PipelineStage) -> torch.device | None:
+    devices = {tensor.device for tensor in chain(stage.parameters(), stage.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; move "
+            "the stage to one device"
+        )
+    return next(iter(devices), None)

@@ -1,0 +1,267 @@
+"""Any module's forward, run micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+from pipekernels import parallelize_pipeline
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
+
+WIDTH = 5
+
+
+def chunked(module: nn.Module, chunks: int) -> nn.Module:
+    return parallelize_pipeline(module, {"": "cpu"}, chunks=chunks)
+
+
+class Function(nn.Module):
+    """A model that is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    pair: tuple[torch.Tensor, torch.Tensor]
+    name: str
+    loss: None = None
+
+
+class Model(nn.Module):
+    """Nested arguments and results, a skip connection, an argument that is not split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
+        self.decoder = nn.Linear(WIDTH, 2 * WIDTH)
+        self.double()
+
+    def forward(self, inputs: dict, scale: torch.Tensor, *, bias: list) -> Output:
+        hidden = self.encoder(inputs["x"]) * scale + bias[0]
+        left, right = self.decoder(hidden + inputs["x"]).chunk(2, dim=1)
+        return Output(hidden, (left, right.repeat_interleave(3, dim=0)), "model")
+
+
+def run(
+    model: nn.Module, inputs: list[torch.Tensor], weights: torch.Tensor
+) -> tuple[Output, list[torch.Tensor]]:
+    """The output and all gradients of a loss with ``weights`` ``[4 * batch, WIDTH]``."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    x, scale, bias = leaves
+    output = model({"x": x}, scale, bias=[bias])
+    left, right = output.pair
+    loss = (torch.cat([output.hidden + left, right]) * weights).square().sum()
+    return output, list(torch.autograd.grad(loss, [*leaves, *model.parameters()]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=st.integers(1, 33), chunks=st.integers(1, 8), seed=st.integers(0, 2**16))
+def test_equals_the_unwrapped_model(batch: int, chunks: int, seed: int) -> None:
+    reference = Model()
+    model = chunked(copy.deepcopy(reference), chunks)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    inputs = [random(batch, WIDTH), random(1, WIDTH), random(batch, 1)]
+    weights = random(4 * batch, WIDTH)
+    output, grads = run(model, inputs, weights)
+    expected, expected_grads = run(reference, inputs, weights)
+    assert (output.name, output.loss) == ("model", None)
+    for tensor, other in [
+        (output.hidden, expected.hidden),
+        *zip(output.pair, expected.pair, strict=True),
+        *zip(grads, expected_grads, strict=True),
+    ]:
+        torch.testing.assert_close(tensor, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8), (0, 3)])
+def test_micro_batches_are_as_many_as_the_batch_allows(batch: int, chunks: int) -> None:
+    sizes: list[int] = []
+    model = chunked(Function(lambda x: (sizes.append(len(x)), x + 1)[1]), chunks)
+    assert torch.equal(model(torch.zeros(batch, 2)), torch.ones(batch, 2))
+    assert sizes == micro_batch_sizes(batch, chunks)
+
+
+def test_devices_can_work_at_the_same_time() -> None:
+    """Devices that take their work in the order it is issued, one unit each, need as long as GPipe:
+    micro-batches + stages - 1 units, forward and backward."""
+    stages, chunks = 3, 5
+    model = chunked(nn.Sequential(*[nn.Linear(2, 2) for _ in range(stages)]), chunks)
+    order: dict[str, list[int]] = {"forward": [], "backward": []}
+    for s, stage in enumerate(model):
+        stage.register_forward_hook(lambda *_, s=s: order["forward"].append(s))
+        stage.register_full_backward_hook(lambda *_, s=s: order["backward"].append(stages - 1 - s))
+    model(torch.randn(chunks, 2, requires_grad=True)).sum().backward()
+    for issued in order.values():
+        done: list[list[int]] = [[] for _ in range(stages)]  # per device, when each task ends
+        for s in issued:
+            received = done[s - 1][len(done[s])] if s else 0
+            done[s].append(max(received, done[s][-1] if done[s] else 0) + 1)
+        assert [len(d) for d in done] == [chunks] * stages
+        assert max(map(max, done)) == chunks + stages - 1
+
+
+def test_a_tensor_passed_twice_is_one_object_in_each_micro_batch() -> None:
+    seen: list[bool] = []
+    model = chunked(Function(lambda q, k: (seen.append(q is k), q)[1]), 2)
+    x = torch.ones(4, 1)
+    model(x, x)
+    assert seen == [True, True]
+
+
+def test_what_is_not_of_the_batch_is_given_to_every_micro_batch() -> None:
+    seen: list[tuple[Any, ...]] = []
+    model = chunked(Function(lambda scalar, x, *rest: (seen.append((scalar, *rest)), x)[1]), 2)
+    rest = (torch.tensor(2.0), torch.ones(3, 4), torch.ones(1, 4, 4), [1], "text", None)
+    model(rest[0], torch.ones(4, 1), *rest[1:])
+    assert len(seen) == 2
+    assert all(a is b for args in seen for a, b in zip(args, rest, strict=True))
+
+
+def test_a_list_that_the_model_appends_to_is_the_callers() -> None:
+    log: list[int] = []
+    chunked(Function(lambda x, log: (log.append(len(x)), x)[1]), 2)(torch.ones(3, 1), log)
+    assert log == [2, 1]
+
+
+def test_without_a_batch_the_model_is_called_once() -> None:
+    model = chunked(Function(lambda *args: args), 4)
+    assert model() == ()
+    assert model(torch.tensor(1.0), 2) == (torch.tensor(1.0), 2)
+
+
+def test_a_single_micro_batch_may_return_anything() -> None:
+    model = chunked(Function(lambda x: (x.mean(), object)), 4)
+    assert model(torch.ones(1, 2)) == (torch.tensor(1.0), object)
+
+
+def test_an_object_that_all_micro_batches_return_is_returned_once() -> None:
+    table = nn.Parameter(torch.ones(6, 2))
+    model = chunked(Function(lambda x: {"x": x, "table": table, "kind": ("k", 1.5)}), 3)
+    output = model(torch.zeros(6, 2))
+    assert output["table"] is table and output["kind"] == ("k", 1.5)
+    assert output["x"].shape == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.mean(), r"shapes \[\[\], \[\]\].*sizes \[3, 2\].*loss"),
+        (lambda x: x[:1], r"shapes \[\[1, 4\], \[1, 4\]\]"),
+        (lambda x: x[:, : len(x)], r"shapes \[\[3, 3\], \[2, 2\]\]"),
+        (lambda x: len(x), "type int at the same place"),
+        (lambda x: {"a": object()}, "type object at the same place"),
+        (lambda x: {len(x)}, "type set at the same place"),
+        (lambda x: x if len(x) == 3 else None, "type NoneType, Tensor"),
+        (lambda x: None if len(x) == 3 else x, "type NoneType, Tensor"),
+        (lambda x: [x] * len(x), "mismatch"),
+        (lambda x: {str(len(x)): x}, "mismatch"),
+    ],
+)
+def test_results_that_cannot_be_joined(function: Callable[..., Any], message: str) -> None:
+    model = chunked(Function(function), 2)
+    with pytest.raises(ValueError, match=message):
+        model(torch.ones(5, 4))
+
+
+def test_an_argument_that_cannot_be_split() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    model = chunked(Function(lambda x, packed: x), 2)
+    with pytest.raises(TypeError, match="PackedSequence cannot be split.*chunks=1"):
+        model(torch.ones(2, 1), packed)
+
+
+def test_an_input_that_needs_a_gradient_must_not_be_modified_in_place() -> None:
+    model = chunked(nn.ReLU(inplace=True), 2)
+    x = torch.ones(4, 2, requires_grad=True) * 1.0
+    with pytest.raises(RuntimeError, match="inplace"):
+        model(x)
+    y = torch.tensor([[-1.0], [2.0]])
+    model(y)
+    assert torch.equal(y, torch.tensor([[0.0], [2.0]]))
+
+
+def test_second_derivatives() -> None:
+    model = chunked(nn.Sequential(nn.Linear(2, 3), nn.Tanh()).double(), 2)
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(model, (x,))
+
+
+def test_parameter_hooks_fire_once_per_backward() -> None:
+    model = chunked(nn.Linear(2, 2), 3)
+    calls: list[int] = []
+    model.weight.register_hook(lambda grad: calls.append(1))
+    model(torch.ones(6, 2)).sum().backward()
+    assert calls == [1]
+
+
+def test_deferred_batch_norm_commits_once_per_call() -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    model = chunked(convert_deferred_batch_norm(copy.deepcopy(plain), 4), 4)
+    for batch in (9, 1 + 4):
+        x = torch.randn(batch, 3, dtype=torch.float64)
+        plain(x), model(x)
+        norm, expected = model[0], plain[0]
+        assert norm.num_batches_tracked == expected.num_batches_tracked
+        torch.testing.assert_close(norm.running_mean, expected.running_mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(norm.running_var, expected.running_var, rtol=0, atol=1e-12)
+
+
+def test_a_failing_micro_batch_reaches_the_caller_and_the_model_is_usable_afterwards() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.isnan().any():
+                raise KeyError("the second micro-batch")
+            return self.norm(x)
+
+    model = chunked(convert_deferred_batch_norm(Failing()), 2)
+    bad = torch.ones(4, 2)
+    bad[3] = torch.nan
+    with pytest.raises(KeyError, match="second micro-batch"):
+        model(bad)
+    assert model.norm.num_batches_tracked == 0
+    model(torch.ones(4, 2))
+    assert model.norm.num_batches_tracked == 1
+    torch.testing.assert_close(model.norm.running_mean, torch.full((2,), 0.1))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context: Callable[[], Any]) -> None:
+    model = chunked(nn.Linear(2, 2), 2)
+    with context():
+        output = model(torch.ones(4, 2))
+    assert not output.requires_grad
+    assert output.is_inference() == (context is torch.inference_mode)
+
+
+def test_compiles_as_one_graph() -> None:
+    model = chunked(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 2)
+    x = torch.randn(4, 2)
+    expected = model(x)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)

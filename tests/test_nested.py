@@ -1,0 +1,107 @@
+"""Nested containers walked and rebuilt."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree
+
+from pipekernels.pipeline.nested import leaves, map_leaves
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Plain:
+    x: object
+    y: object = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: object
+    rest: list = field(default_factory=list)
+    total: int = field(init=False, default=7)
+
+
+@dataclass(frozen=True)
+class Slotted:
+    __slots__ = ("x",)
+    x: object
+
+
+class Output(OrderedDict):
+    """Registered with pytree by its library, as Hugging Face's model outputs are."""
+
+
+_pytree.register_pytree_node(
+    Output, lambda o: (list(o.values()), list(o)), lambda v, k: Output(zip(k, v, strict=True))
+)
+
+
+def double(leaf: object) -> object:
+    return leaf * 2 if isinstance(leaf, int) else leaf
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3, 6),
+        ((1, 2), (2, 4)),
+        ([1, "a", None], [2, "a", None]),
+        ({"a": 1, "b": {"c": (2,)}}, {"a": 2, "b": {"c": (4,)}}),
+        (OrderedDict(b=1, a=2), OrderedDict(b=2, a=4)),
+        (Point(1, [2]), Point(2, [4])),
+        (Plain(1, {"k": 2}), Plain(2, {"k": 4})),
+        (Plain(Plain([1])), Plain(Plain([2]))),
+        (Slotted(1), Slotted(2)),
+        (Output(a=1, b=(2,)), Output(a=2, b=(4,))),
+        ((), ()),
+    ],
+)
+def test_containers_are_rebuilt(value: object, expected: object) -> None:
+    result = map_leaves(double, value)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+def test_dataclasses_are_rebuilt_without_their_constructor() -> None:
+    value = Frozen([1], ["kept"])
+    result = map_leaves(double, value)
+    assert (result.x, result.rest, result.total) == ([2], ["kept"], 14)
+    assert value.x == [1] and value.total == 7
+
+
+@pytest.mark.parametrize("value", [["a"], {"k": [()]}, Plain("a"), Point("x", ["y"]), [], "text"])
+def test_what_does_not_change_is_not_copied(value: object) -> None:
+    assert map_leaves(double, value) is value
+
+
+def test_only_the_containers_on_the_way_to_a_change_are_copied() -> None:
+    log: list[str] = []
+    result = map_leaves(double, (log, [1]))
+    assert result == ([], [2])
+    assert result[0] is log
+
+
+def test_several_values_are_walked_together() -> None:
+    values = [(Plain(i), {"k": [i, None]}) for i in range(3)]
+    result = map_leaves(lambda *row: row, *values)
+    assert result == (Plain((0, 1, 2), (None,) * 3), {"k": [(0, 1, 2), (None,) * 3]})
+
+
+def test_values_that_are_built_differently() -> None:
+    with pytest.raises(ValueError, match="mismatch"):
+        map_leaves(lambda *row: row, {"a": 1}, {"b": 1})
+    with pytest.raises(ValueError, match="mismatch"):
+        map_leaves(lambda *row: row, (1, 2), (1,))
+    assert map_leaves(lambda *row: row, Plain(1), 2) == (Plain(1), 2)
+
+
+def test_a_packed_sequence_and_a_class_are_leaves() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    assert leaves([packed, Plain]) == [packed, Plain]
