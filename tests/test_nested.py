@@ -28,9 +28,8 @@ class Frozen:
     total: int = field(init=False, default=7)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slotted:
-    __slots__ = ("x",)
     x: object
 
 

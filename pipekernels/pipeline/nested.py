@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
@@ -26,19 +26,7 @@ def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
     Raises:
         ValueError: ``others`` are not built like ``value``.
     """
-    # A PackedSequence is a named tuple, but makes sense as a whole only.
-    if isinstance(value, (torch.Tensor, PackedSequence)):
-        return function(value, *others)
-    children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
-    if not (len(children) == 1 and children[0] is value):
-        columns = [spec.flatten_up_to(other) for other in others]
-        mapped = [map_leaves(function, *row) for row in zip(children, *columns, strict=True)]
-        if all(new is old for new, old in zip(mapped, children, strict=True)):
-            return value
-        return tree_unflatten(mapped, spec)
-    if dataclasses.is_dataclass(value) and all(type(other) is type(value) for other in others):
-        return _map_fields(function, value, *others)
-    return function(value, *others)
+    return _mapped(function, value, others)[0]
 
 
 def leaves(value: Any) -> list[Any]:
@@ -53,17 +41,61 @@ def leaves(value: Any) -> list[Any]:
     return found
 
 
-def _map_fields(function: Callable[..., Any], value: Any, *others: Any) -> Any:
-    names = [field.name for field in dataclasses.fields(value)]
-    old = {name: getattr(value, name) for name in names}
-    new = {
-        name: map_leaves(function, old[name], *(getattr(other, name) for other in others))
-        for name in names
-    }
-    if all(new[name] is old[name] for name in names):
-        return value
+# Whether something changed is handed up beside it, and containers are never compared: torch.compile
+# does not trace "is" between them.
+
+
+def _mapped(function: Callable[..., Any], value: Any, others: Sequence[Any]) -> tuple[Any, bool]:
+    """The result, and whether it is another object than ``value``."""
+    # A PackedSequence is a named tuple, but makes sense as a whole only.
+    if not isinstance(value, (torch.Tensor, PackedSequence)):
+        children, spec = _one_level(value)
+        if not spec.is_leaf():
+            columns = [spec.flatten_up_to(other) for other in others]
+            mapped = [
+                _mapped(function, row[0], row[1:]) for row in zip(children, *columns, strict=True)
+            ]
+            if not any(changed for _, changed in mapped):
+                return value, False
+            return tree_unflatten([new for new, _ in mapped], spec), True
+        if _are_alike_dataclasses(value, others):
+            return _with_fields_mapped(function, value, others)
+    new = function(value, *others)
+    return new, new is not value
+
+
+def _one_level(value: Any) -> tuple[list[Any], TreeSpec]:
+    entered = False
+
+    def inside(node: Any) -> bool:
+        nonlocal entered
+        was_entered, entered = entered, True
+        return was_entered
+
+    return tree_flatten(value, is_leaf=inside)
+
+
+def _are_alike_dataclasses(value: Any, others: Sequence[Any]) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and all(type(other) is type(value) for other in others)
+    )
+
+
+def _with_fields_mapped(
+    function: Callable[..., Any], value: Any, others: Sequence[Any]
+) -> tuple[Any, bool]:
+    mapped = {}
+    for field in dataclasses.fields(value):
+        row = [getattr(item, field.name) for item in (value, *others)]
+        new, changed = _mapped(function, row[0], row[1:])
+        if changed:
+            mapped[field.name] = new
+    if not mapped:
+        return value, False
     # Not dataclasses.replace: that runs __init__, which need not take what the fields hold by now.
-    changed = copy.copy(value)
-    for name in names:
-        object.__setattr__(changed, name, new[name])  # a frozen one too
-    return changed
+    result = copy.copy(value)
+    for name, new in mapped.items():
+        object.__setattr__(result, name, new)  # a frozen one too
+    return result, True

@@ -1,0 +1,466 @@
+"""Device maps for any module: the interface and the behaviour that vision_architectures documents
+for its pipeline parallelism, and what goes beyond.
+
+``meta`` stands in for a second device where there is no GPU: it shows where tensors go, without
+values.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+from pipekernels import (
+    get_device,
+    move_to_device,
+    parallelize_module,
+    parallelize_pipeline,
+    unparallelize_module,
+    unparallelize_pipeline,
+)
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Model(nn.Module):
+    """No Sequential: keyword and nested arguments, a skip connection, a module that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.encoder = nn.ModuleDict({"first": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+        self.head = Head()
+
+    def forward(self, x: torch.Tensor, *, bias: torch.Tensor | None = None) -> dict[str, Any]:
+        hidden = self.encoder["norm"](self.encoder["first"](x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head({"x": x, "hidden": hidden}, bias=bias)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, inputs: dict, *, bias: torch.Tensor | None) -> dict[str, Any]:
+        logits = self.out(inputs["hidden"] + inputs["x"]) * self.scale
+        return {"logits": logits if bias is None else logits + bias, "name": "head"}
+
+
+def devices_of(module: nn.Module) -> dict[str, str]:
+    return {name: tensor.device.type for name, tensor in module.state_dict().items()}
+
+
+def received(module: nn.Module) -> list[str]:
+    """Devices of the tensors that ``module``'s forward gets, filled when it is called."""
+    seen: list[str] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.extend(t.device.type for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+# ---- devices and data ----
+
+
+def test_get_device() -> None:
+    assert get_device("cpu") == CPU
+    assert get_device("cuda:1") == torch.device("cuda", 1)
+    assert get_device(META) == META
+
+
+@pytest.mark.parametrize("index", [None, 1])
+def test_cuda_without_an_index_is_the_current_device(
+    monkeypatch: pytest.MonkeyPatch, index: int | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: index is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
+    assert get_device("cuda") == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize("bad", [None, 1.5, True, ("cpu",)])
+def test_what_is_no_device(bad: object) -> None:
+    with pytest.raises(TypeError, match="a device must be a torch.device, a str such as"):
+        get_device(bad)
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(RuntimeError, match="tpu9"):
+        get_device("tpu9")
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    name: str
+
+
+class Batch:
+    """Moves itself, as Hugging Face's BatchEncoding does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(device)
+
+
+def test_move_to_device_reaches_every_tensor() -> None:
+    x = torch.ones(2)
+    packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
+    data = (x, [x, None], {"k": (x, "text", 3)}, Output(x, "name"), packed, Batch(CPU))
+    result = move_to_device(data, "meta")
+    moved = [result[0], result[1][0], result[2]["k"][0], result[3].logits, result[4].data]
+    assert {t.device for t in moved} == {META}
+    assert result[5].device == META
+    assert result[4].batch_sizes.device == CPU
+    assert (result[1][1], result[2]["k"][1:], result[3].name) == (None, ("text", 3), "name")
+    assert type(result[3]) is Output and x.device == CPU
+
+
+def test_move_to_device_copies_only_what_must_move() -> None:
+    data = (torch.ones(2), [1], {"k": Output(torch.ones(1), "name")})
+    assert move_to_device(data, "cpu") is data
+    log: list[int] = []
+    module = nn.Linear(1, 1)
+    result = move_to_device((torch.ones(1), log, module), "meta")
+    assert result[1] is log
+    assert result[2] is module and module.weight.device == CPU
+
+
+def test_move_to_device_is_differentiable(device: torch.device) -> None:
+    x = torch.ones(3, requires_grad=True)
+    (y,) = move_to_device((x * 2,), device)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("source", "pinned", "target", "overlaps"),
+    [
+        ("cpu", False, "meta", True),
+        ("cpu", True, "meta", False),
+        ("meta", False, "meta", True),
+        ("cpu", False, "cpu", False),
+    ],
+)
+def test_copies_are_asynchronous_where_nobody_can_notice(
+    monkeypatch: pytest.MonkeyPatch, source: str, pinned: bool, target: str, overlaps: bool
+) -> None:
+    flags: list[bool] = []
+
+    def to(self: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        flags.append(non_blocking)
+        return self
+
+    x = torch.empty(1, device=source)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    move_to_device(x, target)
+    assert flags == [overlaps]
+
+
+# ---- one module ----
+
+
+def test_parallelize_module_and_back() -> None:
+    module = nn.Linear(4, 2)
+    assert parallelize_module(module, "meta") is module
+    assert module.weight.device == META
+    assert module(torch.ones(3, 4)).device == META
+    assert unparallelize_module(module) is module
+    assert module.weight.device == META
+    with pytest.raises(RuntimeError):
+        module(torch.ones(3, 4))
+
+
+def test_parallelize_module_with_an_output_device() -> None:
+    module = parallelize_module(nn.Linear(4, 2), "cpu", "meta")
+    assert module.weight.device == CPU
+    assert module(torch.ones(3, 4)).device == META
+    unparallelize_module(module, "cpu")
+    assert module(torch.ones(3, 4)).device == CPU
+
+
+# ---- a model ----
+
+
+def test_the_deepest_name_decides_whatever_the_order() -> None:
+    mapping: dict[str, Any] = {"head.out": "cpu", "head": "meta", "": "cpu", "blocks.0": "meta"}
+    model = parallelize_pipeline(Model(), mapping)
+    expected = dict.fromkeys(model.state_dict(), "cpu")
+    expected |= {"head.scale": "meta", "blocks.0.0.weight": "meta", "blocks.0.0.bias": "meta"}
+    assert devices_of(model) == expected
+
+
+def test_weights_go_straight_to_their_place() -> None:
+    """On the way through the root's device, which keeps no values here, they would be lost."""
+    expected = Model().blocks[1][0].weight
+    model = parallelize_pipeline(Model(), {"": "meta", "blocks.1": "cpu"})
+    assert torch.equal(model.blocks[1][0].weight, expected)
+
+
+def test_what_no_name_covers_stays_where_it_is() -> None:
+    model = Model()
+    model.encoder.to("meta")
+    parallelize_pipeline(model, {"head": "cpu"})
+    assert devices_of(model)["encoder.first.weight"] == "meta"
+
+
+def test_arguments_and_results_follow() -> None:
+    model = Model()
+    calls = {name: received(model.get_submodule(name)) for name in ("blocks.0", "blocks.1", "head")}
+    parallelize_pipeline(model, {"": ["cpu", "meta"], "blocks.1": "meta", "head": "meta"})
+    output = model(torch.ones(2, 4), bias=torch.ones(3))
+    assert calls == {"blocks.0": ["cpu"], "blocks.1": ["meta"], "head": ["meta"]}
+    assert output["logits"].device == META and output["name"] == "head"
+
+
+@pytest.mark.parametrize("pair", [("cpu", "meta"), ["cpu", "meta"]])
+def test_a_pair_is_processing_and_output_device(pair: Any) -> None:
+    model = parallelize_pipeline(Model(), {"": pair})
+    assert set(devices_of(model).values()) == {"cpu"}
+    assert model(torch.ones(2, 4))["logits"].device == META
+
+
+def test_lists_and_dicts_of_modules_stand_for_their_entries() -> None:
+    model = Model()
+    calls = {name: received(model.get_submodule(name)) for name in ("encoder.first", "blocks.0")}
+    calls["blocks.1"] = received(model.blocks[1])
+    parallelize_pipeline(model, {"encoder": "meta", "blocks": "meta", "blocks.1": ["cpu", "meta"]})
+    with pytest.raises(RuntimeError):  # the head is on the CPU, and no root moves its arguments
+        model(torch.ones(2, 4))
+    assert calls == {"encoder.first": ["meta"], "blocks.0": ["meta"], "blocks.1": []}
+    assert devices_of(model)["blocks.1.0.weight"] == "cpu"
+
+
+def test_a_module_held_twice_moves_its_arguments_once() -> None:
+    block = nn.Linear(4, 4)
+    model = nn.Sequential(nn.ModuleList([block, block]), block)
+    parallelize_pipeline(model, {"": "cpu", "0": "cpu", "1": "cpu"})
+    assert len(block._forward_pre_hooks) == len(block._forward_hooks) == 1
+
+
+def test_equals_the_unwrapped_model(device: torch.device) -> None:
+    """With a GPU at hand, half of the model is there."""
+    reference = Model().double()
+    model = parallelize_pipeline(
+        copy.deepcopy(reference),
+        {"": "cpu", "blocks": device, "encoder.norm": device, "head": (device, "cpu")},
+        chunks=3,
+    )
+    results = []
+    for module in (model, reference):
+        torch.manual_seed(0)
+        x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+        output = module(x, bias=torch.ones(3, dtype=torch.float64))
+        output["logits"].square().sum().backward()
+        grads = [x.grad, *(p.grad.cpu() for p in module.parameters())]
+        results.append([output["logits"], *grads])
+    for tensor, expected in zip(*results, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-10)
+
+
+def test_micro_batches_across_devices() -> None:
+    model = Model()
+    calls = received(model.blocks[0])
+    parallelize_pipeline(model, {"": ("cpu", "meta"), "blocks": "meta", "head": "meta"}, chunks=4)
+    output = model(torch.ones(6, 4), bias=torch.ones(1, 3))
+    assert calls == ["meta"] * 4
+    assert output["logits"].shape == (6, 3)
+
+
+def test_hooks_of_the_user_find_everything_on_one_device() -> None:
+    model = Model()
+    before = received(model.head.out)
+    results: list[torch.Tensor] = []
+    model.head.out.register_forward_hook(lambda module, args, result: results.append(result))
+    parallelize_pipeline(model, {"": "cpu", "head.out": ("meta", "cpu")})
+    with pytest.raises(NotImplementedError):  # meta tensors have nothing to copy back
+        model(torch.ones(2, 4))
+    assert before == ["meta"] and results[0].device == META
+
+
+def test_names_devices_and_repr() -> None:
+    model = Model()
+    keys = list(model.state_dict())
+    parallelize_pipeline(model, {"": "cpu", "head.out": ("meta", "cpu")})
+    assert repr(model.head.out) == (
+        "Linear(in_features=4, out_features=3, bias=True, "
+        "processing_device=meta, output_device=cpu)"
+    )
+    assert "processing_device=cpu, output_device=cpu\n" in repr(model)
+    assert list(model.state_dict()) == keys
+
+
+def test_the_callers_map_is_not_changed() -> None:
+    value = ["cpu", "cpu"]
+    mapping = {"blocks": value, "": "cpu"}
+    parallelize_pipeline(Model(), MappingProxyType(mapping))
+    assert mapping == {"blocks": ["cpu", "cpu"], "": "cpu"} and mapping["blocks"] is value
+
+
+# ---- and back ----
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_unparallelizing_leaves_no_trace(chunks: int) -> None:
+    model = Model()
+    model.head.forward = model.head.forward  # overrides of the user's own
+    model.head.extra_repr = lambda: "mine"
+    model.head.register_forward_hook(lambda *args: None)
+    attributes = [snapshot(module) for module in model.modules()]
+    text = repr(model)
+    x = torch.randn(5, 4)
+    expected = model(x)["logits"]
+
+    parallelize_pipeline(model, {"": "cpu", "blocks": "cpu", "head": "cpu"}, chunks=chunks)
+    assert repr(model) != text and "mine, processing_device=cpu" in repr(model)
+    torch.testing.assert_close(model(x)["logits"], expected)
+    assert unparallelize_pipeline(model) is model
+
+    assert [snapshot(module) for module in model.modules()] == attributes
+    assert repr(model) == text
+    assert "forward" not in vars(model) and model.forward.__func__ is Model.forward
+    assert torch.equal(model(x)["logits"], expected)
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """All attributes of a module; its hooks and the like by copy."""
+    return {
+        name: copy.copy(value) if isinstance(value, dict) else value
+        for name, value in vars(module).items()
+    }
+
+
+def test_unparallelizing_moves_to_the_common_device_if_there_is_one() -> None:
+    model = parallelize_pipeline(Model(), {"": "cpu", "head": "meta"})
+    assert devices_of(unparallelize_pipeline(model))["head.out.weight"] == "meta"
+    unparallelize_pipeline(model, common_device="meta")
+    assert set(devices_of(model).values()) == {"meta"}
+
+
+def test_parallelizing_again_after_unparallelizing() -> None:
+    model = parallelize_pipeline(Model(), {"": "meta"}, chunks=2)
+    unparallelize_pipeline(model)
+    parallelize_pipeline(model, {"head": "meta"})
+    assert repr(model).count("processing_device") == 1
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda model: parallelize_pipeline(model, {"": "cpu"}),
+        lambda model: parallelize_pipeline(model.blocks, {}, chunks=2),
+        lambda model: parallelize_module(model.blocks[0], "cpu"),
+    ],
+)
+def test_parallelizing_twice(again: Callable[[nn.Module], Any]) -> None:
+    model = parallelize_pipeline(Model(), {"blocks.0": "cpu"}, chunks=2)
+    with pytest.raises(RuntimeError, match="parallelized already; call unparallelize_pipeline"):
+        again(model)
+    assert model(torch.ones(4, 4))["logits"].shape == (4, 3)
+
+
+def test_modules_may_be_parallelized_one_by_one_from_the_outside_in() -> None:
+    model = parallelize_module(Model(), "cpu")
+    parallelize_module(model.head, "cpu", "meta")
+    assert model.head.out.weight.device == CPU
+    assert repr(model).count("processing_device") == 2
+    with pytest.raises(NotImplementedError):
+        model(torch.ones(2, 4))
+    unparallelize_pipeline(model, "cpu")
+    assert model(torch.ones(2, 4))["logits"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_models_of_their_own(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model = parallelize_pipeline(Model(), {"": "cpu", "head": "cpu"}, chunks=2)
+    other = duplicate(model)
+    x = torch.randn(5, 4)
+    expected = model(x)["logits"]
+    with torch.no_grad():
+        model.head.out.weight.zero_()
+    assert torch.equal(other(x)["logits"], expected)
+    unparallelize_pipeline(other)
+    assert repr(other) == repr(Model())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in other.modules())
+    assert "processing_device" in repr(model)
+
+
+def test_a_dropped_model_is_freed_at_once() -> None:
+    gc.disable()
+    try:
+        model = parallelize_pipeline(Model(), {"": "cpu", "blocks": "cpu"}, chunks=2)
+        model(torch.ones(4, 4))["logits"].sum().backward()
+        alive, forward = weakref.ref(model), model.forward
+        del model
+        assert alive() is None
+        with pytest.raises(ReferenceError, match="whose forward this is no longer exists"):
+            forward(torch.ones(4, 4))
+    finally:
+        gc.enable()
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+def held_twice() -> nn.Module:
+    act = nn.Tanh()
+    return nn.Sequential(act, nn.Linear(3, 3), act)
+
+
+@pytest.mark.parametrize(
+    ("build", "mapping", "options", "error", "message"),
+    [
+        (Model, {"haed": "cpu"}, {}, ValueError, "names 'haed', and the model has no such module"),
+        (Model, {"head.scale": "cpu"}, {}, ValueError, "names 'head.scale'"),
+        (Model, {"head": ("cpu",)}, {}, ValueError, "'head' is mapped to 1 devices.*a pair"),
+        (Model, {"head": ["cpu"] * 3}, {}, ValueError, "'head' is mapped to 3 devices"),
+        (Model, {"head": ("cpu", None)}, {}, TypeError, "not NoneType"),
+        (Model, {"head": "nowhere"}, {}, RuntimeError, "nowhere"),
+        (Model, {"head": "meta"}, {"chunks": 0}, ValueError, "chunks is 0"),
+        (Model, {"head": "meta"}, {"chunks": 1.5}, ValueError, "chunks is 1.5"),
+        (Model, {"head": "meta"}, {"chunks": True}, ValueError, "chunks is True"),
+        (tied, {"": "cpu", "1": "meta"}, {}, ValueError, "'weight' of module '1' on meta.*cpu"),
+        (tied, {"0": "meta"}, {}, ValueError, "'weight' of module '1' on cpu.*meta"),
+        (held_twice, {"0": "meta", "2": "cpu"}, {}, ValueError, "a module has one place"),
+    ],
+)
+def test_errors_change_nothing(
+    build: Callable[[], nn.Module],
+    mapping: dict[str, Any],
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    model = build()
+    before = [snapshot(module) for module in model.modules()]
+    with pytest.raises(error, match=message):
+        parallelize_pipeline(model, mapping, **options)
+    assert [snapshot(module) for module in model.modules()] == before
+    assert {tensor.device for tensor in model.state_dict().values()} == {CPU}
+
+
+def test_tied_weights_on_one_device() -> None:
+    model = parallelize_pipeline(tied(), {"": "cpu", "1": "cpu"})
+    assert model[0].weight is model[1].weight
