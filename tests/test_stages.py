@@ -1,0 +1,209 @@
+"""Pipelines of stage objects: the behaviour that the generic ``PipelineParallel<B: Backend>`` of
+Rust documents (stages with layers added one by one, GPipe's micro-batches), and what goes beyond.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe, PipelineParallel, PipelineStage
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.pace import Way
+
+
+def stages() -> list[PipelineStage]:
+    torch.manual_seed(4)
+    return [
+        PipelineStage(0).add_layer(nn.Linear(6, 5).double()).add_layer(nn.Tanh()),
+        PipelineStage(1).add_layer(nn.Linear(5, 4).double()),
+        PipelineStage(2).add_layer(nn.LayerNorm(4).double()).add_layer(nn.Linear(4, 3).double()),
+    ]
+
+
+def batch(size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 6, dtype=torch.float64, generator=generator)
+
+
+def test_the_documented_example() -> None:
+    stage0 = PipelineStage(0).add_layer(nn.Linear(784, 256, dtype=torch.float64))
+    stage1 = PipelineStage(1).add_layer(nn.Linear(256, 10, dtype=torch.float64))
+    pipeline = PipelineParallel([stage0, stage1], 4)
+    x = torch.randn(32, 784, dtype=torch.float64)
+    output = pipeline(x)
+    assert output.shape == (32, 10)
+    torch.testing.assert_close(output, stage1(stage0(x)), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_forward_and_gradients_are_those_of_the_stages_in_a_row(checkpoint: str, way: Way) -> None:
+    reference = nn.Sequential(*copy.deepcopy(stages()))
+    for num_micro_batches in (1, 3, 4, 20):
+        pipeline = PipelineParallel(stages(), num_micro_batches, checkpoint=checkpoint)
+        for size in (1, 7, 12):
+            x = batch(size).requires_grad_()
+            y = batch(size).requires_grad_()
+            output, expected = pipeline(x), reference(y)
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+            grads = torch.autograd.grad(output.square().sum(), [x, *pipeline.parameters()])
+            others = torch.autograd.grad(expected.square().sum(), [y, *reference.parameters()])
+            for grad, other in zip(grads, others, strict=True):
+                torch.testing.assert_close(grad, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("size", "num_micro_batches"), [(8, 4), (7, 3), (2, 4), (1, 5)])
+def test_a_small_batch_gives_fewer_micro_batches(size: int, num_micro_batches: int) -> None:
+    pipeline = PipelineParallel(stages(), num_micro_batches)
+    sizes: list[int] = []
+    layer = pipeline.stage(2).layers[0]
+    layer.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    pipeline(batch(size))
+    assert sizes == micro_batch_sizes(size, num_micro_batches)
+    assert len(sizes) == min(size, num_micro_batches)
+
+
+def test_stages_are_ordered_by_index() -> None:
+    a, b, c = stages()
+    pipeline = PipelineParallel([c, a, b], 2)
+    assert torch.equal(pipeline(batch(4)), PipelineParallel([a, b, c], 2)(batch(4)))
+    assert [pipeline.stage(i) for i in range(3)] == [a, b, c]
+    assert [stage.index for stage in (a, b, c)] == [0, 1, 2]
+
+
+def test_stage_and_num_stages() -> None:
+    given = stages()
+    pipeline = PipelineParallel(iter(given), 2)
+    assert pipeline.num_stages() == 3
+    assert pipeline.stage(1) is given[1]
+    assert pipeline.stage(3) is None and pipeline.stage(-1) is None
+
+
+def test_parameters_are_those_of_all_stages_in_order() -> None:
+    given = stages()
+    pipeline = PipelineParallel(given, 2)
+    expected = [parameter for stage in given for parameter in stage.parameters()]
+    assert len(expected) == 8
+    assert all(a is b for a, b in zip(pipeline.parameters(), expected, strict=True))
+    pipeline(batch(4)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in expected)
+
+
+def test_a_stage_is_a_module() -> None:
+    stage = PipelineStage(3).add_layer(nn.Linear(2, 2)).add_layer(nn.ReLU())
+    assert len(stage.layers) == 2 and stage.index == 3
+    x = torch.randn(4, 2)
+    assert torch.equal(stage(x), stage.layers[0](x).relu())
+    assert "PipelineStage(\n  index=3\n" in repr(stage)
+    assert PipelineStage(0)(x) is x
+
+
+def test_stages_without_layers() -> None:
+    given = [PipelineStage(0), PipelineStage(1).add_layer(nn.Linear(6, 2)), PipelineStage(2)]
+    assert PipelineParallel(given, 2)(torch.ones(4, 6)).shape == (4, 2)
+
+
+def test_stages_run_where_their_layers_are() -> None:
+    def on(index: int, *layers: nn.Module) -> PipelineStage:
+        stage = PipelineStage(index)
+        for layer in layers:
+            stage.add_layer(layer)
+        return stage
+
+    def linear(device: str) -> nn.Linear:
+        return nn.Linear(2, 2, device=device)
+
+    given = [on(0, nn.ReLU()), on(1, linear("cpu")), on(2, linear("meta")), on(3, nn.Tanh())]
+    pipeline = PipelineParallel(given, 2)
+    assert [device.type for device in pipeline.devices] == ["cpu", "cpu", "meta", "meta"]
+    assert [d.type for d in PipelineParallel([on(0, nn.ReLU())], 2).devices] == ["cpu"]
+    with pytest.raises(ValueError, match="layers of stage 0 are on cpu, meta; move the stage"):
+        PipelineParallel([on(0, linear("cpu"), linear("meta"))], 2)
+
+
+def test_a_tuple_travels_between_stages() -> None:
+    class Both(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            x, y = pair
+            return x + y, x * y
+
+    pipeline = PipelineParallel([PipelineStage(i).add_layer(Both()) for i in range(2)], 3)
+    x, y = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0], [5.0], [6.0]])
+    left, right = pipeline((x, y))
+    assert torch.equal(left, x + y + x * y)
+    assert torch.equal(right, (x + y) * (x * y))
+    with pytest.raises(TypeError, match="must be a tensor"):
+        pipeline("text")
+
+
+def test_it_is_a_pipe() -> None:
+    pipeline = PipelineParallel(stages(), 4, checkpoint="except_last")
+    assert isinstance(pipeline, Pipe)
+    assert (pipeline.balance, pipeline.chunks) == ([2, 1, 2], 4)
+    assert pipeline.checkpoint == "except_last"
+    with pytest.raises(TypeError, match="cannot be moved"):
+        pipeline.to("cpu")
+    assert pipeline.to(torch.float32)(torch.ones(2, 6)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_copies(duplicate: Callable[[PipelineParallel], PipelineParallel]) -> None:
+    pipeline = PipelineParallel(stages(), 2)
+    other = duplicate(pipeline)
+    assert torch.equal(other(batch(5)), pipeline(batch(5)))
+    assert other.stage(0).layers[0].weight is next(other.parameters())
+    assert other.stage(0).layers[0].weight is not pipeline.stage(0).layers[0].weight
+
+
+def test_a_stage_of_a_pipeline_takes_no_more_layers() -> None:
+    given = stages()
+    PipelineParallel(given, 2)
+    with pytest.raises(RuntimeError, match="stage 1 is part of a pipeline"):
+        given[1].add_layer(nn.ReLU())
+    assert len(given[1].layers) == 1
+    PipelineParallel(given, 3)  # but of another pipeline it may be a part
+
+
+@pytest.mark.parametrize("bad", [nn.functional.relu, None, "Linear"])
+def test_layers_that_are_no_modules(bad: Any) -> None:
+    with pytest.raises(TypeError, match="layer must be an nn.Module, not "):
+        PipelineStage(0).add_layer(bad)
+
+
+@pytest.mark.parametrize("index", [-1, 1.0, True, "0"])
+def test_bad_indices(index: Any) -> None:
+    with pytest.raises(ValueError, match=f"index is {index!r}; it must be"):
+        PipelineStage(index)
+
+
+@pytest.mark.parametrize(
+    ("indices", "num_micro_batches", "message"),
+    [
+        ([], 2, "no stage; a pipeline needs at least one"),
+        ([0], 0, "num_micro_batches is 0; it must be an integer of at least 1"),
+        ([0], -3, "num_micro_batches is -3"),
+        ([0], 1.5, "num_micro_batches is 1.5"),
+        ([0], True, "num_micro_batches is True"),
+        ([0, 1, 1], 2, r"indices are \[0, 1, 1\]; they must be 0 to 2, each once"),
+        ([2, 0], 2, r"indices are \[0, 2\]; they must be 0 to 1, each once"),
+    ],
+)
+def test_bad_pipelines(indices: list[int], num_micro_batches: Any, message: str) -> None:
+    given = [PipelineStage(i).add_layer(nn.Linear(2, 2)) for i in indices]
+    with pytest.raises(ValueError, match=message):
+        PipelineParallel(given, num_micro_batches)
+    for stage in given:
+        stage.add_layer(nn.ReLU())  # a failed pipeline has not taken them
+
+
+def test_stages_that_are_none() -> None:
+    with pytest.raises(TypeError, match=r"stages\[1\] must be a PipelineStage, not Linear"):
+        PipelineParallel([PipelineStage(0), nn.Linear(1, 1)], 2)
+    with pytest.raises(ValueError, match="checkpoint is 'sometimes'"):
+        PipelineParallel(stages(), 2, checkpoint="sometimes")
