@@ -1,0 +1,71 @@
+"""The programs of docs/migration.md, as they are after the move."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+
+PAGE = (Path(__file__).parent.parent / "docs" / "migration.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def programs(title: str) -> list[str]:
+    """The Python programs of a section; of diffs, what they have in the end."""
+    found = []
+    blocks = re.findall(r"^```(diff|python)\n(.*?)^```", SECTIONS[title], re.MULTILINE | re.DOTALL)
+    for language, body in blocks:
+        lines = body.splitlines()
+        if language == "diff":
+            lines = [line[1:] for line in lines if not line.startswith("-")]
+        found.append("\n".join(lines))
+    return found
+
+
+def run(program: str, names: dict[str, Any], folder: Path) -> dict[str, Any]:
+    path = folder / "program.py"
+    path.write_text(program)
+    return runpy.run_path(str(path), init_globals=names)
+
+
+def test_every_section_has_a_program() -> None:
+    assert {title: len(programs(title)) for title in SECTIONS} == {
+        "fairscale's Pipe": 1,
+        "torchgpipe's GPipe": 1,
+        "torch.distributed.pipeline.sync.Pipe": 2,
+        "Device maps": 1,
+        "Stage objects": 1,
+        "SPMD pipelines": 1,
+    }
+
+
+# An SPMD program needs ranks; test_spmd.py has them.
+@pytest.mark.parametrize("title", [title for title in SECTIONS if title != "SPMD pipelines"])
+def test_programs_give_what_the_plain_model_gives(title: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).double() for _ in range(4)]
+    names: dict[str, Any] = dict(zip("abcd", layers, strict=True))
+    names |= {"nn": nn, "devices": ["cpu", "cpu"], "model": nn.Sequential(*layers)}
+    names["input"] = torch.randn(10, 4, dtype=torch.float64)
+    expected = names["model"](names["input"])
+    output = run(programs(title)[0], names, tmp_path)["output"]
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+
+
+def test_state_dicts_whose_layers_are_numbered_by_stage(tmp_path: Path) -> None:
+    pipe = Pipe(nn.Sequential(*[nn.Linear(1, 1) for _ in range(3)]), [1, 2], devices=["cpu"] * 2)
+    saved = {
+        f"partitions.{stage}.{layer}.{name}": torch.full(shape, float(value))
+        for value, (stage, layer) in enumerate([(0, 0), (1, 0), (1, 1)])
+        for name, shape in [("weight", (1, 1)), ("bias", (1,))]
+    }
+    program = programs("torch.distributed.pipeline.sync.Pipe")[1]
+    run(program, {"pipe": pipe, "saved": saved}, tmp_path)
+    assert [(layer.weight.item(), layer.bias.item()) for layer in pipe] == [(0, 0), (1, 1), (2, 2)]
