@@ -250,6 +250,13 @@ def test_lists_and_dicts_of_modules_stand_for_their_entries() -> None:
     assert devices_of(model)["blocks.1.0.weight"] == "cpu"
 
 
+def test_a_list_as_the_root() -> None:
+    modules = parallelize_module(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), "meta")
+    assert [module(torch.ones(1, 2)).device for module in modules] == [META, META]
+    unparallelize_module(modules)
+    assert modules[1](torch.ones(1, 2)).device == CPU
+
+
 def test_a_module_held_twice_moves_its_arguments_once() -> None:
     block = nn.Linear(4, 4)
     model = nn.Sequential(nn.ModuleList([block, block]), block)
@@ -339,6 +346,22 @@ def test_unparallelizing_leaves_no_trace(chunks: int) -> None:
     assert repr(model) == text
     assert "forward" not in vars(model) and model.forward.__func__ is Model.forward
     assert torch.equal(model(x)["logits"], expected)
+
+
+def test_an_override_of_the_users_own_is_called_and_comes_back() -> None:
+    model = nn.Linear(2, 2)
+    calls: list[int] = []
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x
+
+    model.forward = own
+    parallelize_pipeline(model, {"": "cpu"}, chunks=2)
+    x = torch.ones(5, 2)
+    assert torch.equal(model(x), x) and calls == [3, 2]
+    unparallelize_pipeline(model)
+    assert vars(model)["forward"] is own
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:

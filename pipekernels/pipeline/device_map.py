@@ -98,7 +98,7 @@ def parallelize_pipeline(
 
         parallelize_pipeline(
             model,
-            {"": "cuda:0", "encoder": "cuda:0", "decoder": ("cuda:1", "cuda:0")},
+            {"": ("cuda:0", "cuda:1"), "encoder": "cuda:0", "decoder": "cuda:1"},
             chunks=4,
         )
 
@@ -109,8 +109,11 @@ def parallelize_pipeline(
     With ``chunks`` the model's forward is called once per micro-batch. One thread issues them all,
     and CUDA launches return at once, so a device works on a micro-batch while the next device works
     on the one before it, in the backward too: the schedule of GPipe (Huang et al., 2019) without an
-    ``nn.Sequential``. Whatever makes Python wait for a device, such as ``.item()`` inside the
-    model, costs this overlap; on CPUs alone there is none, and ``Pipe`` has it.
+    ``nn.Sequential``. A device does its work in the order of issue. So micro-batches have to go from
+    device to device and not back: one that returns to a device, by an output device or a later
+    layer, keeps it waiting, and nothing overlaps. (The root's output device is different: results
+    go there when all are joined.) Nor does anything overlap if the model makes Python wait, as
+    ``.item()`` does, or on CPUs alone, where ``Pipe`` has lanes.
 
     What is split is dimension 0 of the first tensor among the arguments and of every other tensor
     of that size there, nested ones too; all else is given to each micro-batch unchanged. A tensor
