@@ -1,0 +1,150 @@
+"""Random models under every schedule equal themselves unwrapped."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.checkpoint import MODES
+from pipekernels.pipeline.pace import Pace
+from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.skip import Namespace, pop, skippable, stash
+
+WIDTH = 4
+
+
+class Fork(nn.Module):
+    def forward(self, x):
+        return x, x.sin()
+
+
+class OnBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair):
+        return self.layer(pair[1]), pair[0]
+
+
+class Join(nn.Module):
+    def forward(self, pair):
+        return pair[0] + 2 * pair[1]
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(1.5)
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x.cos())
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+def batch_norm() -> nn.Module:
+    layer = nn.BatchNorm1d(WIDTH)
+    layer.running_mean.uniform_(-1, 1)
+    layer.running_var.uniform_(0.5, 2)
+    return layer
+
+
+BLOCKS = {
+    "linear": lambda: [nn.Linear(WIDTH, WIDTH), nn.Tanh()],
+    "norm": lambda: [nn.LayerNorm(WIDTH)],
+    "batch norm": lambda: [batch_norm()],
+    "tuple": lambda: [Fork(), OnBoth(), Join()],
+    "in place": lambda: [nn.Linear(WIDTH, WIDTH), InPlace()],
+    "relu": lambda: [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)],
+}
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
+    """A model and a balance of it. BatchNorm normalises by its running statistics: micro-batches
+    have others than the mini-batch."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    layers: list[nn.Module] = []
+    open_skips: list[Namespace] = []
+    for _ in range(draw(st.integers(1, 5))):
+        what = draw(st.sampled_from([*BLOCKS, "stash", "pop"]))
+        if what == "stash":
+            open_skips.append(Namespace())
+            layers.append(Stash().isolate(open_skips[-1]))
+        elif what == "pop" and open_skips:
+            index = draw(st.integers(0, len(open_skips) - 1))
+            layers.append(Pop().isolate(open_skips.pop(index)))
+        elif what != "pop":
+            layers += BLOCKS[what]()
+    layers += [Pop().isolate(namespace) for namespace in open_skips]
+    layers.append(nn.Linear(WIDTH, 2))
+    module = nn.Sequential(*layers).double()
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.eval()
+            layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign]
+    places = st.integers(1, len(layers) - 1) if len(layers) > 1 else st.nothing()
+    cuts = sorted(draw(st.sets(places, max_size=3)))
+    return module, [b - a for a, b in pairwise([0, *cuts, len(layers)])]
+
+
+@pytest.mark.parametrize("way", ["inline", "lanes", "split"])
+@settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    model=models(),
+    batch=st.integers(1, 33),
+    chunks=st.integers(1, 8),
+    checkpoint=st.sampled_from(MODES),
+    schedule=st.sampled_from([None, *SCHEDULES]),
+)
+def test_equals_the_unwrapped_module(way, model, batch, chunks, checkpoint, schedule) -> None:
+    module, balance = model
+    reference = copy.deepcopy(module)
+    pipe = Pipe(
+        module, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "choose", lambda self, key, ways: way if way in ways else "lanes")
+        patch.setattr(Pace, "is_new", lambda self, key: False)
+        patch.setattr(Pace, "record", lambda self, key, way, seconds: None)
+        x = torch.randn(batch, WIDTH, dtype=torch.float64)
+        target = torch.randn(batch, 2, dtype=torch.float64)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = nn.functional.mse_loss(reference(a), target)
+        expected.backward()
+        if schedule is None:
+            loss = nn.functional.mse_loss(pipe(b), target)
+            loss.backward()
+        else:
+            lanes = next(n for n in (3, 2, 1) if len(balance) % n == 0)
+            loss = pipe.train_step(
+                b,
+                target,
+                nn.functional.mse_loss,
+                schedule=schedule,
+                lanes=lanes if schedule == "interleaved" else None,
+            )
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10, check_layout=False)
+    torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
