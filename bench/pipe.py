@@ -207,8 +207,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         rounds = (15 if args.quick else 60) * (1 if case == "wide" else 5)
         runners = candidates(width, batch)
         try:
-            # Pipe times both its executors on its first passes, so the warm-up covers that too.
-            samples = harness.alternate(runners, warmup=10, rounds=rounds)
+            # Pipe times its ways to run on its first passes, so the warm-up covers that too.
+            samples = harness.alternate(runners, warmup=11, rounds=rounds)
         finally:
             for runner in runners.values():
                 if isinstance(runner, Peer):
