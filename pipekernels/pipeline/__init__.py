@@ -16,6 +16,11 @@ from pipekernels.pipeline.device_map import (
 from pipekernels.pipeline.pipe import (
     Pipe,
 )
+from pipekernels.pipeline.spmd import (
+    PipelineModule,
+    execute_pipeline,
+    execute_pipeline_step,
+)
 from pipekernels.pipeline.stages import (
     PipelineParallel,
     PipelineStage,
@@ -30,9 +35,12 @@ from pipekernels.pipeline.timeline import (
 __all__ = [
     "NoChunk",
     "Pipe",
+    "PipelineModule",
     "PipelineParallel",
     "PipelineStage",
     "Timeline",
+    "execute_pipeline",
+    "execute_pipeline_step",
     "get_device",
     "is_checkpointing",
     "is_recomputing",

@@ -1,0 +1,739 @@
+r"""A pipeline whose stages are the ranks of one mesh dimension: every rank runs the same program.
+
+GPipe's schedule (Huang et al., 2019) on ``torch.distributed``: stage i works on micro-batch m in
+iteration i + m, so ``num_microbatches + stages - 1`` iterations pass them all through. To autograd
+the communication is a few nodes in each rank's graph, threaded on a chain of empty tokens::
+
+    start -- take 0       put 0 -- take 1       put 1 -- ... -- output
+                  \_module_/            \_module_/
+
+Take brings a micro-batch from the previous stage, put passes the module's result on; in the
+backward put brings the gradient and take passes it on. The chain makes the backward go through the
+forward's iterations in reverse, and through all of them or none, whatever the loss depends on. What
+lies between take and put is an ordinary graph: its memory is freed as the backward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
+
+from pipekernels.pipeline.random_state import RunRandom, preserved
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def execute_pipeline(
+    module: nn.Module,
+    x: Tensor | None,
+    *args: Any,
+    num_microbatches: int,
+    model_axis_name: str,
+    mesh: DeviceMesh | None = None,
+    replicated_axis_names: Collection[str] = (),
+    **kwargs: Any,
+) -> Tensor:
+    """Run a batch through the stages that the ranks of a mesh dimension hold; all of them call it.
+
+    The rank of index i along the dimension runs stage i. A stage may change the shape and the dtype
+    of what it passes on, alike for all micro-batches. Communication stays within the dimension's
+    process group: data and tensor parallelism along other dimensions go on beside it.
+
+    The result is differentiable, once, with respect to ``x``, the module's parameters, and tensors
+    in ``args`` and ``kwargs``. Every rank of the dimension must run the backward: all compute the
+    same loss of the output, which has no effect on gradients except on the last stage. ``x`` gets
+    its gradient on the first stage and zeros on the others. The activations of all micro-batches
+    are kept for the backward; ``torch.utils.checkpoint`` inside the module works as ever.
+
+    Every micro-batch has random numbers of its own: they depend on this rank, the micro-batch's
+    index, and one number that each call draws from the rank's default CPU generator.
+
+    Args:
+        module: this rank's stage; takes a tensor and returns one.
+        x: ``[batch, ...]``, on the mesh's device. Only the first stage needs it; the others may
+            pass ``None``.
+        args: more arguments of the module, passed whole with every micro-batch.
+        num_microbatches: how many micro-batches ``x`` is split into, along dimension 0.
+        model_axis_name: the mesh dimension whose ranks hold the stages.
+        mesh: a mesh with this dimension. Default: the enclosing one (``with mesh:``).
+        replicated_axis_names: mesh dimensions whose ranks work on the same activations, as in
+            tensor parallelism. Ranks that differ in these alone, and are seeded alike, draw the
+            same random numbers.
+        kwargs: more keyword arguments of the module, passed whole with every micro-batch.
+
+    Returns:
+        What the last stage returned, ``[rows, ...]``, micro-batches joined along dimension 0; zeros
+        of the same shape and dtype on all other stages.
+
+    Raises:
+        ValueError: ``num_microbatches`` does not divide the batch or is no integer of at least 1;
+            there is no mesh, or it lacks a dimension or this rank; or results of two micro-batches
+            differ in shape or dtype.
+        TypeError: ``module`` is no ``nn.Module``, or ``x`` or a result is no tensor.
+        RuntimeError: another stage raised an exception in its forward.
+
+    After an exception in a forward, which all ranks raise, the mesh is usable. A rank that raises
+    in its backward leaves the others waiting until its process ends or the group's timeout is over.
+    """
+    _check_module(module, "module")
+    _check_count(num_microbatches)
+    mesh = _given_or_enclosing(mesh)
+    axis = _Axis.of(mesh, model_axis_name)
+    key = _random_key(mesh, model_axis_name, replicated_axis_names)
+    source = _Batch(x, num_microbatches) if axis.is_first else _Previous(axis, num_microbatches)
+    sink = _Whole(num_microbatches) if axis.is_last else _Next(axis, num_microbatches)
+
+    def stage(m: int, part: Tensor) -> Tensor:
+        with random.inline(m, key):
+            return module(part, *args, **kwargs)
+
+    random = RunRandom([axis.device])
+    token = _start(axis, source, x, module, args, kwargs)
+    arriving = source.begin()
+    failure = _batch_error(x, num_microbatches, needed=axis.is_first)
+    if arriving and failure is None:
+        with preserved([axis.device]):
+            token, failure = _pass_all(stage, num_microbatches, source, sink, token)
+    if failure is not None or not arriving:
+        # The neighbours count on every message.
+        source.skip()
+        sink.give_up()
+    sink.finish()
+    features = _agree(axis, failure, sink.features)
+    rows, *rest = features.shape
+    features = features._replace(shape=(num_microbatches * rows, *rest))
+    make = sink.take if axis.is_last else partial(_zeros, features, axis.device)
+    return _Output.apply(sink, make, token) if features.requires_grad else make()
+
+
+def execute_pipeline_step(
+    module: nn.Module,
+    state: Tensor,
+    input: Tensor,
+    *args: Any,
+    model_axis_name: str,
+    mesh: DeviceMesh | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """One iteration of a pipeline, for loops of one's own: each stage works, then passes on.
+
+    All ranks of the mesh dimension call it in every iteration, each with the ``state`` that its
+    previous call returned; :func:`execute_pipeline` says how they are differentiated together. Until
+    the first micro-batch has reached a stage, and after the last one has left it, the module works
+    on whatever it is given. Random numbers are those of the rank's own generators.
+
+    Args:
+        module: this rank's stage; its results have the shape and dtype of ``state``.
+        state: what the previous stage passed on in the iteration before, ``[micro-batch, ...]``;
+            zeros at first. The module's input on all stages but the first.
+        input: a micro-batch, the module's input on the first stage.
+        args: more arguments of the module.
+        model_axis_name: the mesh dimension whose ranks hold the stages.
+        mesh: a mesh with this dimension. Default: the enclosing one (``with mesh:``).
+        kwargs: more keyword arguments of the module.
+
+    Returns:
+        The new state (zeros on the first stage) and the output: the module's result on the last
+        stage, zeros of its shape on the others.
+
+    Raises:
+        ValueError: the result's shape or dtype is not that of ``state``; or there is no mesh, or it
+            lacks the dimension or this rank.
+        TypeError: ``module`` is no ``nn.Module``, or its result is no tensor.
+    """
+    _check_module(module, "module")
+    axis = _Axis.of(_given_or_enclosing(mesh), model_axis_name)
+    differentiable = torch.is_grad_enabled() and state.is_floating_point()
+    features = _Features(tuple(state.shape), state.dtype, differentiable)
+    source = _Nothing(axis, features) if axis.is_first else _Previous(axis, 1, features)
+    sink = _Whole(1, features) if axis.is_last else _Next(axis, 1, features)
+    token = _start(axis, source, input, module, args, {"state": state, **kwargs})
+    result = module(input if axis.is_first else state, *args, **kwargs)
+    sink.check(0, result)
+    token = _Put.apply(sink, 0, token, result)
+    state, token = _Take.apply(source, 0, token)
+    sink.finish()
+    make = sink.take if axis.is_last else partial(_zeros, features, axis.device)
+    return state, _Output.apply(sink, make, token)
+
+
+class PipelineModule(nn.Module):
+    """A stage of a pipeline along a mesh dimension, as a module: see :func:`execute_pipeline`.
+
+    Every rank makes its stage by calling ``module_fn``, with random numbers that depend on the
+    stage and on one number drawn from the rank's default CPU generator. So parameters differ
+    between stages, and agree between ranks of one stage that are seeded alike.
+
+    Args:
+        model_axis_name: the mesh dimension whose ranks hold the stages.
+        num_microbatches: how many micro-batches an input is split into.
+        module_fn: makes the module that this rank runs.
+        mesh: a mesh with this dimension. Default: the enclosing one (``with mesh:``).
+        replicated_axis_names: as for :func:`execute_pipeline`.
+
+    Attributes:
+        module: what ``module_fn`` returned.
+
+    Raises:
+        ValueError: ``num_microbatches`` is no integer of at least 1; or there is no mesh, or it
+            lacks a dimension or this rank.
+        TypeError: ``module_fn`` returned no ``nn.Module``.
+    """
+
+    def __init__(
+        self,
+        model_axis_name: str,
+        num_microbatches: int,
+        module_fn: Callable[[], nn.Module],
+        *,
+        mesh: DeviceMesh | None = None,
+        replicated_axis_names: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        _check_count(num_microbatches)
+        self.model_axis_name = model_axis_name
+        self.num_microbatches = num_microbatches
+        self.replicated_axis_names = tuple(replicated_axis_names)
+        self._mesh = _given_or_enclosing(mesh)
+        axis = _Axis.of(self._mesh, model_axis_name)
+        _random_key(self._mesh, model_axis_name, self.replicated_axis_names)
+        random = RunRandom([axis.device])
+        with preserved([axis.device]), random.inline(0, axis.index):
+            self.module = module_fn()
+        _check_module(self.module, "what module_fn returns")
+
+    def forward(self, x: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a batch; arguments, result and errors are those of :func:`execute_pipeline`."""
+        return execute_pipeline(
+            self.module,
+            x,
+            *args,
+            num_microbatches=self.num_microbatches,
+            model_axis_name=self.model_axis_name,
+            mesh=self._mesh,
+            replicated_axis_names=self.replicated_axis_names,
+            **kwargs,
+        )
+
+
+class _Features(NamedTuple):
+    """What a rank must know of a tensor that it will get, or of its gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Features:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _zeros(features: _Features, device: torch.device) -> Tensor:
+    return torch.zeros(features.shape, dtype=features.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The ranks of one mesh dimension that differ from this rank in no other."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    ranks: list[int]
+    """Their numbers in the default group, by stage."""
+    index: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, name: str) -> _Axis:
+        ranks = _ranks_along(mesh, [name])
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return cls(mesh.get_group(name), device, ranks, ranks.index(dist.get_rank()))
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.ranks) - 1
+
+
+def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is not None:
+        return mesh
+    # torch has no public name for the mesh that `with mesh:` enters.
+    from torch.distributed.device_mesh import _mesh_resources
+
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError:
+        raise ValueError(
+            "there is no device mesh; pass mesh= or call this inside `with mesh:`"
+        ) from None
+
+
+def _ranks_along(mesh: DeviceMesh, names: Collection[str]) -> list[int]:
+    """Ranks whose place in the mesh differs from this rank's in the named dimensions alone."""
+    known = mesh.mesh_dim_names or ()
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"the mesh has no dimension {name!r}; its dimensions are {list(known)} "
+                "(mesh_dim_names of init_device_mesh)"
+            )
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}; call this on its ranks only"
+        )
+    where = [slice(None) if n in names else i for n, i in zip(known, place, strict=True)]
+    return mesh.mesh[tuple(where)].flatten().tolist()
+
+
+def _random_key(mesh: DeviceMesh, model_axis_name: str, replicated: Collection[str]) -> int:
+    """The same for ranks that work on the same activations, different for others."""
+    if model_axis_name in replicated:
+        raise ValueError(
+            f"replicated_axis_names has {model_axis_name!r}, whose ranks hold different stages; "
+            "leave it out"
+        )
+    return min(_ranks_along(mesh, replicated))
+
+
+def _check_module(module: object, what: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{what} must be an nn.Module, not {type(module).__name__}")
+
+
+def _check_count(num_microbatches: object) -> None:
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(
+            f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1"
+        )
+
+
+def _batch_error(x: Any, num_microbatches: int, *, needed: bool) -> Exception | None:
+    if x is None and not needed:
+        return None
+    if not isinstance(x, Tensor):
+        return TypeError(f"x must be a tensor on the first stage, not {type(x).__name__}")
+    if x.dim() == 0:
+        return ValueError("x has no dimension; a batch dimension 0 is needed to split it")
+    if x.size(0) % num_microbatches:
+        return ValueError(
+            f"Batch size {x.size(0)} must be divisible by number of microbatches {num_microbatches}; "
+            "change one of them, or pad the batch"
+        )
+    return None
+
+
+def _start(
+    axis: _Axis,
+    source: _Source,
+    x: Tensor | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    # An output requires a gradient on all ranks or none, so this must not hang on what this rank has.
+    anchor = torch.empty(0, device=axis.device, requires_grad=True)
+    others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return _Start.apply(source, anchor, x, *module.parameters(), *others)
+
+
+def _pass_all(
+    stage: Callable[[int, Tensor], Any], count: int, source: _Source, sink: _Sink, token: Tensor
+) -> tuple[Tensor, Exception | None]:
+    """All micro-batches through this rank's stage; stops at an exception and returns it."""
+    for m in range(count):
+        part, token = _Take.apply(source, m, token)
+        try:
+            result = stage(m, part)
+            sink.check(m, result)
+        except Exception as error:  # noqa: BLE001
+            return token, error
+        token = _Put.apply(sink, m, token, result)
+    return token, None
+
+
+def _agree(axis: _Axis, failure: Exception | None, features: _Features | None) -> _Features:
+    """Tell the others how this rank's forward went; what is known of the last stage's output."""
+    reports: list[Any] = [None] * len(axis.ranks)
+    raised = None if failure is None else repr(failure)
+    dist.all_gather_object(reports, (raised, features), group=axis.group)
+    if failure is not None:
+        raise failure
+    for stage, (raised, _) in enumerate(reports):
+        if raised is not None:
+            raise RuntimeError(
+                f"stage {stage} of the pipeline, rank {axis.ranks[stage]}, raised {raised}; "
+                "the batch was given up on all stages"
+            )
+    return reports[-1][1]
+
+
+class _Link:
+    """Messages to and from the rank of a neighbouring stage.
+
+    They flow one way at a time, results first and gradients the other way later. A rank waits for
+    what comes, and for its last message to be taken, so waits form a chain along the stages that
+    ends at one that waits for nobody. Without a cycle, sends and receives need not be batched, and
+    each starts as early as it can.
+    """
+
+    def __init__(self, axis: _Axis, stage: int) -> None:
+        self._group, self._device, self._rank = axis.group, axis.device, axis.ranks[stage]
+        self._sent: tuple[dist.Work, Tensor] | None = None
+        self._features: _Features
+        self._left = 0
+        self._coming: tuple[dist.Work, Tensor]
+
+    def send(self, tensor: Tensor) -> None:
+        """Send without waiting, except for the message before."""
+        self.flush()
+        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        self._sent = cast(dist.Work, dist.isend(dense, self._rank, self._group)), dense
+
+    def flush(self) -> None:
+        """Wait until nothing that was sent needs its memory."""
+        if self._sent is not None:
+            self._sent[0].wait()
+            self._sent = None
+
+    def announce(self, features: _Features | None) -> None:
+        """Tell the receiver what will come; None: nothing will."""
+        dist.send_object_list([features], self._rank, self._group)
+
+    def announced(self) -> _Features | None:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, self._rank, self._group)
+        return received[0]
+
+    def expect(self, features: _Features, count: int) -> None:
+        """Get ready for ``count`` tensors. While one is worked on, the next is on its way."""
+        self._features, self._left = features, count
+        self._coming = self._receive_later()
+
+    def receive(self) -> Tensor:
+        work, tensor = self._coming
+        self._left -= 1
+        if self._left:
+            self._coming = self._receive_later()
+        else:
+            del self._coming
+        work.wait()
+        return tensor
+
+    def skip(self) -> None:
+        """Receive what is still to come and drop it."""
+        while self._left:
+            self.receive()
+
+    def _receive_later(self) -> tuple[dist.Work, Tensor]:
+        shape, dtype, _ = self._features
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        return cast(dist.Work, dist.irecv(tensor, self._rank, self._group)), tensor
+
+
+class _Source:
+    """Where a stage's micro-batches come from, and where their gradients go."""
+
+    wants_grad = False
+
+    def begin(self) -> bool:
+        """Whether micro-batches will come."""
+        return True
+
+    def take(self, m: int) -> Tensor:
+        raise NotImplementedError
+
+    def give_back(self, m: int, grad: Tensor | None) -> None:
+        """Take the gradient of micro-batch ``m``, the last one first."""
+
+    def skip(self) -> None:
+        """Drop the micro-batches that were not taken."""
+
+    def finish(self) -> Tensor | None:
+        """End the backward. Returns the gradient of the batch, if any."""
+        return None
+
+
+class _Batch(_Source):
+    """The first stage's: slices of the batch."""
+
+    def __init__(self, x: Any, count: int) -> None:
+        self.wants_grad = isinstance(x, Tensor) and x.requires_grad
+        self._x = x
+        self._count = count
+        self._grad: Tensor | None = None
+
+    def take(self, m: int) -> Tensor:
+        # Detached last, since layers may not work in place on a view that autograd knows of.
+        return self._slice(self._x, m).detach()
+
+    def give_back(self, m: int, grad: Tensor | None) -> None:
+        if self.wants_grad and grad is not None:
+            if self._grad is None:
+                self._grad = torch.zeros_like(self._x)
+            self._slice(self._grad, m).copy_(grad)
+
+    def finish(self) -> Tensor | None:
+        grad, self._grad = self._grad, None
+        return grad
+
+    def _slice(self, x: Tensor, m: int) -> Tensor:
+        size = x.size(0) // self._count
+        return x.narrow(0, m * size, size)
+
+
+class _Previous(_Source):
+    """Any other stage's: what the previous stage sends."""
+
+    def __init__(self, axis: _Axis, count: int, features: _Features | None = None) -> None:
+        self._link = _Link(axis, axis.index - 1)
+        self._device = axis.device
+        self._count = count
+        self._features = features
+        if features is not None:
+            self._expect(features)
+
+    def begin(self) -> bool:
+        features = self._link.announced()
+        if features is not None:
+            self._expect(features)
+        return features is not None
+
+    def take(self, m: int) -> Tensor:
+        return self._link.receive()
+
+    def give_back(self, m: int, grad: Tensor | None) -> None:
+        if self.wants_grad:
+            assert self._features is not None
+            self._link.send(_zeros(self._features, self._device) if grad is None else grad)
+
+    def skip(self) -> None:
+        self._link.skip()
+
+    def finish(self) -> Tensor | None:
+        self._link.flush()
+        return None
+
+    def _expect(self, features: _Features) -> None:
+        self._features = features
+        self.wants_grad = features.requires_grad
+        self._link.expect(features, self._count)
+
+
+class _Nothing(_Source):
+    """The first stage's state in a single step, which nobody sends."""
+
+    def __init__(self, axis: _Axis, features: _Features) -> None:
+        self.wants_grad = features.requires_grad
+        self._zeros = partial(_zeros, features, axis.device)
+
+    def take(self, m: int) -> Tensor:
+        return self._zeros()
+
+
+class _Sink:
+    """Where a stage's results go, and where their gradients come from.
+
+    Args:
+        count: how many results there will be.
+        features: what was agreed on them; None to go by the first.
+    """
+
+    def __init__(self, count: int, features: _Features | None = None) -> None:
+        self.features = features
+        self._count = count
+
+    def check(self, m: int, result: Any) -> None:
+        """Raises where ``result`` is not what the receiver counts on."""
+        if not isinstance(result, Tensor):
+            raise TypeError(f"the module must return a tensor, not {type(result).__name__}")
+        features = _Features.of(result)
+        if self.features is None:
+            self.features = features
+        shape, dtype, requires_grad = self.features
+        if features[:2] != (shape, dtype) or features.requires_grad > requires_grad:
+            raise ValueError(
+                f"the module returned {features} for micro-batch {m}, where {self.features} was "
+                "agreed; every micro-batch must give the same"
+            )
+
+    def put(self, m: int, result: Tensor) -> None:
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Put something in place of the results that will not come."""
+
+    def finish(self) -> None:
+        """End the forward."""
+
+    def take(self) -> Tensor:
+        """All results, along dimension 0."""
+        raise NotImplementedError
+
+    def begin_backward(self, grad: Tensor | None) -> None:
+        """Take the gradient of the whole output."""
+
+    def grad_of(self, m: int) -> Tensor | None:
+        """The gradient of result ``m``; the last one is asked for first."""
+        raise NotImplementedError
+
+
+class _Whole(_Sink):
+    """The last stage's: one output, written micro-batch by micro-batch."""
+
+    _output: Tensor
+
+    def __init__(self, count: int, features: _Features | None = None) -> None:
+        super().__init__(count, features)
+        self._grads: list[Tensor] = []
+
+    def check(self, m: int, result: Any) -> None:
+        super().check(m, result)
+        if result.dim() == 0:
+            raise ValueError(
+                "the last stage returned a tensor without dimensions; outputs are joined along "
+                "dimension 0 (compute a scalar loss outside the pipeline)"
+            )
+
+    def put(self, m: int, result: Tensor) -> None:
+        rows = result.size(0)
+        if m == 0:
+            self._output = result.new_empty((self._count * rows, *result.shape[1:]))
+        self._output.narrow(0, m * rows, rows).copy_(result)
+
+    def take(self) -> Tensor:
+        # Keeps no reference: the output's graph holds this object.
+        output = self._output
+        del self._output
+        return output
+
+    def begin_backward(self, grad: Tensor | None) -> None:
+        self._grads = [] if grad is None else list(grad.tensor_split(self._count))
+
+    def grad_of(self, m: int) -> Tensor | None:
+        return self._grads.pop() if self._grads else None
+
+
+class _Next(_Sink):
+    """Any other stage's: what the next stage receives."""
+
+    def __init__(self, axis: _Axis, count: int, features: _Features | None = None) -> None:
+        super().__init__(count, features)
+        self._link = _Link(axis, axis.index + 1)
+        self._device = axis.device
+        self._announced = features is not None
+        self._done = 0
+
+    def put(self, m: int, result: Tensor) -> None:
+        if not self._announced:
+            self._link.announce(self.features)
+            self._announced = True
+        self._link.send(result)
+        self._done += 1
+
+    def give_up(self) -> None:
+        if not self._announced:
+            self._link.announce(None)
+            return
+        assert self.features is not None
+        for _ in range(self._done, self._count):
+            self._link.send(_zeros(self.features, self._device))
+
+    def finish(self) -> None:
+        self._link.flush()
+
+    def grad_of(self, m: int) -> Tensor | None:
+        assert self.features is not None
+        if not self.features.requires_grad:
+            return None
+        if m == self._count - 1:
+            self._link.expect(self.features, self._count)
+        return self._link.receive()
+
+
+class _Start(torch.autograd.Function):
+    """Ties what the pipeline depends on to its chain, so that a backward for any of it runs the
+    whole chain."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: _Source, anchor: Tensor, x: Tensor | None, *others: Tensor
+    ) -> Tensor:
+        ctx.source = source
+        ctx.nothing = None if x is None else x.new_zeros(()).expand_as(x)
+        ctx.others = len(others)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad = ctx.source.finish()
+        return None, None, ctx.nothing if grad is None else grad, *[None] * ctx.others
+
+
+class _Take(torch.autograd.Function):
+    """Micro-batch ``m`` from the source."""
+
+    @staticmethod
+    def forward(ctx: Any, source: _Source, m: int, token: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.source, ctx.m = source, m
+        ctx.set_materialize_grads(False)
+        part = source.take(m)
+        if not source.wants_grad:
+            ctx.mark_non_differentiable(part)
+        return part, token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[None, None, None]:
+        ctx.source.give_back(ctx.m, grad)
+        return None, None, None
+
+
+class _Put(torch.autograd.Function):
+    """Result ``m`` into the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: _Sink, m: int, token: Tensor, result: Tensor) -> Tensor:
+        ctx.sink, ctx.m = sink, m
+        ctx.set_materialize_grads(False)
+        sink.put(m, result)
+        return token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, None, None, Tensor | None]:
+        return None, None, None, ctx.sink.grad_of(ctx.m)
+
+
+class _Output(torch.autograd.Function):
+    """The end of the chain: the output on the last stage, zeros on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: _Sink, make: Callable[[], Tensor], token: Tensor) -> Tensor:
+        ctx.sink = sink
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token)
+        return make()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        # Raises in a second backward without retain_graph, before any rank waits for another.
+        _ = ctx.saved_tensors
+        ctx.sink.begin_backward(grad)
+        return None, None, None
