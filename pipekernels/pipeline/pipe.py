@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipekernels.pipeline.batchnorm import committed, convert_deferred_batch_norm
@@ -20,6 +21,10 @@ from pipekernels.pipeline.sink import Losses, LossFunction
 from pipekernels.pipeline.skip import verify_skippables
 from pipekernels.pipeline.structure import LONE, Arguments, take_apart
 from pipekernels.pipeline.timeline import Timeline
+from pipekernels.pipeline.torch_stage import torch_stage
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 Device = torch.device | int | str
 
@@ -235,6 +240,41 @@ class Pipe(nn.Module):
         module = nn.Sequential(named)
         module.train(self.training)
         return module
+
+    def to_torch_stage(
+        self,
+        stage_index: int | None = None,
+        *,
+        device: Device | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> PipelineStage:
+        """A stage of this pipe for the schedules of ``torch.distributed.pipelining``.
+
+        For a model that outgrows one process: every rank builds the same pipe, takes its stage, and
+        may drop the pipe. In a program that torchrun starts on as many ranks as there are stages::
+
+            stage = pipe.to_torch_stage()
+            schedule = Schedule1F1B(stage, n_microbatches=pipe.chunks, loss_fn=loss_fn)
+            optimizer = SGD(stage.submod.parameters(), lr=0.1)
+            schedule.step(input) if stage.is_first else schedule.step(target=target)
+
+        The stage's module has the pipe's layers, with their names in the wrapped module's
+        state_dict. Its checkpointing and random numbers are torch's; a stage cannot take or return
+        a tuple of one tensor.
+
+        Args:
+            stage_index: which stage. Default: the one of this rank's number, for a group with a
+                rank per stage. Schedules that interleave take several stages per rank.
+            device: where the stage is to run; its layers are moved there, and the pipe itself
+                cannot be used any more if they were elsewhere. Default: where they are.
+            group: the ranks that run the stages. Default: all.
+
+        Raises:
+            RuntimeError: ``torch.distributed`` is not initialised.
+            ValueError: the group does not have a rank per stage, ``stage_index`` is out of range,
+                two stages share a parameter, or the pipe was built with ``deferred_batch_norm``.
+        """
+        return torch_stage(self._partitions(), self.devices, stage_index, device, group)
 
     def __len__(self) -> int:
         """Number of layers."""

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from pipekernels.pipeline.random_state import RunRandom, preserved
@@ -478,8 +477,8 @@ class _Batch(_Source):
         self._grad: Tensor | None = None
 
     def take(self, m: int) -> Tensor:
-        # Detached last, since layers may not work in place on a view that autograd knows of.
-        return self._slice(self._x, m).detach()
+        # A copy, so that layers may work in place: slices of one tensor share its version counter.
+        return self._slice(self._x, m).clone()
 
     def give_back(self, m: int, grad: Tensor | None) -> None:
         if self.wants_grad and grad is not None:
@@ -679,7 +678,6 @@ class _Start(torch.autograd.Function):
         return anchor.new_empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         grad = ctx.source.finish()
         return None, None, ctx.nothing if grad is None else grad, *[None] * ctx.others
@@ -698,7 +696,6 @@ class _Take(torch.autograd.Function):
         return part, token.new_empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[None, None, None]:
         ctx.source.give_back(ctx.m, grad)
         return None, None, None
@@ -715,7 +712,6 @@ class _Put(torch.autograd.Function):
         return token.new_empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[None, None, None, Tensor | None]:
         return None, None, None, ctx.sink.grad_of(ctx.m)
 
@@ -731,9 +727,12 @@ class _Output(torch.autograd.Function):
         return make()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
-        # Raises in a second backward without retain_graph, before any rank waits for another.
-        _ = ctx.saved_tensors
+        # First on every rank, so that these raise before any rank waits for another.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipeline can be differentiated once only; call this without create_graph=True"
+            )
+        _ = ctx.saved_tensors  # Raises in a second backward without retain_graph.
         ctx.sink.begin_backward(grad)
         return None, None, None

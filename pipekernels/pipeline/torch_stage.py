@@ -1,0 +1,88 @@
+"""A pipe's partition as a stage of ``torch.distributed.pipelining``, one process per stage."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipekernels.pipeline.batchnorm import DeferredBatchNorm
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+
+def torch_stage(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    stage_index: int | None,
+    device: torch.device | int | str | None,
+    group: dist.ProcessGroup | None,
+) -> PipelineStage:
+    """The stage that ``Pipe.to_torch_stage`` documents.
+
+    Args:
+        partitions: the layers of each stage.
+        devices: where they are.
+        stage_index, device, group: those of ``Pipe.to_torch_stage``.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call init_process_group() first, in a process "
+            "per stage (torchrun starts them)"
+        )
+    index = _stage_of_rank(len(partitions), group) if stage_index is None else stage_index
+    if not 0 <= index < len(partitions):
+        raise ValueError(f"stage_index is {index}; it must be in 0..{len(partitions) - 1}")
+    _check_separable(partitions)
+    from torch.distributed.pipelining import PipelineStage  # Slow to import.
+
+    home = devices[index] if device is None else torch.device(device)
+    return PipelineStage(
+        _Layers(partitions[index]).to(home), index, len(partitions), home, group=group
+    )
+
+
+class _Layers(nn.Sequential):
+    """A partition that takes a tuple of tensors as arguments, as the stages of torch pass it on."""
+
+    def __init__(self, partition: nn.Sequential) -> None:
+        super().__init__(OrderedDict(partition._modules))
+        self.training = partition.training
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return super().forward(inputs[0] if len(inputs) == 1 else inputs)
+
+
+def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
+    ranks = dist.get_world_size(group)
+    if ranks < 0:
+        raise ValueError("this process is not a member of the group; pass one that it is in")
+    if ranks != stages:
+        raise ValueError(
+            f"the pipe has {stages} stages and the group has {ranks} ranks; give the pipe a balance "
+            f"of {ranks} stages, or pass stage_index where a rank runs several"
+        )
+    return dist.get_rank(group)
+
+
+def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
+    """Raises where stages that are processes of their own would compute something else."""
+    home: dict[int, int] = {}
+    for index, partition in enumerate(partitions):
+        for name, parameter in partition.named_parameters():
+            if home.setdefault(id(parameter), index) != index:
+                raise ValueError(
+                    f"parameter {name!r} is shared by stages {home[id(parameter)]} and {index}, "
+                    "which would be processes with a copy each; choose a balance that keeps the "
+                    "layers that share it together"
+                )
+        if any(isinstance(layer, DeferredBatchNorm) for layer in partition.modules()):
+            raise ValueError(
+                f"stage {index} has deferred batch norm, which only a Pipe's own forward commits; "
+                "build the Pipe without deferred_batch_norm"
+            )

@@ -1,0 +1,151 @@
+"""A pipe's stages under the schedules of ``torch.distributed.pipelining``, a process each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_processes
+from torch import Tensor, nn
+
+from pipekernels import Communicator, Pipe
+
+CHUNKS = 4
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(6, 6), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+class Fork(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.sin()
+
+
+class Join(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+def forked_model() -> nn.Sequential:
+    """Its second stage takes a tuple."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 6), Fork(), Join(), nn.Linear(6, 6)).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x, target = (torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x, target
+
+
+def expected(module: nn.Sequential) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the unwrapped module."""
+    x, target = batch()
+    loss = F.mse_loss(module(x), target)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in module.named_parameters()}
+
+
+def assert_trained(stages: list[Any], losses: list[Tensor], module: nn.Sequential) -> None:
+    """``stages``, after a step, have the gradients of ``module`` under its own names."""
+    loss, grads = expected(module)
+    if any(stage.is_last for stage in stages):
+        assert torch.stack(losses).mean().item() == pytest.approx(loss, rel=0, abs=1e-10)
+    seen = 0
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-10)
+            seen += 1
+    assert seen > 0
+
+
+def step(schedule: Any, stages: list[Any]) -> list[Tensor]:
+    x, target = batch()
+    losses: list[Tensor] = []
+    inputs = [x] if any(stage.is_first for stage in stages) else []
+    outputs = {"target": target, "losses": losses} if any(s.is_last for s in stages) else {}
+    schedule.step(*inputs, **outputs)
+    return losses
+
+
+def schedules(comm: Communicator) -> Iterator[tuple[Any, list[Any], nn.Sequential]]:
+    from torch.distributed import pipelining
+
+    for name in ("ScheduleGPipe", "Schedule1F1B"):
+        for module, balance in ((model(), [3, 5]), (forked_model(), [2, 2])):
+            unwrapped = copy.deepcopy(module)
+            stage = Pipe(module, balance, devices=["cpu"] * 2, chunks=CHUNKS).to_torch_stage()
+            assert stage.stage_index == comm.rank
+            schedule = getattr(pipelining, name)(stage, CHUNKS, loss_fn=F.mse_loss)
+            yield schedule, [stage], unwrapped
+    module = model()
+    unwrapped = copy.deepcopy(module)
+    pipe = Pipe(module, [2, 2, 2, 2], devices=["cpu"] * 4, chunks=CHUNKS)
+    stages = [pipe.to_torch_stage(index) for index in (comm.rank, comm.rank + 2)]
+    schedule = pipelining.ScheduleInterleaved1F1B(stages, CHUNKS, loss_fn=F.mse_loss)
+    yield schedule, stages, unwrapped
+
+
+def train(comm: Communicator) -> int:
+    done = 0
+    for schedule, stages, module in schedules(comm):
+        assert_trained(stages, step(schedule, stages), module)
+        done += 1
+    return done
+
+
+def test_schedules_equal_the_unwrapped_module() -> None:
+    assert run_processes(2, train) == [5, 5]
+
+
+def take_stages(comm: Communicator) -> None:
+    pipe = Pipe(model(), [4, 4], devices=["cpu"] * 2).eval()
+    pipe[3].train()
+    stage = pipe.to_torch_stage(1)
+    assert list(stage.submod.state_dict()) == [
+        f"{i}.{n}" for i in (4, 6) for n in ("weight", "bias")
+    ]
+    assert stage.submod[0] is pipe[4]
+    assert not stage.submod.training
+    assert pipe.to_torch_stage(0).submod[3].training
+    pairs = [dist.new_group([0]), dist.new_group([1])]
+    assert Pipe(model(), [8], devices=["cpu"]).to_torch_stage(group=pairs[comm.rank]).is_last
+
+    with pytest.raises(ValueError, match="2 stages and the group has 1 ranks"):
+        pipe.to_torch_stage(group=pairs[comm.rank])
+    with pytest.raises(ValueError, match="not a member of the group"):
+        pipe.to_torch_stage(group=pairs[1 - comm.rank])
+    for index in (2, -1):
+        with pytest.raises(ValueError, match=f"stage_index is {index}; it must be in 0..1"):
+            pipe.to_torch_stage(index)
+    tied = model()
+    tied[6].weight = tied[0].weight
+    with pytest.raises(ValueError, match="'6.weight' is shared by stages 0 and 1"):
+        Pipe(tied, [4, 4], devices=["cpu"] * 2).to_torch_stage()
+    norm = Pipe(
+        nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()),
+        [1, 1],
+        devices=["cpu"] * 2,
+        deferred_batch_norm=True,
+    )
+    with pytest.raises(ValueError, match="stage 0 has deferred batch norm"):
+        norm.to_torch_stage()
+
+
+def test_stages_share_the_layers_and_bad_arguments_are_refused() -> None:
+    run_processes(2, take_stages)
+
+
+def test_needs_torch_distributed() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Pipe(model(), [8], devices=["cpu"]).to_torch_stage()
