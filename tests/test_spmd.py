@@ -8,6 +8,8 @@ The interface and what it documents are those of xlstm-jax's ``execute_pipeline`
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from pipekernels import (
     ColumnParallelLinear,
@@ -218,6 +221,35 @@ def test_arguments_and_unusual_tensors() -> None:
     run_processes(2, arguments, limit=LIMIT)
 
 
+class Ordered(nn.Module):
+    """Notes in which order micro-batches, numbered by their forwards, are differentiated."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self._order = order
+        self._count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, m = x.clone(), self._count
+        self._count += 1
+        y.register_hook(lambda _: self._order.append(m))
+        return y
+
+
+class Dropped(nn.Module):
+    """A module, then dropout; both checkpointed or not."""
+
+    def __init__(self, module: nn.Module, recompute: bool) -> None:
+        super().__init__()
+        self._layers = nn.Sequential(module, nn.Dropout(0.5))
+        self._recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._recompute:
+            return checkpoint(self._layers, x, use_reentrant=False)
+        return self._layers(x)
+
+
 def autograd(comm: Communicator) -> None:
     mesh = line(comm)
     module = stages(2)[comm.rank]
@@ -252,6 +284,20 @@ def autograd(comm: Communicator) -> None:
     # No double backward.
     with pytest.raises(RuntimeError, match="differentiated once only"):
         torch.autograd.grad(run(module, x, mesh, 3).square().sum(), x, create_graph=True)
+
+    # Backwards go from the last micro-batch to the first.
+    order: list[int] = []
+    run(nn.Sequential(module, Ordered(order)), x, mesh, 3).sum().backward()
+    assert order == [2, 1, 0]
+
+    # Checkpointing in the module, with dropout: the same masks again, the same gradients.
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        module.zero_grad()
+        run(Dropped(module, recompute), x, mesh, 3).square().sum().backward()
+        found.append([p.grad for p in mine])
+    torch.testing.assert_close(*found, **exactly)
 
     # Two batches in flight, the later one differentiated last.
     first, second = run(module, x, mesh, 3), run(module, 2 * x, mesh, 2)
@@ -306,6 +352,12 @@ def test_data_parallelism_beside_it() -> None:
 
 
 def tensor_parallel(comm: Communicator) -> None:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
     mesh = square("tensor")
     pipe = mesh.get_local_rank("pipe")
     modules = stages(2)
@@ -327,6 +379,16 @@ def tensor_parallel(comm: Communicator) -> None:
         torch.testing.assert_close(module[0].weight.grad, grad, **exactly)
         grad = reference[pipe][2].weight.grad.chunk(2, dim=1)[ranks.rank]
         torch.testing.assert_close(module[2].weight.grad, grad, **exactly)
+
+    # torch's own, on DTensors.
+    module = parallelize_module(
+        modules[pipe], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    output = run(module, x, mesh, 3)
+    output.square().mean().backward()
+    torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
+    for p, q in zip(module.parameters(), reference[pipe].parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, **exactly)
 
 
 def test_tensor_parallelism_beside_it() -> None:
@@ -468,6 +530,22 @@ def test_an_exception_reaches_every_rank() -> None:
     run_processes(3, failures, limit=LIMIT)
 
 
+class Dying(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def death(comm: Communicator) -> None:
+    mesh = line(comm)
+    with pytest.raises(RuntimeError):
+        run(Dying() if comm.rank == 1 else nn.Tanh(), randn(6, WIDTH), mesh, 3)
+
+
+def test_a_dead_stage_is_an_error_on_the_others() -> None:
+    run_processes(3, death, limit=LIMIT, killed=(1,))
+
+
 def bad_arguments(comm: Communicator) -> None:
     mesh = line(comm)
     module = nn.Tanh()
@@ -487,6 +565,8 @@ def bad_arguments(comm: Communicator) -> None:
         run(torch.tanh, x, mesh, 1)
     with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, not int"):
         PipelineModule("pipe", 1, int, mesh=mesh)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, not str"):
+        run(module, x, "pipe", 1)
     with pytest.raises(ValueError, match="there is no device mesh; pass mesh="):
         execute_pipeline(module, x, num_microbatches=1, model_axis_name="pipe")
     with pytest.raises(ValueError, match=r"no dimension 'model'; its dimensions are \['pipe'\]"):

@@ -77,7 +77,8 @@ def execute_pipeline(
         ValueError: ``num_microbatches`` does not divide the batch or is no integer of at least 1;
             there is no mesh, or it lacks a dimension or this rank; or results of two micro-batches
             differ in shape or dtype.
-        TypeError: ``module`` is no ``nn.Module``, or ``x`` or a result is no tensor.
+        TypeError: ``module`` is no ``nn.Module``, ``mesh`` no ``DeviceMesh``, or ``x`` or a result
+            no tensor.
         RuntimeError: another stage raised an exception in its forward.
 
     After an exception in a forward, which all ranks raise, the mesh is usable. A rank that raises
@@ -91,11 +92,12 @@ def execute_pipeline(
     source = _Batch(x, num_microbatches) if axis.is_first else _Previous(axis, num_microbatches)
     sink = _Whole(num_microbatches) if axis.is_last else _Next(axis, num_microbatches)
 
-    def stage(m: int, part: Tensor) -> Tensor:
+    random = RunRandom([axis.device])
+
+    def stage(m: int, part: Tensor) -> Any:
         with random.inline(m, key):
             return module(part, *args, **kwargs)
 
-    random = RunRandom([axis.device])
     token = _start(axis, source, x, module, args, kwargs)
     arriving = source.begin()
     failure = _batch_error(x, num_microbatches, needed=axis.is_first)
@@ -147,7 +149,8 @@ def execute_pipeline_step(
     Raises:
         ValueError: the result's shape or dtype is not that of ``state``; or there is no mesh, or it
             lacks the dimension or this rank.
-        TypeError: ``module`` is no ``nn.Module``, or its result is no tensor.
+        TypeError: ``module`` is no ``nn.Module``, ``mesh`` no ``DeviceMesh``, or the result no
+            tensor.
     """
     _check_module(module, "module")
     axis = _Axis.of(_given_or_enclosing(mesh), model_axis_name)
@@ -185,7 +188,7 @@ class PipelineModule(nn.Module):
     Raises:
         ValueError: ``num_microbatches`` is no integer of at least 1; or there is no mesh, or it
             lacks a dimension or this rank.
-        TypeError: ``module_fn`` returned no ``nn.Module``.
+        TypeError: ``module_fn`` returned no ``nn.Module``, or ``mesh`` is no ``DeviceMesh``.
     """
 
     def __init__(
@@ -268,17 +271,19 @@ class _Axis:
 
 
 def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
-    if mesh is not None:
-        return mesh
     # torch has no public name for the mesh that `with mesh:` enters.
-    from torch.distributed.device_mesh import _mesh_resources
+    from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
-    try:
-        return _mesh_resources.get_current_mesh()
-    except RuntimeError:
-        raise ValueError(
-            "there is no device mesh; pass mesh= or call this inside `with mesh:`"
-        ) from None
+    if mesh is None:
+        try:
+            return _mesh_resources.get_current_mesh()
+        except RuntimeError:
+            raise ValueError(
+                "there is no device mesh; pass mesh= or call this inside `with mesh:`"
+            ) from None
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
+    return mesh
 
 
 def _ranks_along(mesh: DeviceMesh, names: Collection[str]) -> list[int]:
