@@ -334,6 +334,7 @@ def data_parallel(comm: Communicator) -> None:
         module = PipelineModule("pipe", 2, mlp)
     reference = gathered(module.module, mesh.get_group("pipe"))
     replicas = gathered(module.module, mesh.get_group("data"))
+    assert (module.model_axis_name, module.num_microbatches, module.module_fn) == ("pipe", 2, mlp)
     # Stages differ, replicas do not, and the generators are in step.
     assert not torch.equal(reference[0][0].weight, reference[1][0].weight)
     assert torch.equal(replicas[0][0].weight, replicas[1][0].weight)
@@ -478,7 +479,9 @@ def loop_of_steps(comm: Communicator) -> None:
             nn.Tanh(), state, randn(2, WIDTH), model_axis_name="pipe", mesh=mesh
         )[0]
         assert not state.requires_grad
-    with pytest.raises(ValueError, match="where .* was agreed"):
+    with pytest.raises(
+        ValueError, match=r"returned torch.float64 \[2, 6\].* not torch.float64 \[1, 2, 6\]"
+    ):
         execute_pipeline_step(Tokens(), state[None], state[None], model_axis_name="pipe", mesh=mesh)
 
 
@@ -529,7 +532,8 @@ def failures(comm: Communicator) -> None:
     # Only the first stage needs x; when it has a wrong one, the others learn it.
     bad = x[:4] if comm.rank == 0 else None
     assert_fails(0, modules[0], ValueError, "must be divisible", bad)
-    assert_fails(0, modules[0], TypeError, "x must be a tensor", None)
+    for bad in (None, [1.0]):
+        assert_fails(0, modules[0], TypeError, "x must be a tensor", bad if comm.rank == 0 else x)
 
 
 def test_an_exception_reaches_every_rank() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipekernels import Communicator, Pipe
 
 CHUNKS = 4
+LIMIT = 100.0
 
 
 def model() -> nn.Sequential:
@@ -105,7 +106,7 @@ def train(comm: Communicator) -> int:
 
 
 def test_schedules_equal_the_unwrapped_module() -> None:
-    assert run_processes(2, train) == [5, 5]
+    assert run_processes(2, train, limit=LIMIT) == [5, 5]
 
 
 def take_stages(comm: Communicator) -> None:
@@ -118,6 +119,8 @@ def take_stages(comm: Communicator) -> None:
     assert stage.submod[0] is pipe[4]
     assert not stage.submod.training
     assert pipe.to_torch_stage(0).submod[3].training
+    moved = Pipe(model(), [4, 4], devices=["cpu"] * 2).to_torch_stage(1, device="meta")
+    assert moved.submod[0].weight.is_meta
     pairs = [dist.new_group([0]), dist.new_group([1])]
     assert Pipe(model(), [8], devices=["cpu"]).to_torch_stage(group=pairs[comm.rank]).is_last
 
@@ -143,7 +146,7 @@ def take_stages(comm: Communicator) -> None:
 
 
 def test_stages_share_the_layers_and_bad_arguments_are_refused() -> None:
-    run_processes(2, take_stages)
+    run_processes(2, take_stages, limit=LIMIT)
 
 
 def test_needs_torch_distributed() -> None:

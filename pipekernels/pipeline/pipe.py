@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipekernels.pipeline.batchnorm import committed, convert_deferred_batch_norm
@@ -24,6 +23,7 @@ from pipekernels.pipeline.timeline import Timeline
 from pipekernels.pipeline.torch_stage import torch_stage
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage
 
 Device = torch.device | int | str
@@ -259,8 +259,8 @@ class Pipe(nn.Module):
             schedule.step(input) if stage.is_first else schedule.step(target=target)
 
         The stage's module has the pipe's layers, with their names in the wrapped module's
-        state_dict. Its checkpointing and random numbers are torch's; a stage cannot take or return
-        a tuple of one tensor.
+        state_dict. The pipe's checkpointing and random numbers do not come along, and stages cannot
+        pass on a tuple of one tensor.
 
         Args:
             stage_index: which stage. Default: the one of this rank's number, for a group with a
@@ -270,9 +270,11 @@ class Pipe(nn.Module):
             group: the ranks that run the stages. Default: all.
 
         Raises:
-            RuntimeError: ``torch.distributed`` is not initialised.
-            ValueError: the group does not have a rank per stage, ``stage_index`` is out of range,
-                two stages share a parameter, or the pipe was built with ``deferred_batch_norm``.
+            RuntimeError: ``torch.distributed`` is not initialised, or there are more ranks than
+                stages.
+            ValueError: without ``stage_index``, the group does not have a rank per stage;
+                ``stage_index`` is out of range; two stages share a parameter; or the pipe was built
+                with ``deferred_batch_norm``.
         """
         return torch_stage(self._partitions(), self.devices, stage_index, device, group)
 

@@ -91,7 +91,6 @@ def execute_pipeline(
     key = _random_key(mesh, model_axis_name, replicated_axis_names)
     source = _Batch(x, num_microbatches) if axis.is_first else _Previous(axis, num_microbatches)
     sink = _Whole(num_microbatches) if axis.is_last else _Next(axis, num_microbatches)
-
     random = RunRandom([axis.device])
 
     def stage(m: int, part: Tensor) -> Any:
@@ -151,6 +150,9 @@ def execute_pipeline_step(
             lacks the dimension or this rank.
         TypeError: ``module`` is no ``nn.Module``, ``mesh`` no ``DeviceMesh``, or the result no
             tensor.
+
+    An exception on one rank leaves the others waiting, until its process ends or the group's timeout
+    is over.
     """
     _check_module(module, "module")
     axis = _Axis.of(_given_or_enclosing(mesh), model_axis_name)
@@ -183,6 +185,7 @@ class PipelineModule(nn.Module):
         replicated_axis_names: as for :func:`execute_pipeline`.
 
     Attributes:
+        model_axis_name, num_microbatches, module_fn, replicated_axis_names: the arguments.
         module: what ``module_fn`` returned.
 
     Raises:
@@ -204,6 +207,7 @@ class PipelineModule(nn.Module):
         _check_count(num_microbatches)
         self.model_axis_name = model_axis_name
         self.num_microbatches = num_microbatches
+        self.module_fn = module_fn
         self.replicated_axis_names = tuple(replicated_axis_names)
         self._mesh = _given_or_enclosing(mesh)
         axis = _Axis.of(self._mesh, model_axis_name)
@@ -237,6 +241,10 @@ class _Features(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Features:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        grad = " that requires a gradient" if self.requires_grad else ""
+        return f"{self.dtype} {list(self.shape)}{grad}"
 
 
 def _zeros(features: _Features, device: torch.device) -> Tensor:
@@ -344,7 +352,7 @@ def _batch_error(x: Any, num_microbatches: int, *, needed: bool) -> Exception | 
 def _start(
     axis: _Axis,
     source: _Source,
-    x: Tensor | None,
+    x: Any,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -352,6 +360,7 @@ def _start(
     # An output requires a gradient on all ranks or none, so this must not hang on what this rank has.
     anchor = torch.empty(0, device=axis.device, requires_grad=True)
     others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    x = x if isinstance(x, Tensor) else None
     return _Start.apply(source, anchor, x, *module.parameters(), *others)
 
 
@@ -389,10 +398,10 @@ def _agree(axis: _Axis, failure: Exception | None, features: _Features | None) -
 class _Link:
     """Messages to and from the rank of a neighbouring stage.
 
-    They flow one way at a time, results first and gradients the other way later. A rank waits for
-    what comes, and for its last message to be taken, so waits form a chain along the stages that
-    ends at one that waits for nobody. Without a cycle, sends and receives need not be batched, and
-    each starts as early as it can.
+    They flow one way at a time: results first, gradients the other way later. The receiver is ready
+    for a message before it works on the one before it. So a rank that waits, for a message or until
+    its last one is taken, waits for the work on an earlier micro-batch of a neighbour, never for one
+    that waits for it: sends and receives need not be batched, and each starts as early as it can.
     """
 
     def __init__(self, axis: _Axis, stage: int) -> None:
@@ -571,8 +580,8 @@ class _Sink:
         shape, dtype, requires_grad = self.features
         if features[:2] != (shape, dtype) or features.requires_grad > requires_grad:
             raise ValueError(
-                f"the module returned {features} for micro-batch {m}, where {self.features} was "
-                "agreed; every micro-batch must give the same"
+                f"the module returned {features} for micro-batch {m}, not {self.features}; "
+                "every micro-batch must give the same"
             )
 
     def put(self, m: int, result: Tensor) -> None:
