@@ -21,7 +21,9 @@ import torch.distributed as dist
 from pipekernels import Communicator, PeerError
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "numpy", "pipekernels.comm.communicator"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.pipelining", "pytest", "numpy", "pipekernels.comm.communicator"]
+)
 
 
 def run_threads(

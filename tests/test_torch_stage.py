@@ -14,6 +14,7 @@ from ranks import run_processes
 from torch import Tensor, nn
 
 from pipekernels import Communicator, Pipe
+from pipekernels.skip import pop, skippable, stash
 
 CHUNKS = 4
 LIMIT = 100.0
@@ -25,6 +26,20 @@ def model() -> nn.Sequential:
     for _ in range(4):
         layers += [nn.Linear(6, 6), nn.Tanh()]
     return nn.Sequential(*layers).double()
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        skip = yield pop("skip")
+        return x + skip
 
 
 class Fork(nn.Module):
@@ -143,6 +158,10 @@ def take_stages(comm: Communicator) -> None:
     )
     with pytest.raises(ValueError, match="stage 0 has deferred batch norm"):
         norm.to_torch_stage()
+    skipping = nn.Sequential(Down(), nn.Tanh(), Up())
+    Pipe(skipping, [3], devices=["cpu"]).to_torch_stage(0)
+    with pytest.raises(ValueError, match="stage 1 pops 'skip', which an earlier stage stashes"):
+        Pipe(skipping, [1, 2], devices=["cpu"] * 2).to_torch_stage()
 
 
 def test_stages_share_the_layers_and_bad_arguments_are_refused() -> None:

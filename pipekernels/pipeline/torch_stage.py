@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipekernels.pipeline.batchnorm import DeferredBatchNorm
+from pipekernels.pipeline.skip import SkipLayout
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -73,6 +74,7 @@ def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
 def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
     """Raises where stages that are processes of their own would compute something else."""
     home: dict[int, int] = {}
+    received = SkipLayout(partitions).received
     for index, partition in enumerate(partitions):
         for name, parameter in partition.named_parameters():
             if home.setdefault(id(parameter), index) != index:
@@ -81,6 +83,12 @@ def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
                     "which would be processes with a copy each; choose a balance that keeps the "
                     "layers that share it together"
                 )
+        if received[index]:
+            raise ValueError(
+                f"stage {index} pops {', '.join(repr(name) for _, name in received[index])}, which an "
+                "earlier stage stashes; torch's stages carry no skips, so choose a balance that keeps "
+                "both ends of each in one stage"
+            )
         if any(isinstance(layer, DeferredBatchNorm) for layer in partition.modules()):
             raise ValueError(
                 f"stage {index} has deferred batch norm, which only a Pipe's own forward commits; "
