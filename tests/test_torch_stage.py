@@ -158,8 +158,8 @@ def take_stages(comm: Communicator) -> None:
     )
     with pytest.raises(ValueError, match="stage 0 has deferred batch norm"):
         norm.to_torch_stage()
-    skipping = nn.Sequential(Down(), nn.Tanh(), Up())
-    Pipe(skipping, [3], devices=["cpu"]).to_torch_stage(0)
+    skipping = nn.Sequential(Down(), Up(), nn.Tanh())
+    Pipe(skipping, [2, 1], devices=["cpu"] * 2).to_torch_stage()
     with pytest.raises(ValueError, match="stage 1 pops 'skip', which an earlier stage stashes"):
         Pipe(skipping, [1, 2], devices=["cpu"] * 2).to_torch_stage()
 
