@@ -99,9 +99,10 @@ def models(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
         if isinstance(layer, nn.BatchNorm1d):
             layer.eval()
             layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign]
-    places = st.integers(1, len(layers) - 1) if len(layers) > 1 else st.nothing()
-    cuts = sorted(draw(st.sets(places, max_size=3)))
-    return module, [b - a for a, b in pairwise([0, *cuts, len(layers)])]
+    cuts: set[int] = set()
+    if len(layers) > 1:
+        cuts = draw(st.sets(st.integers(1, len(layers) - 1), max_size=3))
+    return module, [b - a for a, b in pairwise([0, *sorted(cuts), len(layers)])]
 
 
 @pytest.mark.parametrize("way", ["inline", "lanes", "split"])

@@ -54,16 +54,19 @@ class Activation:
         )
 
 
+Root = GradientEdge | torch.Tensor
+
+
 @dataclass(slots=True)
 class Tape:
     """What a forward leaves behind for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory is free as soon as nobody
-    needs its values. A checkpointed forward has ``inputs`` instead of both.
+    needs its values; only a leaf that the stage returned as it is stands for itself. A checkpointed forward has ``inputs`` instead of both.
     """
 
     leaves: Sequence[torch.Tensor | None] = ()
-    roots: Sequence[GradientEdge | None] = ()
+    roots: Sequence[Root | None] = ()
     inputs: Activation | None = None
     received: tuple[Key, ...] = ()
     """The skips that the last of ``leaves`` are."""
@@ -71,6 +74,17 @@ class Tape:
     """The skips that the last of ``roots`` are."""
     outputs: int = 0
     """How many there are without them."""
+
+
+def _root(tensor: torch.Tensor) -> Root | None:
+    if not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    if isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)  # Its Python object does not keep the graph alive.
+    return GradientEdge(node, tensor.output_nr)
 
 
 def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
@@ -178,7 +192,8 @@ class Task:
             grads: for each tape, the gradients of its outputs.
             keep_graph: whether another backward may follow.
         """
-        roots, root_grads = [], []
+        roots: list[Any] = []
+        root_grads = []
         for tape, output_grads in zip(tapes, grads, strict=True):
             for root, grad in self._rooted(tape, output_grads):
                 roots.append(root)
@@ -195,14 +210,15 @@ class Task:
         rooted = self._rooted(tape, grads)
         leaves = [leaf for leaf in tape.leaves if leaf is not None]
         rest = None
-        if rooted and leaves:
-            roots, root_grads = zip(*rooted, strict=True)
+        edges = [(root, grad) for root, grad in rooted if isinstance(root, GradientEdge)]
+        if edges and leaves and len(edges) == len(rooted):
+            roots, root_grads = zip(*edges, strict=True)
             rest = backward_of_inputs(roots, root_grads, leaves)
         if rest is None:
             return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
         return tuple([_take_grad(leaf) for leaf in tape.leaves]), rest
 
-    def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[GradientEdge, torch.Tensor]]:
+    def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
         return [
             (root, grad if grad.device == self.device else grad.to(self.device))
             for root, grad in zip(tape.roots, grads, strict=True)
@@ -233,7 +249,7 @@ class Task:
                 else:
                     args.append(Entry.apply(leaf) if self._needs_entry else leaf)
             outputs = self._call(inputs, args, randomness)
-        roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
+        roots = [_root(tensor) for tensor in outputs.tensors]
         outputs.wants_grad = tuple([root is not None for root in roots])
         return outputs, self._tape(inputs, outputs, leaves=leaves, roots=roots)
 
