@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import inf
 
 import torch
 from torch import nn
+
+Cost = Callable[[int, int, int], float]
+"""Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p, begin,
+end)``: non-negative, in any unit, ``inf`` for what must not be."""
 
 
 def solve(costs: Sequence[float], partitions: int) -> list[int]:
     """Lengths of the contiguous partitions of ``costs`` whose largest sum is smallest.
 
-    Exact, by dynamic programming over (partition, end), the linear partition problem: O(partitions
-    x len(costs)^2).
+    Exact, by dynamic programming: the linear partition problem, O(partitions x len(costs)^2). Among
+    equally good cuts, one whose partitions are about equal, in cost and then in length.
 
     Args:
         costs: non-negative cost of each element, in any unit.
@@ -23,38 +30,98 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
         ValueError: fewer elements than partitions, or ``partitions`` below 1, or a negative cost.
     """
     n = len(costs)
+    check_partitions(n, partitions)
+    if any(not cost >= 0 for cost in costs):
+        raise ValueError(f"costs are {list(costs)}; none may be negative")
+    prefix = [0, *accumulate(costs)]
+
+    def cost(p: int, begin: int, end: int) -> float:
+        return prefix[end] - prefix[begin]
+
+    rest = _smallest_rest(n, partitions, cost, max)
+    limit = rest[0][0]
+    lengths: list[int] = []
+    begin = 0
+    for p in range(partitions):
+        left = partitions - p
+        even_cost, even_length = cost(p, begin, n) / left, (n - begin) / left
+        within = [
+            end
+            for end in range(begin + 1, n - left + 2)
+            if max(cost(p, begin, end), rest[p + 1][end]) <= limit
+        ]
+        end = min(
+            within,
+            key=lambda end: (
+                abs(cost(p, begin, end) - even_cost),
+                abs(end - begin - even_length),
+            ),
+        )
+        lengths.append(end - begin)
+        begin = end
+    return lengths
+
+
+def check_partitions(n: int, partitions: int) -> None:
+    """Raise a ValueError unless ``n`` elements can be cut into ``partitions`` non-empty ones."""
     if partitions < 1:
         raise ValueError(f"partitions is {partitions}; it must be at least 1")
     if n < partitions:
         raise ValueError(
             f"a sequence of {n} elements cannot be cut into {partitions} partitions; use at most {n}"
         )
-    if any(cost < 0 for cost in costs):
-        raise ValueError(f"costs are {list(costs)}; none may be negative")
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    # best[end]: (smallest largest sum of costs[:end] in the partitions so far, where the last one
-    # begins)
-    best = [(prefix[end], 0) for end in range(n + 1)]
-    cuts: list[list[int]] = []
-    for k in range(2, partitions + 1):
-        row = [(float("inf"), 0)] * (n + 1)
-        for end in range(k, n + 1):
-            row[end] = min(
-                (max(best[begin][0], prefix[end] - prefix[begin]), begin)
-                for begin in range(k - 1, end)
+
+
+def cuts(
+    n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float] = max
+) -> Iterator[tuple[float, list[int]]]:
+    """All ways to cut ``n`` elements into ``partitions``, the best first, with their costs.
+
+    Best-first search (A*, Hart, Nilsson and Raphael, 1968) whose estimate of what is left is exact,
+    so that the first cuts come without a look at the others.
+
+    Args:
+        n: number of elements.
+        partitions: number of partitions, each of at least one element.
+        cost: of one partition. Cuts with an infinite one are left out.
+        combine: makes the cost of a cut from those of its partitions: ``max`` or ``operator.add``.
+
+    Yields:
+        (cost, length of each partition).
+    """
+    rest = _smallest_rest(n, partitions, cost, combine)
+    # (what it costs at least, partitions to be made, their lengths so far, what those cost)
+    heap: list[tuple[float, int, list[int], float]] = [(rest[0][0], partitions, [], 0.0)]
+    while heap:
+        least, left, lengths, so_far = heappop(heap)
+        if least == inf:
+            return
+        if left == 0:
+            yield least, lengths
+            continue
+        p, begin = partitions - left, sum(lengths)
+        for end in range(begin + 1, n - left + 2):
+            made = combine(so_far, cost(p, begin, end))
+            least = combine(made, rest[p + 1][end])
+            if least < inf:
+                heappush(heap, (least, left - 1, [*lengths, end - begin], made))
+
+
+def _smallest_rest(
+    n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float]
+) -> list[list[float]]:
+    """``[p][begin]``: the smallest cost of the partitions from ``p`` on, if the elements from
+    ``begin`` on are left for them."""
+    rest = [[inf] * (n + 1) for _ in range(partitions + 1)]
+    rest[partitions][n] = 0.0
+    for p in reversed(range(partitions)):
+        left = partitions - p
+        for begin in range(p, n - left + 1):
+            rest[p][begin] = min(
+                combine(cost(p, begin, end), rest[p + 1][end])
+                for end in range(begin + 1, n - left + 2)
             )
-        cuts.append([begin for _, begin in row])
-        best = row
-    lengths: list[int] = []
-    end = n
-    for row_cuts in reversed(cuts):
-        begin = row_cuts[end]
-        lengths.append(end - begin)
-        end = begin
-    lengths.append(end)
-    return lengths[::-1]
+    return rest
 
 
 def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:

@@ -1,0 +1,125 @@
+"""A ``balance`` for ``Pipe`` from measurements: what the layers cost, cut so that the most expensive
+stage costs least.
+
+The interface is fairscale's and torchgpipe's::
+
+    from pipekernels import Pipe
+    from pipekernels.balance import balance_by_time
+
+    balance = balance_by_time(2, module, sample)
+    pipe = Pipe(module, balance, chunks=8)
+
+Profiling leaves the module as it is: parameters and their ``.grad``, buffers, training mode, devices;
+and the state of torch's random number generators. It runs copies of the layers, one at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipekernels.balance import blockpartition
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.partition import check_partitions, layers, solve
+from pipekernels.pipeline.profile import (
+    Sample,
+    batch_size,
+    first_rows,
+    measure_bytes,
+    measure_seconds,
+)
+
+__all__ = ["balance_by_size", "balance_by_time", "blockpartition"]
+
+Device = torch.device | int | str
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Sample,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+) -> list[int]:
+    """The balance whose slowest stage takes least time for a forward and a backward.
+
+    Args:
+        partitions: number of stages.
+        module: the layers.
+        sample: a typical input: a tensor ``[batch, ...]`` or a tuple of them. Best is the size of a
+            micro-batch: small ones are relatively more work for some layers than for others.
+        timeout: how long to measure, in seconds. All layers take turns, each at least once after a
+            warm-up; the smallest of its times counts.
+        device: where to measure. Default: the current CUDA device; the CPU where there is none.
+
+    Returns:
+        Number of layers of each stage.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``, or ``sample`` neither a tensor nor a tuple of
+            tensors.
+        ValueError: ``partitions`` is below 1 or above the number of layers, or ``timeout`` is
+            negative.
+    """
+    _check(module, partitions)
+    (times,) = measure_seconds(module, [sample], _device(device), timeout=timeout)
+    return solve([seconds.forward + seconds.backward for seconds in times], partitions)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Sample,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+) -> list[int]:
+    """The balance whose largest stage takes least memory.
+
+    A stage's memory is taken as what one micro-batch keeps for its backward, which is what
+    checkpointing leaves of the activations, and ``param_scale`` times its trainable parameters;
+    parameters that are frozen, and buffers, count once. Without checkpointing use
+    :func:`pipekernels.plan_pipeline`.
+
+    Args:
+        partitions: number of stages.
+        module: the layers.
+        input: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple of
+            them.
+        chunks: number of micro-batches that it will be cut into.
+        param_scale: how many times the parameters are held in training: themselves, their
+            gradients, and the optimizer's state. SGD 2, with momentum 3; Adam 4, with ``amsgrad``
+            5; Adagrad 3; RMSprop 3, with momentum or ``centered`` 4, with both 5.
+        device: where to measure. Default: the current CUDA device; the CPU where there is none.
+
+    Returns:
+        Number of layers of each stage.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``, or ``input`` neither a tensor nor a tuple of
+            tensors.
+        ValueError: ``partitions`` is below 1 or above the number of layers, ``chunks`` is below 1,
+            ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
+    """
+    _check(module, partitions)
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}; it must be at least 1")
+    if not param_scale >= 0:
+        raise ValueError(f"param_scale is {param_scale}; it must not be negative")
+    micro_batch = first_rows(input, micro_batch_sizes(batch_size(input), chunks)[0])
+    sizes = measure_bytes(module, micro_batch, _device(device))
+    return solve([s.kept + param_scale * s.trainable + s.constant for s in sizes], partitions)
+
+
+def _check(module: nn.Sequential, partitions: int) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+    check_partitions(len(layers(module)), partitions)
+
+
+def _device(device: Device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)

@@ -1,0 +1,31 @@
+"""Contiguous blocks of a sequence, about equally large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipekernels.pipeline import partition
+
+
+def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
+    """Cut ``sequence`` into blocks so that the largest sum of a block is smallest.
+
+    fairscale and torchgpipe look for the smallest variance (Barany and Grinberg, 2013) and may miss
+    it; this is exact::
+
+        >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
+        [[1, 2, 3, 4], [5, 6]]
+
+    Args:
+        sequence: non-negative numbers.
+        partitions: number of blocks, each of at least one element.
+
+    Raises:
+        ValueError: ``partitions`` is below 1 or above ``len(sequence)``, or a number is negative.
+    """
+    blocks = []
+    begin = 0
+    for length in partition.solve(sequence, partitions):
+        blocks.append(list(sequence[begin : begin + length]))
+        begin += length
+    return blocks

@@ -1,0 +1,367 @@
+"""What the layers of a module cost: seconds and bytes of each, measured on copies of them.
+
+Layers run one after another, each on a copy that is thrown away, with the outputs of the one before
+as its inputs; so the module and the caller's sample stay as they are, and one layer at a time has to
+fit on the device. Forward hooks run as in training; what they or a layer change outside the layer
+(files, ``random``, NumPy's generator) is the caller's own business.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pipekernels.pipeline.partition import layers
+from pipekernels.pipeline.random_state import preserved
+
+Sample = torch.Tensor | tuple[torch.Tensor, ...]
+"""What the first layer takes, a tensor or a tuple of them, each ``[batch, ...]``."""
+
+
+class Seconds(NamedTuple):
+    """Times of one layer on one micro-batch."""
+
+    forward: float
+    backward: float
+    input_backward: float
+    """The share of ``backward`` that goes into the gradients of the inputs; 0 if it was not told
+    apart."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Memory of one layer on one micro-batch."""
+
+    kept: int
+    """What it keeps for its backward, less what an earlier layer keeps already and the sample."""
+    entry: int
+    """What is kept besides, if a stage begins here: of its inputs, what no layer from here on
+    keeps."""
+    inputs: int
+    """Its inputs."""
+    outputs: int
+    """Its outputs."""
+    working: int
+    """The most that it needs for a moment, in its forward or backward, on top of ``kept``."""
+    trainable: int
+    """Its trainable parameters."""
+    constant: int
+    """Its other parameters, and its buffers."""
+
+
+def measure_seconds(
+    module: nn.Sequential,
+    samples: Sequence[Sample],
+    device: torch.device,
+    *,
+    timeout: float,
+    split: bool = False,
+) -> list[list[Seconds]]:
+    """Time every layer on every sample, in turn, again and again until ``timeout``.
+
+    The smallest of a layer's times counts: whatever disturbs a measurement makes it longer. Every
+    gradient is added to one that is there already, as from the second micro-batch on.
+
+    Args:
+        module: its layers are timed in training mode, or in their own modes if it is in training.
+        samples: at least one.
+        device: where to run. Copies of layers and samples are taken there.
+        timeout: in seconds. Each layer is timed at least once, after a run that does not count.
+        split: whether to tell the two parts of a backward apart.
+
+    Returns:
+        For each sample, a time per layer.
+
+    Raises:
+        TypeError: a sample is neither a tensor nor a tuple of tensors.
+        ValueError: ``timeout`` is negative.
+    """
+    if not timeout >= 0:
+        raise ValueError(f"timeout is {timeout}; it must be a number of seconds, at least 0")
+    best: list[list[Seconds]] = []
+    begin = perf_counter()
+    warm = False
+    while len(best) < len(samples) or perf_counter() - begin < timeout:
+        times = []
+        for sample in samples:
+            with _sandbox(device):
+                times.append([_time(run, split) for run in _chain(module, sample, device)])
+        if not warm:
+            warm = True
+        elif not best:
+            best = times
+        else:
+            best = [
+                [Seconds(*map(min, old, new)) for old, new in zip(*pair, strict=True)]
+                for pair in zip(best, times, strict=True)
+            ]
+    return best
+
+
+def measure_bytes(module: nn.Sequential, sample: Sample, device: torch.device) -> list[Bytes]:
+    """Measure the memory of every layer by the storages that its operations make: which of them are
+    alive after each operation, and which when its graph is all that is left. Works on any device.
+
+    Not seen: scratch memory inside an operation, and the allocator's rounding.
+
+    Args:
+        module: its layers run in training mode, or in their own modes if it is in training.
+        sample: one micro-batch.
+        device: where to run.
+
+    Raises:
+        TypeError: ``sample`` is neither a tensor nor a tuple of tensors.
+    """
+    with _sandbox(device):
+        return _tally([_trace(run) for run in _chain(module, sample, device)])
+
+
+def batch_size(sample: Sample) -> int:
+    """Rows of a mini-batch.
+
+    Raises:
+        TypeError: ``sample`` is neither a tensor nor a tuple of tensors.
+        ValueError: it cannot be cut along dimension 0: a tensor has none, or they differ there.
+    """
+    shapes = [tuple(part.shape) for part in _parts(sample)]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            f"a sample of shapes {shapes} cannot be cut into micro-batches: "
+            "all tensors must have the same size in dimension 0"
+        )
+    return shapes[0][0]
+
+
+def first_rows(sample: Sample, rows: int) -> Sample:
+    """The first ``rows`` rows of every tensor of ``sample``."""
+    if isinstance(sample, tuple):
+        return tuple(tensor[:rows] for tensor in sample)
+    return sample[:rows]
+
+
+class _LayerRun:
+    """One layer's turn: a copy of it, and inputs of its own.
+
+    Whoever has it calls :meth:`forward`, and sets ``outputs`` to what the next layer gets.
+    """
+
+    def __init__(self, layer: nn.Module, value: Any, device: torch.device) -> None:
+        self.layer = layer
+        self.device = device
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        tensors, self._structure = tree_flatten(value)
+        self.leaves = [
+            t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+            for t in tensors
+        ]
+        # A layer may work in place on its inputs, but not on a leaf.
+        self.inputs = [t.clone() if isinstance(t, torch.Tensor) else t for t in self.leaves]
+        self.outputs: Any = None
+
+    def forward(self) -> Any:
+        """Run the layer, once, and give up the inputs."""
+        inputs, self.inputs = self.inputs, []
+        return self.layer(tree_unflatten(inputs, self._structure))
+
+
+def _chain(module: nn.Sequential, sample: Sample, device: torch.device) -> Iterator[_LayerRun]:
+    value: Any = _on_device(sample, device)
+    for layer in layers(module):
+        duplicate = copy.deepcopy(layer).to(device)
+        if not module.training:
+            duplicate.train()
+        run = _LayerRun(duplicate, value, device)
+        yield run
+        value = run.outputs
+
+
+def _on_device(sample: Sample, device: torch.device) -> Sample:
+    moved = tuple(t.detach().to(device).requires_grad_(t.requires_grad) for t in _parts(sample))
+    return moved if isinstance(sample, tuple) else moved[0]
+
+
+def _parts(sample: Sample) -> tuple[torch.Tensor, ...]:
+    parts = sample if isinstance(sample, tuple) else (sample,)
+    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(
+            "a sample must be a tensor or a non-empty tuple of tensors, not "
+            + (f"({kinds})" if isinstance(sample, tuple) else kinds)
+        )
+    return parts
+
+
+@contextmanager
+def _sandbox(device: torch.device) -> Iterator[None]:
+    with preserved([device]), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _detached(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``change`` made to its tensors; they want gradients where they did before."""
+    leaves, structure = tree_flatten(value)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[i] = change(leaf.detach()).requires_grad_(leaf.requires_grad)
+    return tree_unflatten(leaves, structure)
+
+
+def _time(run: _LayerRun, split: bool) -> Seconds:
+    trainable = [p for p in run.layer.parameters() if p.requires_grad]
+
+    def now() -> float:
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
+        return perf_counter()
+
+    begin = now()
+    outputs = run.forward()
+    forward = now() - begin
+    run.outputs = _detached(outputs, lambda tensor: tensor)
+
+    roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    grads = [torch.ones_like(root) for root in roots]
+    leaves = [leaf for leaf in _tensors(run.leaves) if leaf.requires_grad]
+    if not roots:
+        return Seconds(forward, 0.0, 0.0)
+    of_inputs = 0.0
+    if split and leaves and trainable:
+        begin = now()
+        torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
+        of_inputs = now() - begin
+    begin = now()
+    torch.autograd.backward(roots, grads)
+    backward = now() - begin
+    if split and not trainable:
+        of_inputs = backward
+    return Seconds(forward, backward, of_inputs)
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Watches the storages that operations make while it is active.
+
+    Args:
+        known: tensors whose storages do not count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {_storage(tensor) for tensor in known}
+        self._made: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if tensor.layout is torch.strided and _storage(tensor) not in self._known:
+                self._made[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self.alive().values()))
+        return result
+
+    def alive(self) -> dict[StorageWeakRef, int]:
+        """Those that somebody still holds, and their bytes."""
+        self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
+        return self._made
+
+
+@dataclass
+class _Trace:
+    """Which storages a layer was given, puts out and keeps; and what does not depend on other
+    layers."""
+
+    received: list[StorageWeakRef]
+    given: list[StorageWeakRef]
+    kept: list[StorageWeakRef]
+    nbytes: dict[StorageWeakRef, int]
+    sizes: dict[str, int]
+
+
+def _trace(run: _LayerRun) -> _Trace:
+    parameters, buffers = list(run.layer.parameters()), list(run.layer.buffers())
+    sizes = {
+        "trainable": _nbytes(p for p in parameters if p.requires_grad),
+        "constant": _nbytes([*(p for p in parameters if not p.requires_grad), *buffers]),
+        "inputs": _nbytes(_tensors(run.inputs)),
+    }
+    received = [_storage(tensor) for tensor in _tensors(run.inputs)]
+    nbytes = _storage_bytes(run.inputs)
+    live = _LiveStorages([*_tensors(run.inputs), *parameters, *buffers])
+    with live:
+        outputs = run.forward()
+    sizes["outputs"] = _nbytes(_tensors(outputs))
+    given = [_storage(tensor) for tensor in _tensors(outputs)]
+    nbytes |= _storage_bytes(outputs)
+    run.outputs = _detached(outputs, torch.Tensor.clone)
+    roots = [get_gradient_edge(tensor) for tensor in _tensors(outputs) if tensor.requires_grad]
+    del outputs
+    # The graph is all that is left: what is alive now is what the backward needs.
+    made = live.alive()
+    lost = [ref for ref in received if ref.expired()]
+    kept = [*made, *(ref for ref in received if not ref.expired())]
+    nbytes |= made
+    with live:
+        grads = [torch.ones_like(t) for t in _tensors(run.outputs) if t.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, grads)
+    working = live.peak - sum(made.values()) + sum(nbytes[ref] for ref in lost)
+    return _Trace(received, given, kept, nbytes, {**sizes, "working": working})
+
+
+def _tally(traces: Sequence[_Trace]) -> list[Bytes]:
+    """Count every storage once, for the first layer that keeps it."""
+    origin: dict[StorageWeakRef, StorageWeakRef] = {}  # of a layer's copy of what it was given
+    nbytes: dict[StorageWeakRef, int] = {}
+    for trace in reversed(traces):
+        nbytes |= trace.nbytes
+    for before, after in pairwise(traces):
+        for made, received in zip(before.given, after.received, strict=True):
+            origin[received] = origin.get(made, made)
+    keeper: dict[StorageWeakRef, int] = {}
+    for i, trace in enumerate(traces):
+        for ref in trace.kept:
+            keeper.setdefault(origin.get(ref, ref), i)
+    sample = set(traces[0].received)
+    result = []
+    for i, trace in enumerate(traces):
+        kept = {origin.get(ref, ref) for ref in trace.kept} - sample
+        entry = {origin.get(ref, ref) for ref in trace.received} if i else set()
+        result.append(
+            Bytes(
+                kept=sum(nbytes[ref] for ref in kept if keeper[ref] == i),
+                entry=sum(nbytes[r] for r in entry if r in sample or keeper.get(r, -1) < i),
+                **trace.sizes,
+            )
+        )
+    return result
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _storage_bytes(value: Any) -> dict[StorageWeakRef, int]:
+    return {_storage(t): t.untyped_storage().nbytes() for t in _tensors(value)}
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
