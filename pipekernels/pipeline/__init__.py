@@ -16,6 +16,10 @@ from pipekernels.pipeline.device_map import (
 from pipekernels.pipeline.pipe import (
     Pipe,
 )
+from pipekernels.pipeline.planner import (
+    Plan,
+    plan_pipeline,
+)
 from pipekernels.pipeline.spmd import (
     PipelineModule,
     execute_pipeline,
@@ -38,6 +42,7 @@ __all__ = [
     "PipelineModule",
     "PipelineParallel",
     "PipelineStage",
+    "Plan",
     "Timeline",
     "execute_pipeline",
     "execute_pipeline_step",
@@ -47,6 +52,7 @@ __all__ = [
     "move_to_device",
     "parallelize_module",
     "parallelize_pipeline",
+    "plan_pipeline",
     "unparallelize_module",
     "unparallelize_pipeline",
 ]

@@ -9,10 +9,13 @@ fit on the device. Forward hooks run as in training; what they or a layer change
 from __future__ import annotations
 
 import copy
+import statistics
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -25,6 +28,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.random_state import preserved
+
+HAND_OFFS = 200
+"""Times that a hand-off between threads is measured; the median counts, as much of it is waiting
+for the scheduler."""
+COPIES = 5
+"""Times that a copy between devices is measured; the fastest counts."""
 
 Sample = torch.Tensor | tuple[torch.Tensor, ...]
 """What the first layer takes, a tensor or a tuple of them, each ``[batch, ...]``."""
@@ -128,6 +137,62 @@ def measure_bytes(module: nn.Sequential, sample: Sample, device: torch.device) -
         return _tally([_trace(run) for run in _chain(module, sample, device)])
 
 
+def measure_hand_off(devices: Sequence[torch.device]) -> list[tuple[int, float]]:
+    """Time what it takes to pass a micro-batch from one lane to the next, as (bytes, seconds).
+
+    On CPUs a reference goes from thread to thread, whatever its size; between devices its bytes are
+    copied; on one accelerator nothing is to be done.
+
+    Args:
+        devices: one per lane.
+    """
+    if all(device.type == "cpu" for device in devices):
+        return [(0, _thread_hand_off())]
+    others = [device for device in devices if device != devices[0]]
+    if not others:
+        return [(0, 0.0)]
+    return [(nbytes, _copy_seconds(devices[0], others[0], nbytes)) for nbytes in (2**12, 2**24)]
+
+
+def _thread_hand_off() -> float:
+    there: SimpleQueue[bool] = SimpleQueue()
+    back: SimpleQueue[bool] = SimpleQueue()
+
+    def answer() -> None:
+        while there.get():
+            back.put(True)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    times = []
+    for _ in range(HAND_OFFS):
+        begin = perf_counter()
+        there.put(True)
+        back.get()
+        times.append((perf_counter() - begin) / 2)
+    there.put(False)
+    thread.join()
+    return statistics.median(times)
+
+
+def _copy_seconds(source: torch.device, target: torch.device, nbytes: int) -> float:
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=source)
+    times = []
+    for _ in range(COPIES):
+        begin = _now(source, target)
+        tensor.to(target)
+        times.append(_now(source, target) - begin)
+    return min(times)
+
+
+def _now(*devices: torch.device) -> float:
+    """The time when all that was launched on ``devices`` has ended."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return perf_counter()
+
+
 def batch_size(sample: Sample) -> int:
     """Rows of a mini-batch.
 
@@ -227,14 +292,9 @@ def _detached(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
 def _time(run: _LayerRun, split: bool) -> Seconds:
     trainable = [p for p in run.layer.parameters() if p.requires_grad]
 
-    def now() -> float:
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-        return perf_counter()
-
-    begin = now()
+    begin = _now(run.device)
     outputs = run.forward()
-    forward = now() - begin
+    forward = _now(run.device) - begin
     run.outputs = _detached(outputs, lambda tensor: tensor)
 
     roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
@@ -244,12 +304,12 @@ def _time(run: _LayerRun, split: bool) -> Seconds:
         return Seconds(forward, 0.0, 0.0)
     of_inputs = 0.0
     if split and leaves and trainable:
-        begin = now()
+        begin = _now(run.device)
         torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
-        of_inputs = now() - begin
-    begin = now()
+        of_inputs = _now(run.device) - begin
+    begin = _now(run.device)
     torch.autograd.backward(roots, grads)
-    backward = now() - begin
+    backward = _now(run.device) - begin
     if split and not trainable:
         of_inputs = backward
     return Seconds(forward, backward, of_inputs)

@@ -1,0 +1,241 @@
+"""What stages cost, from what their layers cost: seconds of every action, bytes at the peak.
+
+Pure arithmetic: nothing here runs a layer. ``profile.py`` measures, ``planner.py`` searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, compress, pairwise
+
+from pipekernels.pipeline.checkpoint import checkpointed
+from pipekernels.pipeline.schedule import Action, Kind, Program
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``fixed + slope * x``. A small micro-batch is inefficient because of ``fixed``."""
+
+    fixed: float
+    slope: float = 0.0
+
+    def __call__(self, x: float) -> float:
+        return self.fixed + self.slope * x
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.fixed + other.fixed, self.slope + other.slope)
+
+    def __sub__(self, other: Affine) -> Affine:
+        return Affine(self.fixed - other.fixed, self.slope - other.slope)
+
+    @staticmethod
+    def fit(points: Iterable[tuple[float, float]]) -> Affine:
+        """The line through ``points`` (x, y) with the smallest squares of relative errors; neither
+        coefficient is negative. Points of one single x are taken as proportional to it, or as
+        constant if it is 0."""
+        points = list(points)
+        least = 1e-3 * max(y for _, y in points) or 1.0
+        weighted = [(x, y, 1.0 / max(y, least) ** 2) for x, y in points]
+        total = sum(w for _, _, w in weighted)
+        mean_x = sum(w * x for x, _, w in weighted) / total
+        mean_y = sum(w * y for _, y, w in weighted) / total
+        variance = sum(w * (x - mean_x) ** 2 for x, _, w in weighted)
+        proportional = Affine(0.0, mean_y / mean_x) if mean_x > 0 else Affine(mean_y)
+        if variance == 0:
+            return proportional
+        slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in weighted) / variance
+        fixed = mean_y - slope * mean_x
+        if slope < 0:
+            return Affine(mean_y)
+        if fixed < 0:
+            return proportional
+        return Affine(fixed, slope)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer: seconds, and bytes as in ``profile.Bytes``, over the rows of a micro-batch."""
+
+    forward: Affine
+    backward: Affine
+    input_backward: Affine
+    kept: Affine
+    entry: Affine
+    inputs: Affine
+    outputs: Affine
+    working: Affine
+    trainable: int
+    constant: int
+
+
+class Setting:
+    """One way to run a pipeline, whatever its balance.
+
+    Args:
+        schedule: name of the schedule.
+        program: what each lane does.
+        rows: size of each micro-batch.
+        checkpoint: one of ``checkpoint.MODES``.
+    """
+
+    def __init__(
+        self, schedule: str, program: Program, rows: Sequence[int], checkpoint: str
+    ) -> None:
+        self.schedule = schedule
+        self.program = program
+        self.rows = tuple(rows)
+        self.checkpoint = checkpoint
+        self.dropped = tuple(checkpointed(checkpoint, m, len(rows)) for m in range(len(rows)))
+        self.lane_of = {a.stage: i for i, lane in enumerate(program.lanes) for a in lane}
+        self.stages = len(self.lane_of)
+        self.splits_backward = any(a.kind == "W" for lane in program.lanes for a in lane)
+        self.held = [self._held(stage) for stage in range(self.stages)]
+        """Of each stage, the most that it holds at once: (graphs, inputs of dropped ones) pairs."""
+
+    def _held(self, stage: int) -> list[tuple[int, int]]:
+        graphs = inputs = 0
+        moments = {(0, 0)}
+        for kind, s, m in self.program.lanes[self.lane_of[stage]]:
+            if s != stage:
+                continue
+            if kind == "F":
+                graphs, inputs = graphs + (not self.dropped[m]), inputs + self.dropped[m]
+            elif kind in ("B", "I") and self.dropped[m]:
+                graphs, inputs = graphs + 1, inputs - 1  # Recomputed.
+            moments.add((graphs, inputs))
+            if kind in ("B", "W"):
+                graphs -= 1
+        return [
+            moment
+            for moment in moments
+            if not any(
+                other != moment and other[0] >= moment[0] and other[1] >= moment[1]
+                for other in moments
+            )
+        ]
+
+
+class CostModel:
+    """Costs of any cut of a module under any setting.
+
+    Args:
+        layers: the layers of the module.
+        hand_off: seconds over bytes for a micro-batch to get from one lane to another.
+        param_scale: how many times trainable parameters are held in training.
+    """
+
+    def __init__(self, layers: Sequence[LayerCost], hand_off: Affine, param_scale: float) -> None:
+        self.layers = list(layers)
+        self._hand_off = hand_off
+        self._forward = _sums(layer.forward for layer in layers)
+        self._backward = _sums(layer.backward for layer in layers)
+        self._input_backward = _sums(layer.input_backward for layer in layers)
+        self._kept = _sums(layer.kept for layer in layers)
+        self._static = [
+            0.0, *accumulate(layer.trainable * param_scale + layer.constant for layer in layers)
+        ]  # fmt: skip
+
+    def seconds(self, setting: Setting, edges: Sequence[int]) -> Callable[[Action], float]:
+        """Durations of the actions if stage ``s`` has the layers ``edges[s]`` to
+        ``edges[s + 1] - 1``; one that is given something by another lane includes the hand-off."""
+
+        @cache
+        def duration(kind: Kind, stage: int, rows: int, dropped: bool) -> float:
+            begin, end = edges[stage], edges[stage + 1]
+            forward = self._forward[end] - self._forward[begin]
+            backward = self._backward[end] - self._backward[begin]
+            of_inputs = self._input_backward[end] - self._input_backward[begin]
+            if kind == "F":
+                return forward(rows) + received(stage - 1, stage, stage, rows)
+            if kind == "W":
+                return (backward - of_inputs)(rows)
+            time = backward(rows) if kind == "B" else of_inputs(rows)
+            if dropped:
+                time += forward(rows)
+            return time + received(stage + 1, stage, stage + 1, rows)
+
+        def received(giver: int, taker: int, edge: int, rows: int) -> float:
+            if setting.lane_of.get(giver, setting.lane_of[taker]) == setting.lane_of[taker]:
+                return 0.0
+            return self._hand_off(self.layers[edges[edge]].inputs(rows))
+
+        return lambda a: duration(
+            a.kind, a.stage, setting.rows[a.micro_batch], setting.dropped[a.micro_batch]
+        )
+
+    def least_step(self, setting: Setting) -> float:
+        """A lower bound of the step time, whatever the balance.
+
+        All lanes do all the work; and if each has one stage, the bounds of :meth:`least_seconds`
+        are at their lowest, were layers divisible, where they are equal. That makes stages a
+        geometric series.
+        """
+        work, way = self._work_and_way(setting)
+        lanes = len(setting.program.lanes)
+        ratio = min(
+            (
+                (w1 - w0) / (v1 - v0)
+                for (w0, w1), (v0, v1) in zip(pairwise(way), pairwise(work), strict=True)
+                if v1 > v0
+            ),
+            default=0.0,
+        )
+        if setting.stages > lanes or ratio == 0.0:
+            return work[-1] / lanes
+        return work[-1] * ratio / (1.0 - (1.0 - ratio) ** lanes)
+
+    def least_seconds(self, setting: Setting) -> Callable[[int, int, int], float]:
+        """A lower bound of the step time, from one stage: ``(stage, begin, end)``, its layers.
+
+        Its lane does all of the stage's work, after a micro-batch has come down to it and before
+        its gradient has gone up again.
+        """
+        work, way = self._work_and_way(setting)
+        return lambda stage, begin, end: way[begin] + work[end] - work[begin]
+
+    def _work_and_way(self, setting: Setting) -> tuple[list[float], list[float]]:
+        """Of the layers before each one, and of all: the seconds of their work on the mini-batch,
+        and those of a micro-batch on its way through them and of its gradient on the way back."""
+        count, rows = len(setting.rows), sum(setting.rows)
+        forwards = count + sum(setting.dropped)
+        forward_rows = rows + sum(compress(setting.rows, setting.dropped))
+        smallest = min(setting.rows)
+        work, way = [], []
+        for forward, backward in zip(self._forward, self._backward, strict=True):
+            work.append(
+                (forwards * forward.fixed + forward_rows * forward.slope)
+                + (count * backward.fixed + rows * backward.slope)
+            )
+            # A lane may end with gradients of parameters, for which nobody waits.
+            back = 0.0 if setting.splits_backward else backward(smallest)
+            way.append(forward(smallest) + back)
+        return work, way
+
+    def stage_bytes(self, setting: Setting) -> Callable[[int, int, int], float]:
+        """Peak memory of one stage: ``(stage, begin, end)``, its layers."""
+        rows, batch = max(setting.rows), sum(setting.rows)
+        kept = [sums(rows) for sums in self._kept]
+        working = [layer.working(rows) for layer in self.layers]
+
+        @cache
+        def compute(stage: int, begin: int, end: int) -> float:
+            total = self._static[end] - self._static[begin]
+            if begin == 0:
+                inputs = entry = 0.0
+                total += self.layers[0].inputs(batch)
+            else:
+                inputs = self.layers[begin].inputs(rows)
+                entry = self.layers[begin].entry(rows)
+            if end == len(self.layers):
+                total += 2 * self.layers[-1].outputs(batch)
+            graph = entry + kept[end] - kept[begin]
+            held = max(graphs * graph + dropped * inputs for graphs, dropped in setting.held[stage])
+            return total + held + max(working[begin:end])
+
+        return compute
+
+
+def _sums(terms: Iterable[Affine]) -> list[Affine]:
+    return list(accumulate(terms, initial=Affine(0.0)))

@@ -1,0 +1,397 @@
+"""Balance, chunks, schedule and checkpointing, chosen for a module by what its layers cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, pairwise
+from math import ceil, inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.checkpoint import MODES
+from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
+from pipekernels.pipeline.lanes import intra_op_threads
+from pipekernels.pipeline.partition import check_partitions, cuts, layers
+from pipekernels.pipeline.pipe import Device, Pipe
+from pipekernels.pipeline.profile import (
+    Sample,
+    batch_size,
+    first_rows,
+    measure_bytes,
+    measure_hand_off,
+    measure_seconds,
+)
+from pipekernels.pipeline.schedule import Program, gpipe, simulate
+
+PROGRAMS: dict[str, Callable[[int, int], Program]] = {"gpipe": gpipe}
+"""The schedules to choose from, each made from (lanes, micro-batches). A program may have more stages
+than lanes."""
+
+CHUNKS_PER_LANE = 4
+"""How far chunks go by default: with as many the bubble is at most a fifth (Huang et al., 2019)."""
+CUTS = 16
+"""The most cuts to be simulated for one setting. The most promising come first, and the search ends
+before as soon as no other can be better, which is nearly always."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan; seconds are those of its work on the whole mini-batch."""
+
+    device: torch.device
+    layers: int
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run a module as a pipeline, and what that is predicted to take.
+
+    ``print(plan)`` shows it; :meth:`build` makes the pipe.
+    """
+
+    schedule: str
+    """What to run it with where the caller can choose; calling the pipe and then ``backward()`` is
+    always GPipe's."""
+    chunks: int
+    checkpoint: str
+    batch: int
+    """Rows of the mini-batch that the plan is for."""
+    stages: tuple[StagePlan, ...]
+    step_seconds: float
+    """Forward and backward of one mini-batch."""
+    bubble: float
+    """Idle share of the lanes' time, 0 to 1."""
+    memory_limit: int | None
+
+    @property
+    def balance(self) -> list[int]:
+        """Number of layers of each stage."""
+        return [stage.layers for stage in self.stages]
+
+    @property
+    def peak_bytes(self) -> dict[torch.device, int]:
+        """Peak memory of each device."""
+        peaks: dict[torch.device, int] = {}
+        for stage in self.stages:
+            peaks[stage.device] = peaks.get(stage.device, 0) + stage.peak_bytes
+        return peaks
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``Pipe``."""
+        return {
+            "balance": self.balance,
+            "devices": [stage.device for stage in self.stages],
+            "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+        }
+
+    def build(self, module: nn.Sequential) -> Pipe:
+        """``Pipe(module, **plan.arguments)``."""
+        return Pipe(module, **self.arguments)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.schedule}, batch {self.batch}, {self.chunks} chunks, checkpoint {self.checkpoint!r}",
+            f"  {'stage':>5}  {'device':<8}  {'layers':>11}  {'work':>10}  {'peak memory':>11}",
+        ]
+        first = 0
+        for i, stage in enumerate(self.stages):
+            where = f"{first} to {first + stage.layers - 1}"
+            lines.append(
+                f"  {i:>5}  {stage.device!s:<8}  {where:>11}  {_duration(stage.seconds):>10}  "
+                f"{_size(stage.peak_bytes):>11}"
+            )
+            first += stage.layers
+        peaks = ", ".join(f"{_size(peak)} on {device}" for device, peak in self.peak_bytes.items())
+        allowed = "" if self.memory_limit is None else f" of {_size(self.memory_limit)} allowed"
+        lines += [
+            f"  predicted step: {_duration(self.step_seconds)}, {self.bubble:.0%} of it bubble",
+            f"  predicted peak memory: {peaks}{allowed}",
+        ]
+        return "\n".join(lines)
+
+
+def plan_pipeline(
+    module: nn.Sequential,
+    sample: Sample,
+    *,
+    devices: Iterable[Device] | None = None,
+    memory_limit: int | None = None,
+    max_chunks: int | None = None,
+    schedules: Iterable[str] = tuple(PROGRAMS),
+    param_scale: float = 2.0,
+    timeout: float = 1.0,
+) -> Plan:
+    """Choose the fastest pipeline for ``module`` that fits into memory, and predict its step time
+    and peak memory, before anything of it is built::
+
+        plan = plan_pipeline(module, sample, memory_limit=2 * 2**30)
+        print(plan)
+        pipe = plan.build(module)
+
+    Every layer is timed, forward and backward, at three micro-batch sizes, and a line (fixed cost,
+    cost per row) is fitted to its times; likewise to its memory. What it costs to hand a
+    micro-batch on is measured once. The module and torch's random numbers stay as they are. Then every
+    number of chunks, schedule and checkpoint mode is tried with the cuts that promise most, each
+    simulated.
+
+    Predicted are forward and backward of one mini-batch. Modelled are: uneven layers, small
+    micro-batches, hand-offs, recomputation; of memory parameters, gradients and optimizer state
+    (``param_scale``), buffers, activations of all micro-batches in flight, the largest working
+    memory of a layer, the mini-batch, and its output with a gradient. Not modelled are: the loss and the
+    optimizer's step; the pipe's own cost per task; that lanes share memory bandwidth, caches and
+    the interpreter lock; that a copy between devices overlaps with computation; that on CPUs fewer
+    chunks than stages leave threads to spare, and that the pipe runs on one thread where that is
+    faster; messages under way between lanes; and the allocator's rounding. Stages of one device are
+    taken to reach their peaks at the same time, and an activation that two of them share counts
+    twice.
+
+    Args:
+        module: the layers.
+        sample: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple of
+            them.
+        devices: one per lane, all as fast as the first, where the layers are measured. Default: all
+            CUDA devices; where there is none the CPU for as many lanes as it has intra-op threads.
+        memory_limit: bytes that each device may hold; all lanes on the CPU share them. Default: no
+            limit.
+        max_chunks: most micro-batches to consider. Default: four per device.
+        schedules: names of the schedules to choose from. Default: all of ``planner.PROGRAMS``. For
+            a pipe that is called and followed by ``backward()``: ``["gpipe"]``.
+        param_scale: how many times trainable parameters are held; 2 counts them and their
+            gradients, 4 Adam's state too.
+        timeout: seconds to spend on timing layers.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``, or ``sample`` neither a tensor nor a tuple of
+            tensors.
+        ValueError: an argument is out of its range, there are fewer layers than devices, or nothing
+            fits into ``memory_limit``; then the error names the smallest limit that would do.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+    batch = batch_size(sample)
+    chosen = _devices(devices, len(layers(module)))
+    check_partitions(len(layers(module)), len(chosen))
+    if max_chunks is None:
+        max_chunks = CHUNKS_PER_LANE * len(chosen)
+    if max_chunks < 1 or batch < 1:
+        raise ValueError(
+            f"max_chunks is {max_chunks} and the batch has {batch} rows; both must be at least 1"
+        )
+    if not param_scale >= 0:
+        raise ValueError(f"param_scale is {param_scale}; it must not be negative")
+    possible = settings(len(chosen), len(layers(module)), batch, max_chunks, schedules)
+    least, most = micro_batch_sizes(batch, max_chunks)[0], batch
+    sizes = sorted({least, round((least * most) ** 0.5), most})
+    threads = torch.get_num_threads()
+    if all(device.type == "cpu" for device in chosen):
+        threads = max(1, threads // len(chosen))
+    with intra_op_threads(threads):
+        costs = _measured(module, sample, chosen[0], sizes, timeout)
+    hand_off = Affine.fit(measure_hand_off(chosen))
+    return choose(CostModel(costs, hand_off, param_scale), chosen, possible, memory_limit)
+
+
+def settings(
+    lanes: int, layers: int, batch: int, max_chunks: int, schedules: Iterable[str]
+) -> list[Setting]:
+    """All settings for a mini-batch of ``batch`` rows; of those that come to the same, the first.
+
+    Raises:
+        ValueError: there is no schedule of that name.
+    """
+    found = []
+    for name in schedules:
+        if name not in PROGRAMS:
+            raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(PROGRAMS)}")
+        for chunks in range(1, min(max_chunks, batch) + 1):
+            rows = micro_batch_sizes(batch, chunks)
+            program = PROGRAMS[name](lanes, chunks)
+            dropped = set()
+            for checkpoint in reversed(MODES):
+                setting = Setting(name, program, rows, checkpoint)
+                if setting.stages <= layers and setting.dropped not in dropped:
+                    dropped.add(setting.dropped)
+                    found.append(setting)
+    return found
+
+
+def choose(
+    model: CostModel,
+    devices: Sequence[torch.device],
+    settings: Iterable[Setting],
+    memory_limit: int | None = None,
+) -> Plan:
+    """The plan with the shortest step that fits into ``memory_limit`` bytes on every device.
+
+    Args:
+        model: what the layers cost.
+        devices: one per lane.
+        settings: what to choose from.
+        memory_limit: None for no limit.
+
+    Raises:
+        ValueError: none fits.
+    """
+    limit = inf if memory_limit is None else memory_limit
+    count = len(model.layers)
+    # Stages of one device share its memory, stages of several have it each.
+    combine: Callable[[float, float], float] = operator.add if len(set(devices)) == 1 else max
+    best: Plan | None = None
+    smallest: tuple[float, Setting, list[int]] | None = None
+    for setting in sorted(settings, key=model.least_step):
+        if best is not None and model.least_step(setting) >= best.step_seconds:
+            break
+        stage_bytes = model.stage_bytes(setting)
+        seconds = _where(stage_bytes, limit, model.least_seconds(setting))
+        candidates: Iterable[tuple[float, list[int]]]
+        candidates = islice(cuts(count, setting.stages, seconds), CUTS)
+        if memory_limit is not None:
+            _, frugal = next(cuts(count, setting.stages, stage_bytes, combine))
+            peak = max(_peaks(devices, setting, frugal, stage_bytes).values())
+            if smallest is None or peak < smallest[0]:
+                smallest = peak, setting, frugal
+            candidates = chain([(0.0, frugal)], candidates)
+        for bound, lengths in candidates:
+            if best is not None and bound >= best.step_seconds:
+                break
+            if max(_peaks(devices, setting, lengths, stage_bytes).values()) > limit:
+                continue
+            plan = _predicted(model, devices, setting, lengths, memory_limit)
+            if best is None or plan.step_seconds < best.step_seconds:
+                best = plan
+    if best is None:
+        assert smallest is not None
+        peak, setting, lengths = smallest
+        raise ValueError(
+            f"no plan fits into {memory_limit} bytes ({_size(limit)}) per device; the smallest peak "
+            f"is {ceil(peak)} bytes ({_size(peak)}), with {setting.schedule}, {len(setting.rows)} "
+            f"chunks, checkpoint {setting.checkpoint!r} and balance {lengths}; raise memory_limit, "
+            "allow more chunks, or use more devices or a smaller batch"
+        )
+    return best
+
+
+def _peaks(
+    devices: Sequence[torch.device],
+    setting: Setting,
+    lengths: Sequence[int],
+    stage_bytes: Callable[[int, int, int], float],
+) -> dict[torch.device, float]:
+    """Peak memory of each device."""
+    peaks: dict[torch.device, float] = {}
+    for stage, (begin, end) in enumerate(pairwise([0, *accumulate(lengths)])):
+        device = devices[setting.lane_of[stage]]
+        peaks[device] = peaks.get(device, 0.0) + stage_bytes(stage, begin, end)
+    return peaks
+
+
+def _where(
+    stage_bytes: Callable[[int, int, int], float],
+    limit: float,
+    seconds: Callable[[int, int, int], float],
+) -> Callable[[int, int, int], float]:
+    """``seconds`` of stages that fit into ``limit`` bytes, ``inf`` of others."""
+
+    def within(stage: int, begin: int, end: int) -> float:
+        return seconds(stage, begin, end) if stage_bytes(stage, begin, end) <= limit else inf
+
+    return within
+
+
+def _predicted(
+    model: CostModel,
+    devices: Sequence[torch.device],
+    setting: Setting,
+    lengths: Sequence[int],
+    memory_limit: int | None,
+) -> Plan:
+    edges = [0, *accumulate(lengths)]
+    seconds = model.seconds(setting, edges)
+    simulation = simulate(setting.program, seconds)
+    stage_bytes = model.stage_bytes(setting)
+    work = [0.0] * setting.stages
+    for action in simulation.start:
+        work[action.stage] += seconds(action)
+    return Plan(
+        schedule=setting.schedule,
+        chunks=len(setting.rows),
+        checkpoint=setting.checkpoint,
+        batch=sum(setting.rows),
+        stages=tuple(
+            StagePlan(
+                devices[setting.lane_of[stage]],
+                end - begin,
+                work[stage],
+                ceil(stage_bytes(stage, begin, end)),
+            )
+            for stage, (begin, end) in enumerate(pairwise(edges))
+        ),
+        step_seconds=simulation.makespan,
+        bubble=simulation.bubble,
+        memory_limit=memory_limit,
+    )
+
+
+def _measured(
+    module: nn.Sequential,
+    sample: Sample,
+    device: torch.device,
+    sizes: Sequence[int],
+    timeout: float,
+) -> list[LayerCost]:
+    """Costs of the layers, fitted to measurements with ``sizes`` rows."""
+    samples = [first_rows(sample, rows) for rows in sizes]
+    times = measure_seconds(module, samples, device, timeout=timeout, split=True)
+    memory = {rows: measure_bytes(module, first_rows(sample, rows), device) for rows in sizes}
+    costs = []
+    for i in range(len(layers(module))):
+        of_layer = [(rows, seconds[i]) for rows, seconds in zip(sizes, times, strict=True)]
+        bytes_of_layer = [(rows, found[i]) for rows, found in memory.items()]
+        costs.append(
+            LayerCost(
+                forward=Affine.fit((rows, t.forward) for rows, t in of_layer),
+                backward=Affine.fit((rows, t.backward) for rows, t in of_layer),
+                input_backward=Affine.fit(
+                    (rows, min(t.input_backward, t.backward)) for rows, t in of_layer
+                ),
+                **{
+                    name: Affine.fit((rows, getattr(found, name)) for rows, found in bytes_of_layer)
+                    for name in ("kept", "entry", "inputs", "outputs", "working")
+                },
+                trainable=bytes_of_layer[0][1].trainable,
+                constant=bytes_of_layer[0][1].constant,
+            )
+        )
+    return costs
+
+
+def _devices(devices: Iterable[Device] | None, layers: int) -> list[torch.device]:
+    if devices is not None:
+        return [torch.device(device) for device in devices]
+    count = torch.cuda.device_count()
+    if count:
+        return [torch.device("cuda", i) for i in range(min(count, layers))]
+    return [torch.device("cpu")] * min(torch.get_num_threads(), layers)
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _size(nbytes: float) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 2**power:
+            return f"{nbytes / 2**power:.3g} {unit}"
+    return f"{nbytes:.0f} B"
