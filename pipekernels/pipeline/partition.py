@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
@@ -15,12 +16,15 @@ Cost = Callable[[int, int, int], float]
 """Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p, begin,
 end)``: non-negative, in any unit, ``inf`` for what must not be."""
 
+EVEN_LENGTHS = 1e-9
+"""Weight of evenness in length against evenness in cost: it only decides where costs are equal."""
+
 
 def solve(costs: Sequence[float], partitions: int) -> list[int]:
     """Lengths of the contiguous partitions of ``costs`` whose largest sum is smallest.
 
-    Exact, by dynamic programming: the linear partition problem, O(partitions x len(costs)^2). Among
-    equally good cuts, one whose partitions are about equal, in cost and then in length.
+    Exact, by dynamic programming: the linear partition problem, O(partitions x len(costs)^2). Of
+    equally good cuts, the one with the smallest sum of squared sums, then of squared lengths.
 
     Args:
         costs: non-negative cost of each element, in any unit.
@@ -38,27 +42,15 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
     def cost(p: int, begin: int, end: int) -> float:
         return prefix[end] - prefix[begin]
 
-    rest = _smallest_rest(n, partitions, cost, max)
-    limit = rest[0][0]
-    lengths: list[int] = []
-    begin = 0
-    for p in range(partitions):
-        left = partitions - p
-        even_cost, even_length = cost(p, begin, n) / left, (n - begin) / left
-        within = [
-            end
-            for end in range(begin + 1, n - left + 2)
-            if max(cost(p, begin, end), rest[p + 1][end]) <= limit
-        ]
-        end = min(
-            within,
-            key=lambda end: (
-                abs(cost(p, begin, end) - even_cost),
-                abs(end - begin - even_length),
-            ),
-        )
-        lengths.append(end - begin)
-        begin = end
+    limit = _smallest_rest(n, partitions, cost, max)[0][0]
+
+    def unevenness(p: int, begin: int, end: int) -> float:
+        if cost(p, begin, end) > limit:
+            return inf
+        share = cost(p, begin, end) / limit if limit > 0 else 0.0
+        return share**2 + EVEN_LENGTHS * (end - begin) ** 2
+
+    _, lengths = next(cuts(n, partitions, unevenness, operator.add))
     return lengths
 
 

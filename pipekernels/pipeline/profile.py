@@ -56,8 +56,8 @@ class Bytes:
     kept: int
     """What it keeps for its backward, less what an earlier layer keeps already and the sample."""
     entry: int
-    """What is kept besides, if a stage begins here: of its inputs, what no layer from here on
-    keeps."""
+    """What is kept besides, if a stage begins here: of its inputs, what ``kept`` leaves out. (If
+    the layer hands its inputs on, and one behind it keeps them, they count twice in that stage.)"""
     inputs: int
     """Its inputs."""
     outputs: int
@@ -408,7 +408,7 @@ def _tally(traces: Sequence[_Trace]) -> list[Bytes]:
         result.append(
             Bytes(
                 kept=sum(nbytes[ref] for ref in kept if keeper[ref] == i),
-                entry=sum(nbytes[r] for r in entry if r in sample or keeper.get(r, -1) < i),
+                entry=sum(nbytes[ref] for ref in entry if ref in sample or keeper.get(ref) != i),
                 **trace.sizes,
             )
         )

@@ -1,0 +1,357 @@
+"""Balances from measurements: what is measured, what it leaves untouched, and that programs written
+for fairscale's and torchgpipe's ``balance`` get what they got.
+
+Times are of a clock that layers move themselves, so that nothing depends on the machine.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipekernels import Pipe
+from pipekernels.balance import balance_by_size, balance_by_time, blockpartition
+from pipekernels.pipeline import profile
+from pipekernels.pipeline.profile import measure_bytes, measure_hand_off, measure_seconds
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands still but for what :meth:`work` adds. One for all copies of a layer."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[tuple[str, int]] = []  # (layer, rows) of each forward
+
+    def __call__(self) -> float:
+        return self.now
+
+    def __deepcopy__(self, memo: Any) -> Clock:
+        return self
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(profile, "perf_counter", clock)
+    return clock
+
+
+class _Tick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, backward
+        clock.now += forward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.now += ctx.seconds
+        return grad, None, None, None
+
+
+class Work(nn.Module):
+    """Takes its time by the clock: seven times as long in ``disturbed`` runs out of ten."""
+
+    def __init__(
+        self, clock: Clock, name: str, forward: float, backward: float, disturbed: int = 0
+    ) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.clock, self.name = clock, name
+        self.times, self.disturbed = (forward, backward), disturbed
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = sum(name == self.name for name, _ in self.clock.log)
+        self.clock.log.append((self.name, x.shape[0]))
+        factor = 7 if run % 10 < self.disturbed else 1
+        forward, backward = self.times
+        return _Tick.apply(x * self.scale, self.clock, factor * forward, factor * backward)
+
+
+# ---- balance_by_time ----
+
+
+def test_by_time_counts_forward_and_backward(clock: Clock) -> None:
+    times = [(1, 9), (2, 0), (2, 1), (4, 1), (3, 2)]
+    module = nn.Sequential(*(Work(clock, str(i), f, b) for i, (f, b) in enumerate(times)))
+    assert balance_by_time(2, module, torch.rand(3, 1), device="cpu") == [2, 3]
+    assert balance_by_time(3, module, torch.rand(3, 1), device="cpu") == [1, 2, 2]
+
+
+def test_by_time_is_not_misled_by_disturbances(clock: Clock) -> None:
+    layers = [Work(clock, str(i), 1e-3, 2e-3, disturbed=9 * (i == 0)) for i in range(4)]
+    balance = balance_by_time(2, nn.Sequential(*layers), torch.rand(2, 1), device="cpu")
+    assert balance == [2, 2]
+
+
+def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
+    module = nn.Sequential(Work(clock, "a", 0.1, 0.2), Work(clock, "b", 0.3, 0.4))
+    (times,) = measure_seconds(module, [torch.rand(5, 1)], CPU, timeout=3.5)
+    assert clock.log == [("a", 5), ("b", 5)] * 4  # 1 s each; the first warms up
+    assert [(t.forward, t.backward) for t in times] == [
+        (pytest.approx(0.1), pytest.approx(0.2)),
+        (pytest.approx(0.3), pytest.approx(0.4)),
+    ]
+
+
+def test_every_layer_is_timed_whatever_the_timeout(clock: Clock) -> None:
+    module = nn.Sequential(Work(clock, "a", 1, 2), Work(clock, "b", 1, 1))
+    found = measure_seconds(module, [torch.rand(5, 1), torch.rand(2, 1)], CPU, timeout=0)
+    assert clock.log == [("a", 5), ("b", 5), ("a", 2), ("b", 2)] * 2
+    assert [[t.forward + t.backward for t in times] for times in found] == [[3, 2]] * 2
+
+
+def test_the_two_parts_of_a_backward_are_told_apart() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh())
+    (times,) = measure_seconds(module, [torch.rand(4, 2)], CPU, timeout=0, split=True)
+    assert times[0].input_backward == 0 < times[0].backward  # The sample wants no gradient.
+    assert times[1].input_backward > 0
+    assert times[2].input_backward == times[2].backward  # There are no parameters.
+
+
+# ---- no side effects ----
+
+
+class Awkward(nn.Module):
+    """Counts its calls, overwrites its input, draws random numbers, has buffers and a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.5, inplace=True)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        assert self.training
+        return self.norm(self.dropout(x.mul_(self.frozen)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_profiling_leaves_no_trace(training: bool, around: Any) -> None:
+    module = nn.Sequential(Awkward(), nn.Linear(4, 4), Awkward()).train(training)
+    module[1].train(training)
+    module[1].weight.grad = grad = torch.randn(4, 4)
+    hooked: list[Tensor] = []
+    module[1].bias.register_hook(hooked.append)
+    before = copy.deepcopy(module)
+    sample = torch.randn(6, 4)
+    inputs = sample.clone()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+
+    with around():
+        balance_by_time(2, module, inputs, timeout=0, device="cpu")
+        balance_by_size(2, module, inputs, chunks=2, device="cpu")
+
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(inputs, sample) and not inputs.requires_grad
+    assert module[1].weight.grad is grad and module[1].bias.grad is None and not hooked
+    for name, value in before.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    assert [m.training for m in module.modules()] == [m.training for m in before.modules()]
+    assert [p.requires_grad for p in module.parameters()] == [
+        p.requires_grad for p in before.parameters()
+    ]
+    assert module[0].calls == module[2].calls == 0
+
+
+def test_modes_of_layers_in_a_training_module_are_kept() -> None:
+    modes = []
+
+    class Mode(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.append(self.training)
+            return x
+
+    module = nn.Sequential(Mode(), Mode())
+    module[0].eval()
+    balance_by_time(1, module, torch.rand(1), timeout=0, device="cpu")
+    assert modes == [False, True] * 2
+
+
+# ---- balance_by_size ----
+
+
+def test_storages_are_counted_once_by_the_first_layer_that_keeps_them() -> None:
+    rows, wide = 10, 16
+    activation = rows * wide * 4
+    module = nn.Sequential(
+        nn.Linear(wide, wide, bias=False),  # keeps its input, which is the caller's
+        nn.Tanh(),  # keeps its output
+        nn.Flatten(),
+        nn.Linear(wide, wide, bias=False),  # keeps its input: what Tanh keeps
+        nn.GELU(),  # keeps its input
+        nn.Identity(),
+    )
+    sizes = measure_bytes(module, torch.rand(rows, wide), CPU)
+    assert [s.kept for s in sizes] == [0, activation, 0, 0, activation, 0]
+    assert [s.entry for s in sizes] == [0, activation, activation, activation, 0, activation]
+    assert {s.inputs for s in sizes} == {s.outputs for s in sizes} == {activation}
+    assert [s.trainable for s in sizes] == [wide * wide * 4, 0, 0, wide * wide * 4, 0, 0]
+    assert all(s.working >= activation for s in sizes if s is not sizes[-1])
+
+
+KINDS = {
+    "linear": lambda: nn.Linear(6, 6),
+    "relu": lambda: nn.ReLU(inplace=True),
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "norm": lambda: nn.LayerNorm(6),
+    "batch norm": lambda: nn.BatchNorm1d(6),
+    "dropout": lambda: nn.Dropout(0.5),
+    "flatten": nn.Flatten,
+    "nothing": nn.Identity,
+}
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=5))
+def test_kept_bytes_of_any_stage_are_what_autograd_saves(kinds: list[str]) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), *(KINDS[kind]() for kind in kinds))
+    sample = torch.rand(8, 6)
+    sizes = measure_bytes(module, sample, CPU)
+    for begin, end in combinations(range(len(module) + 1), 2):
+        stage = module[begin:end]
+        fixed = {t.untyped_storage().data_ptr() for t in [*stage.parameters(), *stage.buffers()]}
+        saved = {}
+
+        def pack(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        inputs = sample.clone().requires_grad_(begin > 0)
+        entered = inputs.clone() if begin > 0 else inputs
+        saved[entered.untyped_storage().data_ptr()] = entered
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = stage(entered)
+        expected = sum(t.untyped_storage().nbytes() for p, t in saved.items() if p not in fixed)
+        kept = sizes[begin].entry + sum(s.kept for s in sizes[begin:end])
+        if begin == 0:
+            kept += sample.nbytes
+        if isinstance(stage[0], (nn.Flatten, nn.Identity)):  # Its inputs may count twice.
+            assert expected <= kept <= expected + sample.nbytes
+        else:
+            assert kept == expected
+        del outputs
+
+
+def test_graphs_count_what_they_hold_beside_saved_tensors() -> None:
+    """As torchgpipe's own test of latent sizes: leaves made on the way live as long as the graph."""
+
+    class Expand(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times = times
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = x + torch.rand_like(x, requires_grad=True)
+            return x
+
+    sample = torch.rand(10, 10, 10)
+    module = nn.Sequential(*(Expand(i) for i in [1, 2, 3, 4, 5, 6]))
+    assert balance_by_size(2, module, sample, device="cpu") == [4, 2]
+    assert balance_by_size(2, module[::-1], sample, device="cpu") == [2, 4]
+
+
+def test_by_size_weighs_parameters_against_activations() -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(*(nn.Tanh() for _ in range(9)))]
+    module = nn.Sequential(*layers, nn.Linear(8, 2))
+    sample = torch.rand(64, 8)
+    assert balance_by_size(2, module, sample, param_scale=0, device="cpu") == [2, 2]
+    assert balance_by_size(2, module, sample, param_scale=1e6, device="cpu") == [1, 3]
+
+
+def test_chunks_make_activations_smaller() -> None:
+    module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Tanh(), nn.Tanh())  # 6.6 KB
+    sample = torch.rand(64, 40)  # 10 KB
+    assert balance_by_size(2, module, sample, param_scale=1, device="cpu") == [2, 2]
+    assert balance_by_size(2, module, sample, chunks=16, param_scale=1, device="cpu") == [1, 3]
+
+
+# ---- as fairscale and torchgpipe have it ----
+
+
+@pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size])
+def test_tuples_go_from_layer_to_layer(by: Any, device: torch.device) -> None:
+    class Twin(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.detach()
+
+    class Add(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] + pair[1]
+
+    module = nn.Sequential(Twin(), Add())
+    assert by(1, module, torch.rand(2, requires_grad=True), device=device) == [2]
+    assert by(1, module[1:], (torch.rand(3, 2), torch.rand(3, 2)), device=device) == [1]
+
+
+def test_blockpartition_returns_the_blocks() -> None:
+    assert blockpartition.solve([1, 2, 3, 4, 5, 6], partitions=2) == [[1, 2, 3, 4], [5, 6]]
+    assert blockpartition.solve([0, 0], 2) == [[0], [0]]
+    for sequence, partitions in [([42], 0), ([42], -1), ([], 1), ([42], 2)]:
+        with pytest.raises(ValueError, match="partitions"):
+            blockpartition.solve(sequence, partitions)
+
+
+def test_the_balance_fits_a_pipe(device: torch.device) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(128, 10))
+    sample = torch.rand(10, 3, 8, 8)
+    balance = balance_by_time(2, module, sample, timeout=0, device=device)
+    assert next(module.parameters()).device == CPU
+    pipe = Pipe(module, balance, devices=[device] * 2, chunks=3)
+    assert pipe(sample.to(device)).shape == (10, 10)
+
+
+@pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
+        ({"partitions": 0}, ValueError, "partitions is 0"),
+        ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
+        ({"sample": [torch.rand(2, 2)]}, TypeError, "not list"),
+        ({"sample": (torch.rand(2, 2), 1)}, TypeError, r"not \(Tensor, int\)"),
+        ({"sample": ()}, TypeError, "non-empty tuple"),
+    ],
+)
+def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    arguments = {"partitions": 2, "module": module, "sample": torch.rand(2, 2), **change}
+    with pytest.raises(error, match=message):
+        by(*arguments.values(), device="cpu")
+
+
+def test_errors_of_one_of_them() -> None:
+    module, sample = nn.Sequential(nn.Linear(2, 2)), torch.rand(2, 2)
+    with pytest.raises(ValueError, match="timeout is -1"):
+        balance_by_time(1, module, sample, timeout=-1, device="cpu")
+    with pytest.raises(ValueError, match="chunks is 0"):
+        balance_by_size(1, module, sample, chunks=0, device="cpu")
+    with pytest.raises(ValueError, match="param_scale is -2"):
+        balance_by_size(1, module, sample, param_scale=-2, device="cpu")
+    with pytest.raises(ValueError, match="cannot be cut into micro-batches"):
+        balance_by_size(1, module, (sample, torch.rand(3, 2)), device="cpu")
+
+
+def test_hand_offs() -> None:
+    ((nbytes, seconds),) = measure_hand_off([CPU, CPU])
+    assert nbytes == 0 < seconds
+    meta = torch.device("meta")
+    assert measure_hand_off([meta, meta]) == [(0, 0.0)]
