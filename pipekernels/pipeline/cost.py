@@ -36,8 +36,8 @@ class Affine:
         coefficient is negative. Points of one single x are taken as proportional to it, or as
         constant if it is 0."""
         points = list(points)
-        least = 1e-3 * max(y for _, y in points) or 1.0
-        weighted = [(x, y, 1.0 / max(y, least) ** 2) for x, y in points]
+        top = max(y for _, y in points) or 1.0
+        weighted = [(x, y, 1.0 / max(y / top, 1e-3) ** 2) for x, y in points]
         total = sum(w for _, _, w in weighted)
         mean_x = sum(w * x for x, _, w in weighted) / total
         mean_y = sum(w * y for _, y, w in weighted) / total

@@ -206,7 +206,7 @@ def settings(
     """All settings for a mini-batch of ``batch`` rows; of those that come to the same, the first.
 
     Raises:
-        ValueError: there is no schedule of that name.
+        ValueError: there is no schedule of that name, or none for so few layers.
     """
     found = []
     for name in schedules:
@@ -221,6 +221,8 @@ def settings(
                 if setting.stages <= layers and setting.dropped not in dropped:
                     dropped.add(setting.dropped)
                     found.append(setting)
+    if not found:
+        raise ValueError(f"no schedule is left to choose from; take some of {', '.join(PROGRAMS)}")
     return found
 
 

@@ -1,0 +1,371 @@
+"""Plans: predictions against plain re-computations, the choice against trying everything.
+
+Nothing here looks at a clock: costs are made up, or those of layers that move a clock themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import pipekernels
+from pipekernels.pipeline import planner, profile
+from pipekernels.pipeline.checkpoint import MODES, checkpointed
+from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
+from pipekernels.pipeline.planner import PROGRAMS, choose, plan_pipeline
+from pipekernels.pipeline.schedule import Action, gpipe, simulate
+from tests.test_balance import Clock, Work
+
+CPU = torch.device("cpu")
+DEVICES = [torch.device("cuda", i) for i in range(4)]  # Named only, never used.
+SCALE = 2.0
+
+
+def layer(
+    forward: tuple[float, float] = (0.0, 1.0),
+    backward: tuple[float, float] = (0.0, 2.0),
+    input_share: float = 0.5,
+    **sizes: int,
+) -> LayerCost:
+    """Times as (fixed, per row), sizes in bytes per row; parameters and ``constant`` in bytes."""
+
+    def per_row(name: str, default: int = 0) -> Affine:
+        return Affine(0.0, sizes.get(name, default))
+
+    return LayerCost(
+        forward=Affine(*forward),
+        backward=Affine(*backward),
+        input_backward=Affine(*(input_share * b for b in backward)),
+        kept=per_row("kept"),
+        entry=per_row("entry"),
+        inputs=per_row("inputs", 1),
+        outputs=per_row("outputs", 1),
+        working=per_row("working"),
+        trainable=sizes.get("trainable", 0),
+        constant=sizes.get("constant", 0),
+    )
+
+
+small = st.integers(0, 8)
+layer_costs = st.builds(
+    layer,
+    forward=st.tuples(st.integers(0, 4), st.integers(1, 5)),
+    backward=st.tuples(st.integers(0, 8), st.integers(1, 9)),
+    input_share=st.sampled_from([0.0, 0.5, 1.0]),
+    kept=small,
+    entry=small,
+    inputs=small,
+    outputs=small,
+    working=small,
+    trainable=st.integers(0, 20),
+    constant=small,
+)
+
+
+def all_balances(layers: int, stages: int) -> Iterator[list[int]]:
+    for inner in combinations(range(1, layers), stages - 1):
+        yield [b - a for a, b in pairwise([0, *inner, layers])]
+
+
+def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Setting]:
+    return planner.settings(lanes, layers, batch, max_chunks, PROGRAMS)
+
+
+# ---- what a cut costs, once more and plainly ----
+
+
+def step(costs: list[LayerCost], hand_off: float, setting: Setting, balance: list[int]) -> float:
+    edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
+    lane_of = {a.stage: i for i, lane in enumerate(setting.program.lanes) for a in lane}
+
+    def seconds(action: Action) -> float:
+        stage, rows = action.stage, setting.rows[action.micro_batch]
+        layers = costs[edges[stage] : edges[stage + 1]]
+        forward = sum(c.forward(rows) for c in layers)
+        backward = sum(c.backward(rows) for c in layers)
+        of_inputs = sum(c.input_backward(rows) for c in layers)
+        total = {"F": forward, "B": backward, "I": of_inputs, "W": backward - of_inputs}[
+            action.kind
+        ]
+        if action.kind in "BI" and checkpointed(
+            setting.checkpoint, action.micro_batch, len(setting.rows)
+        ):
+            total += forward
+        giver = stage - 1 if action.kind == "F" else stage + 1
+        if action.kind != "W" and lane_of.get(giver, lane_of[stage]) != lane_of[stage]:
+            total += hand_off
+        return total
+
+    return simulate(setting.program, seconds).makespan
+
+
+def peaks(
+    costs: list[LayerCost], setting: Setting, balance: list[int], devices: list[torch.device]
+) -> dict[torch.device, float]:
+    edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
+    rows, batch = max(setting.rows), sum(setting.rows)
+    total: dict[torch.device, float] = {}
+    for device, lane in zip(devices, setting.program.lanes, strict=True):
+        for stage in {a.stage for a in lane}:
+            layers = costs[edges[stage] : edges[stage + 1]]
+            graph = sum(c.kept(rows) for c in layers) + layers[0].entry(rows) * (stage > 0)
+            inputs = layers[0].inputs(rows) * (stage > 0)
+            held: dict[int, float] = {}
+            most = 0.0
+            for kind, s, m in lane:
+                if s != stage:
+                    continue
+                dropped = checkpointed(setting.checkpoint, m, len(setting.rows))
+                if kind == "F":
+                    held[m] = inputs if dropped else graph
+                elif kind != "W":
+                    held[m] = graph
+                most = max(most, sum(held.values()))
+                if kind in "BW":
+                    del held[m]
+            peak = most + max(c.working(rows) for c in layers)
+            peak += sum(c.trainable * SCALE + c.constant for c in layers)
+            peak += layers[0].inputs(batch) * (stage == 0)
+            peak += 2 * layers[-1].outputs(batch) * (stage == len(balance) - 1)
+            total[device] = total.get(device, 0.0) + peak
+    return total
+
+
+# ---- the model ----
+
+
+@given(
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.lists(st.integers(1, 99), min_size=2, max_size=4, unique=True),
+)
+def test_fit_finds_a_line(fixed: float, slope: float, xs: list[int]) -> None:
+    line = Affine.fit([(x, fixed + slope * x) for x in xs])
+    for x in xs:
+        assert line(x) == pytest.approx(fixed + slope * x, rel=1e-6, abs=1e-6)
+
+
+def test_fit_has_no_negative_coefficients() -> None:
+    assert Affine.fit([(1, 1.0), (2, 4.0)]).fixed == 0
+    assert Affine.fit([(1, 4.0), (2, 1.0)]).slope == 0
+    assert Affine.fit([(5, 10.0)]) == Affine(0.0, 2.0)
+    assert Affine.fit([(0, 3.0)]) == Affine(3.0, 0.0)
+    assert Affine.fit([(1, 0.0), (8, 0.0)])(4) == 0
+
+
+def test_small_times_count_as_much_as_large_ones() -> None:
+    line = Affine.fit([(1, 1.0), (100, 110.0), (100, 90.0)])
+    assert line(1) == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("mode", "held"),
+    [("never", {(4, 0)}), ("except_last", {(1, 3)}), ("always", {(0, 4), (1, 3)})],
+)
+def test_what_gpipe_holds(mode: str, held: set[tuple[int, int]]) -> None:
+    setting = Setting("gpipe", gpipe(2, 4), [2, 2, 2, 1], mode)
+    assert [set(moments) for moments in setting.held] == [held, held]
+
+
+cases = st.tuples(
+    st.lists(layer_costs, min_size=2, max_size=6),
+    st.integers(1, 3),  # lanes
+    st.integers(1, 7),  # batch
+    st.sampled_from([0.0, 3.0]),  # hand-off
+).filter(lambda case: len(case[0]) >= case[1])
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases, st.data())
+def test_predictions_and_their_bounds(
+    case: tuple[list[LayerCost], int, int, float], data: st.DataObject
+) -> None:
+    costs, lanes, batch, hand_off = case
+    model = CostModel(costs, Affine(hand_off), SCALE)
+    setting = data.draw(st.sampled_from(settings_of(lanes, len(costs), batch, 4)))
+    balance = data.draw(st.sampled_from(list(all_balances(len(costs), setting.stages))))
+    edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
+    makespan = simulate(setting.program, model.seconds(setting, edges)).makespan
+    assert makespan == pytest.approx(step(costs, hand_off, setting, balance))
+    assert model.least_step(setting) <= makespan * (1 + 1e-9)
+    for stage, (begin, end) in enumerate(pairwise(edges)):
+        assert model.least_seconds(setting)(stage, begin, end) <= makespan * (1 + 1e-9)
+    devices = DEVICES[:lanes]
+    total: dict[torch.device, float] = {}
+    for stage, (begin, end) in enumerate(pairwise(edges)):
+        device = devices[setting.lane_of[stage]]
+        peak = model.stage_bytes(setting)(stage, begin, end)
+        total[device] = total.get(device, 0.0) + peak
+    assert total == pytest.approx(peaks(costs, setting, balance, devices))
+
+
+# ---- the choice ----
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases, st.booleans(), st.floats(0, 1))
+def test_the_choice_is_the_best_of_all(
+    case: tuple[list[LayerCost], int, int, float], shared: bool, tightness: float
+) -> None:
+    costs, lanes, batch, hand_off = case
+    devices = [CPU] * lanes if shared else DEVICES[:lanes]
+    model = CostModel(costs, Affine(hand_off), SCALE)
+    possible = settings_of(lanes, len(costs), batch, 4)
+    outcomes = [
+        (step(costs, hand_off, s, b), max(peaks(costs, s, b, devices).values()))
+        for s in possible
+        for b in all_balances(len(costs), s.stages)
+    ]
+    plan = choose(model, devices, possible)
+    assert plan.step_seconds == pytest.approx(min(seconds for seconds, _ in outcomes))
+
+    least, most = min(p for _, p in outcomes), max(p for _, p in outcomes)
+    limit = int(least + tightness * (most - least)) + 1
+    plan = choose(model, devices, possible, limit)
+    assert max(plan.peak_bytes.values()) <= limit
+    assert plan.step_seconds == pytest.approx(min(s for s, peak in outcomes if peak <= limit))
+
+    too_little = int(least) - 1
+    with pytest.raises(ValueError, match=rf"smallest peak is {int(least)} bytes"):
+        choose(model, devices, possible, too_little)
+
+
+def test_small_micro_batches_and_hand_offs_are_paid_for() -> None:
+    def chunks(fixed: float, hand_off: float) -> int:
+        costs = [layer((fixed, 1.0), (2 * fixed, 2.0)) for _ in range(4)]
+        model = CostModel(costs, Affine(hand_off), SCALE)
+        return choose(model, [CPU, CPU], settings_of(2, 4, 32, 8)).chunks
+
+    assert chunks(0.0, 0.0) == 8
+    assert 1 < chunks(1.0, 0.0) < 8
+    assert 1 < chunks(0.0, 3.0) < 8
+    assert chunks(100.0, 0.0) == chunks(0.0, 1000.0) == 1
+
+
+def test_hand_offs_cost_by_the_bytes_of_the_edge() -> None:
+    """Cutting where little is handed on is worth an uneven balance."""
+    costs = [layer(inputs=size) for size in (1, 100, 100, 1)]
+    assert choose(
+        CostModel(costs, Affine(0.0), SCALE), [CPU] * 2, settings_of(2, 4, 8, 4)
+    ).balance == [2, 2]
+    costly = CostModel(costs, Affine(0.0, 1.0), SCALE)
+    assert choose(costly, [CPU] * 2, settings_of(2, 4, 8, 4)).balance == [3, 1]
+
+
+def test_less_memory_is_paid_for_with_time() -> None:
+    costs = [layer(kept=8, entry=1, trainable=10) for _ in range(4)]
+    model = CostModel(costs, Affine(0.0), SCALE)
+    plans = [
+        choose(model, DEVICES[:2], planner.settings(2, 4, 16, 8, ["gpipe"]), limit)
+        for limit in (None, 200, 120)
+    ]
+    assert [plan.checkpoint for plan in plans] == ["never", "except_last", "except_last"]
+    seconds = [plan.step_seconds for plan in plans]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[1]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_settings_are_distinct_and_complete(name: str) -> None:
+    found = planner.settings(2, 4, 3, 9, [name])
+    assert {len(s.rows) for s in found} == {1, 2, 3}
+    assert {s.checkpoint for s in found} == set(MODES)
+    assert len({(len(s.rows), s.dropped) for s in found}) == len(found) == 2 + 3 + 3
+
+
+# ---- from a module to a pipe ----
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(profile, "perf_counter", clock)
+    return clock
+
+
+def test_planning_a_module(clock: Clock) -> None:
+    """Layers take 1 ms forward and 2 ms backward however few the rows: m chunks of 2 equal stages
+    take m + 1 turns."""
+    module = nn.Sequential(*(Work(clock, str(i), 1e-3, 2e-3) for i in range(4)))
+    sample = torch.rand(8, 3)
+    plan = plan_pipeline(
+        module, sample, devices=["cpu", "cpu"], schedules=["gpipe"], timeout=0, max_chunks=3
+    )
+    assert plan.step_seconds == pytest.approx(12e-3)  # Fewer chunks cannot overlap, more cost more.
+    assert plan.chunks == 1 and plan.schedule == "gpipe" and plan.batch == 8
+    assert {rows for _, rows in clock.log} == {8, 5, 3}
+    text = str(plan)
+    assert "predicted step: 12 ms, 50% of it bubble" in text
+    assert "predicted peak memory" in text and "on cpu" in text
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_plan_builds_the_pipe_that_it_describes() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 2))
+    sample = torch.rand(6, 4)
+    expected = module(sample)
+    random_state = torch.get_rng_state()
+    plan = pipekernels.plan_pipeline(
+        module, sample, devices=["cpu"] * 2, memory_limit=2**20, timeout=0
+    )
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert isinstance(plan, pipekernels.Plan)
+    assert 0 < plan.step_seconds < float("inf") and 0 <= plan.bubble < 1
+    assert 0 < plan.peak_bytes[CPU] <= 2**20 == plan.memory_limit
+    assert "of 1 MiB allowed" in str(plan)
+    pipe = plan.build(module)
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == (
+        plan.balance,
+        plan.chunks,
+        plan.checkpoint,
+    )
+    torch.testing.assert_close(pipe(sample), expected)
+
+
+def test_by_default_a_lane_per_intra_op_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        plan = plan_pipeline(
+            nn.Sequential(*(nn.Tanh() for _ in range(3))), torch.rand(4), timeout=0
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    if not torch.cuda.is_available():
+        assert [stage.device for stage in plan.stages] == [CPU] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
+        ({"sample": 3}, TypeError, "not int"),
+        ({"sample": torch.rand(())}, ValueError, "cannot be cut into micro-batches"),
+        ({"sample": torch.rand(0, 2)}, ValueError, "the batch has 0 rows"),
+        ({"max_chunks": 0}, ValueError, "max_chunks is 0"),
+        ({"param_scale": -1.0}, ValueError, "param_scale is -1.0"),
+        ({"schedules": ["fifo"]}, ValueError, "'fifo'; it must be one of gpipe"),
+        ({"schedules": []}, ValueError, "no schedule"),
+        ({"devices": []}, ValueError, "partitions is 0"),
+        ({"devices": ["cpu"] * 3}, ValueError, "2 elements cannot be cut into 3"),
+        ({"timeout": -1.0}, ValueError, "timeout is -1.0"),
+        ({"memory_limit": 10}, ValueError, r"fits into 10 bytes .* smallest peak is \d+ bytes"),
+    ],
+)
+def test_errors(change: dict[str, object], error: type[Exception], message: str) -> None:
+    arguments: dict[str, object] = {
+        "module": nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+        "sample": torch.rand(2, 2),
+        "devices": ["cpu"],
+        "timeout": 0.0,
+        **change,
+    }
+    module, sample = arguments.pop("module"), arguments.pop("sample")
+    with pytest.raises(error, match=message):
+        plan_pipeline(module, sample, **arguments)
