@@ -1,6 +1,6 @@
 """Pipeline and tensor parallelism for PyTorch, on CPUs and CUDA GPUs, with its own kernels."""
 
-from pipekernels import ops, skip
+from pipekernels import balance, ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
 from pipekernels.pipeline import (
@@ -39,6 +39,7 @@ __all__ = [
     "RowParallelLinear",
     "Timeline",
     "__version__",
+    "balance",
     "execute_pipeline",
     "execute_pipeline_step",
     "get_device",

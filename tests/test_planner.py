@@ -232,7 +232,7 @@ def test_the_choice_is_the_best_of_all(
     assert plan.step_seconds == pytest.approx(min(s for s, peak in outcomes if peak <= limit))
 
     too_little = int(least) - 1
-    with pytest.raises(ValueError, match=rf"smallest peak is {int(least)} bytes"):
+    with pytest.raises(ValueError, match=rf"smallest peak found is {int(least)} bytes"):
         choose(model, devices, possible, too_little)
 
 
@@ -355,7 +355,11 @@ def test_by_default_a_lane_per_intra_op_thread() -> None:
         ({"devices": []}, ValueError, "partitions is 0"),
         ({"devices": ["cpu"] * 3}, ValueError, "2 elements cannot be cut into 3"),
         ({"timeout": -1.0}, ValueError, "timeout is -1.0"),
-        ({"memory_limit": 10}, ValueError, r"fits into 10 bytes .* smallest peak is \d+ bytes"),
+        (
+            {"memory_limit": 10},
+            ValueError,
+            r"fits into 10 bytes .* smallest peak found is \d+ bytes",
+        ),
     ],
 )
 def test_errors(change: dict[str, object], error: type[Exception], message: str) -> None:

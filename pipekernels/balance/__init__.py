@@ -22,7 +22,9 @@ from pipekernels.balance import blockpartition
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.partition import check_partitions, layers, solve
 from pipekernels.pipeline.profile import (
+    Device,
     Sample,
+    as_device,
     batch_size,
     first_rows,
     measure_bytes,
@@ -30,8 +32,6 @@ from pipekernels.pipeline.profile import (
 )
 
 __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]
-
-Device = torch.device | int | str
 
 
 def balance_by_time(
@@ -49,8 +49,8 @@ def balance_by_time(
         module: the layers.
         sample: a typical input: a tensor ``[batch, ...]`` or a tuple of them. Best is the size of a
             micro-batch: small ones are relatively more work for some layers than for others.
-        timeout: how long to measure, in seconds. All layers take turns, each at least once after a
-            warm-up; the smallest of its times counts.
+        timeout: how long to measure, in seconds. All layers take turns, each at least three times
+            after a warm-up; the smallest of its times counts.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Returns:
@@ -60,7 +60,7 @@ def balance_by_time(
         TypeError: ``module`` is no ``nn.Sequential``, or ``sample`` neither a tensor nor a tuple of
             tensors.
         ValueError: ``partitions`` is below 1 or above the number of layers, or ``timeout`` is
-            negative.
+            negative or infinite.
     """
     _check(module, partitions)
     (times,) = measure_seconds(module, [sample], _device(device), timeout=timeout)
@@ -122,4 +122,4 @@ def _check(module: nn.Sequential, partitions: int) -> None:
 def _device(device: Device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    return as_device(device)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, compress, pairwise
+from math import ceil
 
 from pipekernels.pipeline.checkpoint import checkpointed
 from pipekernels.pipeline.schedule import Action, Kind, Program
@@ -213,14 +214,14 @@ class CostModel:
             way.append(forward(smallest) + back)
         return work, way
 
-    def stage_bytes(self, setting: Setting) -> Callable[[int, int, int], float]:
+    def stage_bytes(self, setting: Setting) -> Callable[[int, int, int], int]:
         """Peak memory of one stage: ``(stage, begin, end)``, its layers."""
         rows, batch = max(setting.rows), sum(setting.rows)
         kept = [sums(rows) for sums in self._kept]
         working = [layer.working(rows) for layer in self.layers]
 
         @cache
-        def compute(stage: int, begin: int, end: int) -> float:
+        def compute(stage: int, begin: int, end: int) -> int:
             total = self._static[end] - self._static[begin]
             if begin == 0:
                 inputs = entry = 0.0
@@ -232,7 +233,7 @@ class CostModel:
                 total += 2 * self.layers[-1].outputs(batch)
             graph = entry + kept[end] - kept[begin]
             held = max(graphs * graph + dropped * inputs for graphs, dropped in setting.held[stage])
-            return total + held + max(working[begin:end])
+            return ceil(total + held + max(working[begin:end]))
 
         return compute
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
-from math import ceil, inf
+from math import inf
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.partition import check_partitions, cuts, layers
-from pipekernels.pipeline.pipe import Device, Pipe
+from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.profile import (
+    Device,
     Sample,
+    as_device,
     batch_size,
     first_rows,
     measure_bytes,
@@ -59,6 +61,8 @@ class Plan:
     schedule: str
     """What to run it with where the caller can choose; calling the pipe and then ``backward()`` is
     always GPipe's."""
+    lanes: int
+    """Number of lanes, which is that of the stages unless the schedule deals several to each."""
     chunks: int
     checkpoint: str
     batch: int
@@ -99,7 +103,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.schedule}, batch {self.batch}, {self.chunks} chunks, checkpoint {self.checkpoint!r}",
+            f"{self.schedule} on {self.lanes} lanes, batch {self.batch} in {self.chunks} chunks, "
+            + f"checkpoint {self.checkpoint!r}",
             f"  {'stage':>5}  {'device':<8}  {'layers':>11}  {'work':>10}  {'peak memory':>11}",
         ]
         first = 0
@@ -151,8 +156,8 @@ def plan_pipeline(
     the interpreter lock; that a copy between devices overlaps with computation; that on CPUs fewer
     chunks than stages leave threads to spare, and that the pipe runs on one thread where that is
     faster; messages under way between lanes; and the allocator's rounding. Stages of one device are
-    taken to reach their peaks at the same time, and an activation that two of them share counts
-    twice.
+    taken to reach their peaks at the same time, and what two of them share, an activation or a
+    parameter, counts twice.
 
     Args:
         module: the layers.
@@ -173,7 +178,7 @@ def plan_pipeline(
         TypeError: ``module`` is no ``nn.Sequential``, or ``sample`` neither a tensor nor a tuple of
             tensors.
         ValueError: an argument is out of its range, there are fewer layers than devices, or nothing
-            fits into ``memory_limit``; then the error names the smallest limit that would do.
+            fits into ``memory_limit``; then the error names the smallest peak found.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
@@ -248,7 +253,7 @@ def choose(
     # Stages of one device share its memory, stages of several have it each.
     combine: Callable[[float, float], float] = operator.add if len(set(devices)) == 1 else max
     best: Plan | None = None
-    smallest: tuple[float, Setting, list[int]] | None = None
+    smallest: tuple[int, Setting, list[int]] | None = None
     for setting in sorted(settings, key=model.least_step):
         if best is not None and model.least_step(setting) >= best.step_seconds:
             break
@@ -274,8 +279,8 @@ def choose(
         assert smallest is not None
         peak, setting, lengths = smallest
         raise ValueError(
-            f"no plan fits into {memory_limit} bytes ({_size(limit)}) per device; the smallest peak "
-            f"is {ceil(peak)} bytes ({_size(peak)}), with {setting.schedule}, {len(setting.rows)} "
+            f"no plan fits into {memory_limit} bytes ({_size(limit)}) per device; the smallest peak found "
+            f"is {peak} bytes ({_size(peak)}), with {setting.schedule}, {len(setting.rows)} "
             f"chunks, checkpoint {setting.checkpoint!r} and balance {lengths}; raise memory_limit, "
             "allow more chunks, or use more devices or a smaller batch"
         )
@@ -286,13 +291,13 @@ def _peaks(
     devices: Sequence[torch.device],
     setting: Setting,
     lengths: Sequence[int],
-    stage_bytes: Callable[[int, int, int], float],
-) -> dict[torch.device, float]:
+    stage_bytes: Callable[[int, int, int], int],
+) -> dict[torch.device, int]:
     """Peak memory of each device."""
-    peaks: dict[torch.device, float] = {}
+    peaks: dict[torch.device, int] = {}
     for stage, (begin, end) in enumerate(pairwise([0, *accumulate(lengths)])):
         device = devices[setting.lane_of[stage]]
-        peaks[device] = peaks.get(device, 0.0) + stage_bytes(stage, begin, end)
+        peaks[device] = peaks.get(device, 0) + stage_bytes(stage, begin, end)
     return peaks
 
 
@@ -325,6 +330,7 @@ def _predicted(
         work[action.stage] += seconds(action)
     return Plan(
         schedule=setting.schedule,
+        lanes=len(devices),
         chunks=len(setting.rows),
         checkpoint=setting.checkpoint,
         batch=sum(setting.rows),
@@ -333,7 +339,7 @@ def _predicted(
                 devices[setting.lane_of[stage]],
                 end - begin,
                 work[stage],
-                ceil(stage_bytes(stage, begin, end)),
+                stage_bytes(stage, begin, end),
             )
             for stage, (begin, end) in enumerate(pairwise(edges))
         ),
@@ -378,7 +384,7 @@ def _measured(
 
 def _devices(devices: Iterable[Device] | None, layers: int) -> list[torch.device]:
     if devices is not None:
-        return [torch.device(device) for device in devices]
+        return [as_device(device) for device in devices]
     count = torch.cuda.device_count()
     if count:
         return [torch.device("cuda", i) for i in range(min(count, layers))]

@@ -9,6 +9,7 @@ fit on the device. Forward hooks run as in training; what they or a layer change
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,12 +30,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.random_state import preserved
 
+PASSES = 3
+"""The fewest times that a layer is timed: one of them may be disturbed."""
 HAND_OFFS = 200
 """Times that a hand-off between threads is measured; the median counts, as much of it is waiting
 for the scheduler."""
 COPIES = 5
 """Times that a copy between devices is measured; the fastest counts."""
 
+Device = torch.device | int | str
 Sample = torch.Tensor | tuple[torch.Tensor, ...]
 """What the first layer takes, a tensor or a tuple of them, each ``[batch, ...]``."""
 
@@ -87,7 +91,8 @@ def measure_seconds(
         module: its layers are timed in training mode, or in their own modes if it is in training.
         samples: at least one.
         device: where to run. Copies of layers and samples are taken there.
-        timeout: in seconds. Each layer is timed at least once, after a run that does not count.
+        timeout: in seconds. Each layer is timed at least ``PASSES`` times, after a run that does not
+            count.
         split: whether to tell the two parts of a backward apart.
 
     Returns:
@@ -95,28 +100,22 @@ def measure_seconds(
 
     Raises:
         TypeError: a sample is neither a tensor nor a tuple of tensors.
-        ValueError: ``timeout`` is negative.
+        ValueError: ``timeout`` is negative or infinite.
     """
-    if not timeout >= 0:
+    if not 0 <= timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds, at least 0")
-    best: list[list[Seconds]] = []
     begin = perf_counter()
-    warm = False
-    while len(best) < len(samples) or perf_counter() - begin < timeout:
+    passes: list[list[list[Seconds]]] = []
+    while len(passes) < 1 + PASSES or perf_counter() - begin < timeout:
         times = []
         for sample in samples:
             with _sandbox(device):
                 times.append([_time(run, split) for run in _chain(module, sample, device)])
-        if not warm:
-            warm = True
-        elif not best:
-            best = times
-        else:
-            best = [
-                [Seconds(*map(min, old, new)) for old, new in zip(*pair, strict=True)]
-                for pair in zip(best, times, strict=True)
-            ]
-    return best
+        passes.append(times)
+    return [
+        [Seconds(*map(min, *of_layer)) for of_layer in zip(*of_sample, strict=True)]
+        for of_sample in zip(*passes[1:], strict=True)
+    ]
 
 
 def measure_bytes(module: nn.Sequential, sample: Sample, device: torch.device) -> list[Bytes]:
@@ -165,13 +164,15 @@ def _thread_hand_off() -> float:
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     times = []
-    for _ in range(HAND_OFFS):
-        begin = perf_counter()
-        there.put(True)
-        back.get()
-        times.append((perf_counter() - begin) / 2)
-    there.put(False)
-    thread.join()
+    try:
+        for _ in range(HAND_OFFS):
+            begin = perf_counter()
+            there.put(True)
+            back.get()
+            times.append((perf_counter() - begin) / 2)
+    finally:
+        there.put(False)
+        thread.join()
     return statistics.median(times)
 
 
@@ -191,6 +192,14 @@ def _now(*devices: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return perf_counter()
+
+
+def as_device(device: Device) -> torch.device:
+    """``device`` with its index."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def batch_size(sample: Sample) -> int:
@@ -290,8 +299,7 @@ def _detached(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 
 def _time(run: _LayerRun, split: bool) -> Seconds:
-    trainable = [p for p in run.layer.parameters() if p.requires_grad]
-
+    trainable = any(p.requires_grad for p in run.layer.parameters())
     begin = _now(run.device)
     outputs = run.forward()
     forward = _now(run.device) - begin
