@@ -5,7 +5,7 @@ Nothing here looks at a clock: costs are made up, or those of layers that move a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 
 import pytest
@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipekernels
+from pipekernels import Pipe
+from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline import planner, profile
 from pipekernels.pipeline.checkpoint import MODES, checkpointed
 from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
+from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.planner import PROGRAMS, choose, plan_pipeline
 from pipekernels.pipeline.schedule import Action, gpipe, simulate
 from tests.test_balance import Clock, Work
@@ -325,6 +328,37 @@ def test_a_plan_builds_the_pipe_that_it_describes() -> None:
         plan.checkpoint,
     )
     torch.testing.assert_close(pipe(sample), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+@pytest.mark.parametrize("balance", [[4, 6], [9, 1]])
+def test_predicted_memory_covers_what_a_pipe_holds(
+    mode: str, chunks: int, balance: list[int], force_way: Callable[[Way], None]
+) -> None:
+    """Predicted from above, by no more than what comes at another time: gradients of parameters,
+    the stages' working memory, the output and its gradient, and the edge that both stages count."""
+    force_way("inline")  # On this thread, where storages are watched.
+    width, batch = 64, 96
+    blocks = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
+    module = nn.Sequential(*blocks, nn.LayerNorm(width), nn.Tanh())
+    x = torch.rand(batch, width)
+    rows = [batch // chunks, batch]
+    model = CostModel(planner.measured(module, x, CPU, rows, timeout=0), Affine(0.0), SCALE)
+    setting = Setting("gpipe", gpipe(2, chunks), micro_batch_sizes(batch, chunks), mode)
+    edges = list(pairwise([0, balance[0], sum(balance)]))
+    predicted = sum(model.stage_bytes(setting)(s, *edge) for s, edge in enumerate(edges))
+
+    pipe = Pipe(module, balance, devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+    pipe(x).sum().backward()
+    pipe.zero_grad()
+    parameters = sum(p.nbytes for p in pipe.parameters())
+    live = profile.LiveStorages([x, *pipe.parameters()])
+    with live:
+        pipe(x).sum().backward()
+    real = live.peak + parameters + x.nbytes
+    working = sum(max(c.working(rows[0]) for c in model.layers[a:b]) for a, b in edges)
+    assert real <= predicted <= real + parameters + working + 3 * x.nbytes
 
 
 def test_by_default_a_lane_per_intra_op_thread() -> None:

@@ -200,7 +200,7 @@ def plan_pipeline(
     if all(device.type == "cpu" for device in chosen):
         threads = max(1, threads // len(chosen))
     with intra_op_threads(threads):
-        costs = _measured(module, sample, chosen[0], sizes, timeout)
+        costs = measured(module, sample, chosen[0], sizes, timeout=timeout)
     hand_off = Affine.fit(measure_hand_off(chosen))
     return choose(CostModel(costs, hand_off, param_scale), chosen, possible, memory_limit)
 
@@ -349,11 +349,12 @@ def _predicted(
     )
 
 
-def _measured(
+def measured(
     module: nn.Sequential,
     sample: Sample,
     device: torch.device,
     sizes: Sequence[int],
+    *,
     timeout: float,
 ) -> list[LayerCost]:
     """Costs of the layers, fitted to measurements with ``sizes`` rows."""

@@ -323,7 +323,7 @@ def _time(run: _LayerRun, split: bool) -> Seconds:
     return Seconds(forward, backward, of_inputs)
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Watches the storages that operations make while it is active.
 
     Args:
@@ -373,7 +373,7 @@ def _trace(run: _LayerRun) -> _Trace:
     }
     received = [_storage(tensor) for tensor in _tensors(run.inputs)]
     nbytes = _storage_bytes(run.inputs)
-    live = _LiveStorages([*_tensors(run.inputs), *parameters, *buffers])
+    live = LiveStorages([*_tensors(run.inputs), *parameters, *buffers])
     with live:
         outputs = run.forward()
     sizes["outputs"] = _nbytes(_tensors(outputs))
