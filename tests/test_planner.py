@@ -21,8 +21,8 @@ from pipekernels.pipeline import planner, profile
 from pipekernels.pipeline.checkpoint import MODES, checkpointed
 from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.pace import Way
-from pipekernels.pipeline.planner import PROGRAMS, choose, plan_pipeline
-from pipekernels.pipeline.schedule import Action, gpipe, simulate
+from pipekernels.pipeline.planner import choose, plan_pipeline
+from pipekernels.pipeline.schedule import SCHEDULES, Action, gpipe, simulate
 from tests.test_balance import Clock, Work
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def all_balances(layers: int, stages: int) -> Iterator[list[int]]:
 
 
 def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Setting]:
-    return planner.settings(lanes, layers, batch, max_chunks, PROGRAMS)
+    return planner.settings(lanes, layers, batch, max_chunks, SCHEDULES)
 
 
 # ---- what a cut costs, once more and plainly ----
@@ -273,7 +273,7 @@ def test_less_memory_is_paid_for_with_time() -> None:
     assert seconds == sorted(seconds) and seconds[0] < seconds[1]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_settings_are_distinct_and_complete(name: str) -> None:
     found = planner.settings(2, 4, 3, 9, [name])
     assert {len(s.rows) for s in found} == {1, 2, 3}
@@ -308,13 +308,14 @@ def test_planning_a_module(clock: Clock) -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_a_plan_builds_the_pipe_that_it_describes() -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_plan_builds_the_pipe_that_it_describes(schedule: str) -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 2))
     sample = torch.rand(6, 4)
     expected = module(sample)
     random_state = torch.get_rng_state()
     plan = pipekernels.plan_pipeline(
-        module, sample, devices=["cpu"] * 2, memory_limit=2**20, timeout=0
+        module, sample, devices=["cpu"] * 2, memory_limit=2**20, timeout=0, schedules=[schedule]
     )
     assert torch.equal(torch.get_rng_state(), random_state)
     assert isinstance(plan, pipekernels.Plan)
@@ -328,6 +329,10 @@ def test_a_plan_builds_the_pipe_that_it_describes() -> None:
         plan.checkpoint,
     )
     torch.testing.assert_close(pipe(sample), expected)
+    loss = pipe.train_step(
+        sample, torch.zeros(6, 2), nn.functional.mse_loss, **plan.train_arguments
+    )
+    torch.testing.assert_close(loss, expected.square().mean())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -379,7 +384,7 @@ def test_by_default_a_lane_per_intra_op_thread() -> None:
     ("change", "error", "message"),
     [
         ({"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
-        ({"sample": 3}, TypeError, "not int"),
+        ({"sample": 3}, TypeError, "the sample must be .* not int"),
         ({"sample": torch.rand(())}, ValueError, "cannot be cut into micro-batches"),
         ({"sample": torch.rand(0, 2)}, ValueError, "the batch has 0 rows"),
         ({"max_chunks": 0}, ValueError, "max_chunks is 0"),

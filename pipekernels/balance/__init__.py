@@ -15,6 +15,8 @@ and the state of torch's random number generators. It runs copies of the layers,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,7 +25,6 @@ from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.partition import check_partitions, layers, solve
 from pipekernels.pipeline.profile import (
     Device,
-    Sample,
     as_device,
     batch_size,
     first_rows,
@@ -37,7 +38,7 @@ __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
-    sample: Sample,
+    sample: Any,
     *,
     timeout: float = 1.0,
     device: Device | None = None,
@@ -47,8 +48,9 @@ def balance_by_time(
     Args:
         partitions: number of stages.
         module: the layers.
-        sample: a typical input: a tensor ``[batch, ...]`` or a tuple of them. Best is the size of a
-            micro-batch: small ones are relatively more work for some layers than for others.
+        sample: a typical argument of the first layer: a tensor ``[batch, ...]`` or a tuple, list or
+            dict of them. Best is the size of a micro-batch: small ones are relatively more work for
+            some layers than for others.
         timeout: how long to measure, in seconds. All layers take turns, each at least three times
             after a warm-up; the smallest of its times counts.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
@@ -57,20 +59,20 @@ def balance_by_time(
         Number of layers of each stage.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or ``sample`` neither a tensor nor a tuple of
-            tensors.
-        ValueError: ``partitions`` is below 1 or above the number of layers, or ``timeout`` is
-            negative or infinite.
+        TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
+        ValueError: ``partitions`` is below 1 or above the number of layers, ``timeout`` is
+            negative or infinite, or the tensors differ in their batch size.
     """
     _check(module, partitions)
-    (times,) = measure_seconds(module, [sample], _device(device), timeout=timeout)
+    whole = first_rows(sample, batch_size(sample))
+    (times,) = measure_seconds(module, [whole], _device(device), timeout=timeout)
     return solve([seconds.forward + seconds.backward for seconds in times], partitions)
 
 
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
-    input: Sample,
+    input: Any,
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
@@ -86,8 +88,8 @@ def balance_by_size(
     Args:
         partitions: number of stages.
         module: the layers.
-        input: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple of
-            them.
+        input: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple,
+            list or dict of them.
         chunks: number of micro-batches that it will be cut into.
         param_scale: how many times the parameters are held in training: themselves, their
             gradients, and the optimizer's state. SGD 2, with momentum 3; Adam 4, with ``amsgrad``
@@ -98,8 +100,7 @@ def balance_by_size(
         Number of layers of each stage.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or ``input`` neither a tensor nor a tuple of
-            tensors.
+        TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``input``.
         ValueError: ``partitions`` is below 1 or above the number of layers, ``chunks`` is below 1,
             ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
     """

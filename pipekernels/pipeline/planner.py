@@ -20,7 +20,6 @@ from pipekernels.pipeline.partition import check_partitions, cuts, layers
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.profile import (
     Device,
-    Sample,
     as_device,
     batch_size,
     first_rows,
@@ -28,17 +27,15 @@ from pipekernels.pipeline.profile import (
     measure_hand_off,
     measure_seconds,
 )
-from pipekernels.pipeline.schedule import Program, gpipe, simulate
+from pipekernels.pipeline.schedule import SCHEDULES, Schedule, simulate
 
-PROGRAMS: dict[str, Callable[[int, int], Program]] = {"gpipe": gpipe}
-"""The schedules to choose from, each made from (lanes, micro-batches). A program may have more stages
-than lanes."""
-
+STAGES_PER_LANE = 2
+"""Of the interleaved schedule."""
 CHUNKS_PER_LANE = 4
 """How far chunks go by default: with as many the bubble is at most a fifth (Huang et al., 2019)."""
 CUTS = 16
-"""The most cuts to be simulated for one setting. The most promising come first, and the search ends
-before as soon as no other can be better, which is nearly always."""
+"""The most cuts to be tried for one setting. The most promising come first, and the search ends before
+as soon as no other can be better."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,7 @@ class Plan:
     """
 
     schedule: str
-    """What to run it with where the caller can choose; calling the pipe and then ``backward()`` is
-    always GPipe's."""
+    """For ``Pipe.train_step``; calling the pipe and then ``backward()`` is always GPipe's."""
     lanes: int
     """Number of lanes, which is that of the stages unless the schedule deals several to each."""
     chunks: int
@@ -97,6 +93,12 @@ class Plan:
             "checkpoint": self.checkpoint,
         }
 
+    @property
+    def train_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``Pipe.train_step``."""
+        lanes = self.lanes if self.schedule == "interleaved" else None
+        return {"schedule": self.schedule, "lanes": lanes}
+
     def build(self, module: nn.Sequential) -> Pipe:
         """``Pipe(module, **plan.arguments)``."""
         return Pipe(module, **self.arguments)
@@ -126,12 +128,12 @@ class Plan:
 
 def plan_pipeline(
     module: nn.Sequential,
-    sample: Sample,
+    sample: Any,
     *,
     devices: Iterable[Device] | None = None,
     memory_limit: int | None = None,
     max_chunks: int | None = None,
-    schedules: Iterable[str] = tuple(PROGRAMS),
+    schedules: Iterable[str] = tuple(SCHEDULES),
     param_scale: float = 2.0,
     timeout: float = 1.0,
 ) -> Plan:
@@ -141,6 +143,7 @@ def plan_pipeline(
         plan = plan_pipeline(module, sample, memory_limit=2 * 2**30)
         print(plan)
         pipe = plan.build(module)
+        loss = pipe.train_step(input, target, loss_fn, **plan.train_arguments)
 
     Every layer is timed, forward and backward, at three micro-batch sizes, and a line (fixed cost,
     cost per row) is fitted to its times; likewise to its memory. What it costs to hand a
@@ -154,29 +157,28 @@ def plan_pipeline(
     memory of a layer, the mini-batch, and its output with a gradient. Not modelled are: the loss and the
     optimizer's step; the pipe's own cost per task; that lanes share memory bandwidth, caches and
     the interpreter lock; that a copy between devices overlaps with computation; that on CPUs fewer
-    chunks than stages leave threads to spare, and that the pipe runs on one thread where that is
-    faster; messages under way between lanes; and the allocator's rounding. Stages of one device are
+    chunks than stages leave threads to spare, and that the pipe runs on one thread, or splits GPipe's
+    backwards, where that is faster; skips and messages under way between lanes; and the allocator's rounding. Stages of one device are
     taken to reach their peaks at the same time, and what two of them share, an activation or a
     parameter, counts twice.
 
     Args:
         module: the layers.
-        sample: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple of
-            them.
+        sample: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple,
+            list or dict of them, the first layer's argument.
         devices: one per lane, all as fast as the first, where the layers are measured. Default: all
             CUDA devices; where there is none the CPU for as many lanes as it has intra-op threads.
         memory_limit: bytes that each device may hold; all lanes on the CPU share them. Default: no
             limit.
         max_chunks: most micro-batches to consider. Default: four per device.
-        schedules: names of the schedules to choose from. Default: all of ``planner.PROGRAMS``. For
-            a pipe that is called and followed by ``backward()``: ``["gpipe"]``.
+        schedules: names of the schedules to choose from. Default: all that ``Pipe.train_step``
+            knows. For a pipe that is called and followed by ``backward()``: ``["gpipe"]``.
         param_scale: how many times trainable parameters are held; 2 counts them and their
             gradients, 4 Adam's state too.
         timeout: seconds to spend on timing layers.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or ``sample`` neither a tensor nor a tuple of
-            tensors.
+        TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
         ValueError: an argument is out of its range, there are fewer layers than devices, or nothing
             fits into ``memory_limit``; then the error names the smallest peak found.
     """
@@ -215,19 +217,23 @@ def settings(
     """
     found = []
     for name in schedules:
-        if name not in PROGRAMS:
-            raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(PROGRAMS)}")
+        interleave = lanes if name == "interleaved" else None
+        stages = lanes * (STAGES_PER_LANE if interleave else 1)
+        schedule = Schedule(name, interleave)
         for chunks in range(1, min(max_chunks, batch) + 1):
             rows = micro_batch_sizes(batch, chunks)
-            program = PROGRAMS[name](lanes, chunks)
+            program = schedule.program(stages, chunks)
             dropped = set()
             for checkpoint in reversed(MODES):
                 setting = Setting(name, program, rows, checkpoint)
-                if setting.stages <= layers and setting.dropped not in dropped:
+                if stages <= layers and setting.dropped not in dropped:
                     dropped.add(setting.dropped)
                     found.append(setting)
     if not found:
-        raise ValueError(f"no schedule is left to choose from; take some of {', '.join(PROGRAMS)}")
+        raise ValueError(
+            f"no schedule is left to choose from for {layers} layers on {lanes} lanes; "
+            f"take some of {', '.join(SCHEDULES)}"
+        )
     return found
 
 
@@ -250,8 +256,6 @@ def choose(
     """
     limit = inf if memory_limit is None else memory_limit
     count = len(model.layers)
-    # Stages of one device share its memory, stages of several have it each.
-    combine: Callable[[float, float], float] = operator.add if len(set(devices)) == 1 else max
     best: Plan | None = None
     smallest: tuple[int, Setting, list[int]] | None = None
     for setting in sorted(settings, key=model.least_step):
@@ -262,8 +266,7 @@ def choose(
         candidates: Iterable[tuple[float, list[int]]]
         candidates = islice(cuts(count, setting.stages, seconds), CUTS)
         if memory_limit is not None:
-            _, frugal = next(cuts(count, setting.stages, stage_bytes, combine))
-            peak = max(_peaks(devices, setting, frugal, stage_bytes).values())
+            peak, frugal = _smallest(model, devices, setting)
             if smallest is None or peak < smallest[0]:
                 smallest = peak, setting, frugal
             candidates = chain([(0.0, frugal)], candidates)
@@ -285,6 +288,24 @@ def choose(
             "allow more chunks, or use more devices or a smaller batch"
         )
     return best
+
+
+def _smallest(
+    model: CostModel, devices: Sequence[torch.device], setting: Setting
+) -> tuple[int, list[int]]:
+    """The smallest peak of the device that needs most, and its cut.
+
+    Exact where each device has one stage, or one device has all: then the first cut is the one."""
+    stage_bytes = model.stage_bytes(setting)
+    combine: Callable[[float, float], float] = operator.add if len(set(devices)) == 1 else max
+    found: list[tuple[int, list[int]]] = []
+    for bound, lengths in islice(
+        cuts(len(model.layers), setting.stages, stage_bytes, combine), CUTS
+    ):
+        if found and bound >= min(found)[0]:
+            break
+        found.append((max(_peaks(devices, setting, lengths, stage_bytes).values()), lengths))
+    return min(found)
 
 
 def _peaks(
@@ -351,7 +372,7 @@ def _predicted(
 
 def measured(
     module: nn.Sequential,
-    sample: Sample,
+    sample: Any,
     device: torch.device,
     sizes: Sequence[int],
     *,

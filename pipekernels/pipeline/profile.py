@@ -12,7 +12,7 @@ import copy
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,10 +25,12 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.random_state import preserved
+from pipekernels.pipeline.skip import Key, carried
+from pipekernels.pipeline.structure import take_apart
 
 PASSES = 3
 """The fewest times that a layer is timed: one of them may be disturbed."""
@@ -39,8 +41,6 @@ COPIES = 5
 """Times that a copy between devices is measured; the fastest counts."""
 
 Device = torch.device | int | str
-Sample = torch.Tensor | tuple[torch.Tensor, ...]
-"""What the first layer takes, a tensor or a tuple of them, each ``[batch, ...]``."""
 
 
 class Seconds(NamedTuple):
@@ -76,7 +76,7 @@ class Bytes:
 
 def measure_seconds(
     module: nn.Sequential,
-    samples: Sequence[Sample],
+    samples: Sequence[Any],
     device: torch.device,
     *,
     timeout: float,
@@ -89,7 +89,7 @@ def measure_seconds(
 
     Args:
         module: its layers are timed in training mode, or in their own modes if it is in training.
-        samples: at least one.
+        samples: at least one argument of the first layer.
         device: where to run. Copies of layers and samples are taken there.
         timeout: in seconds. Each layer is timed at least ``PASSES`` times, after a run that does not
             count.
@@ -99,7 +99,6 @@ def measure_seconds(
         For each sample, a time per layer.
 
     Raises:
-        TypeError: a sample is neither a tensor nor a tuple of tensors.
         ValueError: ``timeout`` is negative or infinite.
     """
     if not 0 <= timeout < math.inf:
@@ -118,7 +117,7 @@ def measure_seconds(
     ]
 
 
-def measure_bytes(module: nn.Sequential, sample: Sample, device: torch.device) -> list[Bytes]:
+def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> list[Bytes]:
     """Measure the memory of every layer by the storages that its operations make: which of them are
     alive after each operation, and which when its graph is all that is left. Works on any device.
 
@@ -126,11 +125,8 @@ def measure_bytes(module: nn.Sequential, sample: Sample, device: torch.device) -
 
     Args:
         module: its layers run in training mode, or in their own modes if it is in training.
-        sample: one micro-batch.
+        sample: one micro-batch: the argument of the first layer.
         device: where to run.
-
-    Raises:
-        TypeError: ``sample`` is neither a tensor nor a tuple of tensors.
     """
     with _sandbox(device):
         return _tally([_trace(run) for run in _chain(module, sample, device)])
@@ -202,14 +198,14 @@ def as_device(device: Device) -> torch.device:
     return device
 
 
-def batch_size(sample: Sample) -> int:
+def batch_size(sample: Any) -> int:
     """Rows of a mini-batch.
 
     Raises:
-        TypeError: ``sample`` is neither a tensor nor a tuple of tensors.
+        TypeError: there is no tensor in ``sample``.
         ValueError: it cannot be cut along dimension 0: a tensor has none, or they differ there.
     """
-    shapes = [tuple(part.shape) for part in _parts(sample)]
+    shapes = [tuple(tensor.shape) for tensor in take_apart(sample, "the sample")[0]]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
         raise ValueError(
             f"a sample of shapes {shapes} cannot be cut into micro-batches: "
@@ -218,65 +214,68 @@ def batch_size(sample: Sample) -> int:
     return shapes[0][0]
 
 
-def first_rows(sample: Sample, rows: int) -> Sample:
-    """The first ``rows`` rows of every tensor of ``sample``."""
-    if isinstance(sample, tuple):
-        return tuple(tensor[:rows] for tensor in sample)
-    return sample[:rows]
+def first_rows(sample: Any, rows: int) -> Any:
+    """A micro-batch: the first ``rows`` rows of every tensor in ``sample`` that is cut up."""
+    tensors, structure = take_apart(sample, "the sample")
+    return structure.build([tensor[:rows] for tensor in tensors])
 
 
 class _LayerRun:
-    """One layer's turn: a copy of it, and inputs of its own.
+    """One layer's turn: a copy of it, with inputs of its own.
 
-    Whoever has it calls :meth:`forward`, and sets ``outputs`` to what the next layer gets.
+    Whoever has it calls :meth:`forward`, and sets ``result`` and ``stashed`` to what later layers
+    get.
+
+    Args:
+        layer: the copy.
+        value: its argument.
+        popped: the skips that it pops.
+        device: where all of them are.
     """
 
-    def __init__(self, layer: nn.Module, value: Any, device: torch.device) -> None:
+    def __init__(
+        self, layer: nn.Module, value: Any, popped: dict[Key, Any], device: torch.device
+    ) -> None:
         self.layer = layer
         self.device = device
         for parameter in layer.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        tensors, self._structure = tree_flatten(value)
-        self.leaves = [
-            t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
-            for t in tensors
-        ]
+        leaves = _detached((value, popped))
+        self.leaves = _tensors(leaves)
         # A layer may work in place on its inputs, but not on a leaf.
-        self.inputs = [t.clone() if isinstance(t, torch.Tensor) else t for t in self.leaves]
-        self.outputs: Any = None
+        self.value, self.popped = tree_map_only(torch.Tensor, torch.Tensor.clone, leaves)
+        self.result: Any = None
+        self.stashed: dict[Key, Any] = {}
 
-    def forward(self) -> Any:
-        """Run the layer, once, and give up the inputs."""
-        inputs, self.inputs = self.inputs, []
-        return self.layer(tree_unflatten(inputs, self._structure))
+    def forward(self) -> tuple[Any, dict[Key, Any]]:
+        """Run the layer, once, and give up the inputs; returns its result and what it stashes."""
+        value, self.value = self.value, None
+        with carried(self.popped) as skips:
+            self.popped = {}
+            return self.layer(value), skips
 
 
-def _chain(module: nn.Sequential, sample: Sample, device: torch.device) -> Iterator[_LayerRun]:
-    value: Any = _on_device(sample, device)
+def _chain(module: nn.Sequential, sample: Any, device: torch.device) -> Iterator[_LayerRun]:
+    value = tree_map_only(torch.Tensor, lambda t: t.to(device), _detached(sample))
+    skips: dict[Key, Any] = {}
+    # A namespace is the same for all layers that use it, so it must not be copied with each.
+    namespaces = {ns for layer in layers(module) for ns, _ in _skips(layer, "stashable")}
     for layer in layers(module):
-        duplicate = copy.deepcopy(layer).to(device)
+        duplicate = copy.deepcopy(layer, {id(ns): ns for ns in namespaces}).to(device)
         if not module.training:
             duplicate.train()
-        run = _LayerRun(duplicate, value, device)
+        popped = {key: skips.pop(key) for key in _skips(duplicate, "poppable") if key in skips}
+        run = _LayerRun(duplicate, value, popped, device)
         yield run
-        value = run.outputs
+        value = run.result
+        skips |= run.stashed
 
 
-def _on_device(sample: Sample, device: torch.device) -> Sample:
-    moved = tuple(t.detach().to(device).requires_grad_(t.requires_grad) for t in _parts(sample))
-    return moved if isinstance(sample, tuple) else moved[0]
-
-
-def _parts(sample: Sample) -> tuple[torch.Tensor, ...]:
-    parts = sample if isinstance(sample, tuple) else (sample,)
-    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise TypeError(
-            "a sample must be a tensor or a non-empty tuple of tensors, not "
-            + (f"({kinds})" if isinstance(sample, tuple) else kinds)
-        )
-    return parts
+def _skips(layer: nn.Module, which: str) -> list[Key]:
+    return [
+        key for part in layer.modules() if hasattr(part, which) for key in getattr(part, which)()
+    ]
 
 
 @contextmanager
@@ -286,16 +285,12 @@ def _sandbox(device: torch.device) -> Iterator[None]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _detached(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``change`` made to its tensors; they want gradients where they did before."""
-    leaves, structure = tree_flatten(value)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            leaves[i] = change(leaf.detach()).requires_grad_(leaf.requires_grad)
-    return tree_unflatten(leaves, structure)
+def _detached(value: Any) -> Any:
+    """``value`` without its graph; its tensors want gradients where they did before."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
 def _time(run: _LayerRun, split: bool) -> Seconds:
@@ -303,11 +298,11 @@ def _time(run: _LayerRun, split: bool) -> Seconds:
     begin = _now(run.device)
     outputs = run.forward()
     forward = _now(run.device) - begin
-    run.outputs = _detached(outputs, lambda tensor: tensor)
+    run.result, run.stashed = _detached(outputs)
 
     roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
     grads = [torch.ones_like(root) for root in roots]
-    leaves = [leaf for leaf in _tensors(run.leaves) if leaf.requires_grad]
+    leaves = [leaf for leaf in run.leaves if leaf.requires_grad]
     if not roots:
         return Seconds(forward, 0.0, 0.0)
     of_inputs = 0.0
@@ -354,8 +349,8 @@ class LiveStorages(TorchDispatchMode):
 
 @dataclass
 class _Trace:
-    """Which storages a layer was given, puts out and keeps; and what does not depend on other
-    layers."""
+    """Which storages a layer was given by the one before, hands on to the next and keeps; and what
+    does not depend on other layers. A skip that it pops is as if it had made it."""
 
     received: list[StorageWeakRef]
     given: list[StorageWeakRef]
@@ -369,26 +364,32 @@ def _trace(run: _LayerRun) -> _Trace:
     sizes = {
         "trainable": _nbytes(p for p in parameters if p.requires_grad),
         "constant": _nbytes([*(p for p in parameters if not p.requires_grad), *buffers]),
-        "inputs": _nbytes(_tensors(run.inputs)),
+        "inputs": _nbytes(_tensors(run.value)),
     }
-    received = [_storage(tensor) for tensor in _tensors(run.inputs)]
-    nbytes = _storage_bytes(run.inputs)
-    live = LiveStorages([*_tensors(run.inputs), *parameters, *buffers])
+    received = [_storage(tensor) for tensor in _tensors(run.value)]
+    nbytes = _storage_bytes((run.value, run.popped))
+    inputs = list(nbytes)
+    live = LiveStorages([*_tensors((run.value, run.popped)), *parameters, *buffers])
     with live:
         outputs = run.forward()
-    sizes["outputs"] = _nbytes(_tensors(outputs))
-    given = [_storage(tensor) for tensor in _tensors(outputs)]
+    sizes["outputs"] = _nbytes(_tensors(outputs[0]))
+    given = [_storage(tensor) for tensor in _tensors(outputs[0])]
     nbytes |= _storage_bytes(outputs)
-    run.outputs = _detached(outputs, torch.Tensor.clone)
+    run.result, run.stashed = tree_map_only(
+        torch.Tensor,
+        lambda t: t.detach().clone().requires_grad_(t.requires_grad),
+        outputs,
+    )
     roots = [get_gradient_edge(tensor) for tensor in _tensors(outputs) if tensor.requires_grad]
     del outputs
     # The graph is all that is left: what is alive now is what the backward needs.
     made = live.alive()
-    lost = [ref for ref in received if ref.expired()]
-    kept = [*made, *(ref for ref in received if not ref.expired())]
+    kept = [*made, *(ref for ref in inputs if not ref.expired())]
+    lost = [ref for ref in inputs if ref.expired()]
     nbytes |= made
     with live:
-        grads = [torch.ones_like(t) for t in _tensors(run.outputs) if t.requires_grad]
+        tensors = _tensors((run.result, run.stashed))
+        grads = [torch.ones_like(tensor) for tensor in tensors if tensor.requires_grad]
         if roots:
             torch.autograd.backward(roots, grads)
     working = live.peak - sum(made.values()) + sum(nbytes[ref] for ref in lost)
