@@ -147,20 +147,25 @@ def plan_pipeline(
 
     Every layer is timed, forward and backward, at three micro-batch sizes, and a line (fixed cost,
     cost per row) is fitted to its times; likewise to its memory. What it costs to hand a
-    micro-batch on is measured once. The module and torch's random numbers stay as they are. Then every
-    number of chunks, schedule and checkpoint mode is tried with the cuts that promise most, each
-    simulated.
+    micro-batch on is measured once. The module and torch's random numbers stay as they are. Then
+    every number of chunks, schedule and checkpoint mode is tried with the cuts that promise most,
+    each simulated.
 
     Predicted are forward and backward of one mini-batch. Modelled are: uneven layers, small
     micro-batches, hand-offs, recomputation; of memory parameters, gradients and optimizer state
     (``param_scale``), buffers, activations of all micro-batches in flight, the largest working
-    memory of a layer, the mini-batch, and its output with a gradient. Not modelled are: the loss and the
-    optimizer's step; the pipe's own cost per task; that lanes share memory bandwidth, caches and
-    the interpreter lock; that a copy between devices overlaps with computation; that on CPUs fewer
-    chunks than stages leave threads to spare, and that the pipe runs on one thread, or splits GPipe's
-    backwards, where that is faster; skips and messages under way between lanes; and the allocator's rounding. Stages of one device are
-    taken to reach their peaks at the same time, and what two of them share, an activation or a
-    parameter, counts twice.
+    memory of a layer, the mini-batch, and its output with a gradient. Not modelled are:
+
+    * the loss, the optimizer's step, and the pipe's own cost per task;
+    * that lanes share a GPU, memory bandwidth, caches and the interpreter lock;
+    * that copies between devices overlap with computation;
+    * that on CPUs fewer chunks than stages leave threads to spare, and that the pipe runs on one
+      thread, or splits GPipe's backwards, where that is faster;
+    * skips and messages under way between lanes, and the allocator's rounding.
+
+    Memory is an estimate from above: stages of one device are taken to reach their peaks at the
+    same time, gradients of parameters to be there from the start, and what two stages share, an
+    activation or a parameter, counts twice.
 
     Args:
         module: the layers.
