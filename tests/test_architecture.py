@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "kernels": {"kernels", "_version"},
     "_backend": {"_C", "_version"},
     "reference": set(),
+    "balance": {"balance", "pipeline"},
+    "skip": {"pipeline"},
 }
 
 

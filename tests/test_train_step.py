@@ -271,7 +271,7 @@ def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, way: Way) ->
         ({"schedule": "interleaved", "lanes": 3}, ValueError, "multiple"),
         ({"loss_reduction": "median"}, ValueError, "'mean' or 'sum'"),
         ({"target": torch.randn(3, 3)}, ValueError, "must agree"),
-        ({"target": 5}, TypeError, "target must be a tensor or a non-empty tuple"),
+        ({"target": 5}, TypeError, "target must be a tensor or a tuple, list or dict"),
         ({"loss_fn": lambda output, target: 1.0}, TypeError, "must return a tensor"),
         ({"loss_fn": lambda output, target: output}, ValueError, "must return a scalar"),
     ],

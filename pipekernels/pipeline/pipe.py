@@ -62,7 +62,9 @@ class Pipe(nn.Module):
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
             list or dict with tensors in it. Layers may have skips (:mod:`pipekernels.skip`).
         balance: number of layers of each stage. Default: as many stages as there are devices (on a
-            CPU-only machine: intra-op threads), of about equally many parameters.
+            CPU-only machine: intra-op threads), of about equally many parameters, as nothing else is
+            known before there is an input. ``pipekernels.balance.balance_by_time`` measures;
+            ``pipekernels.plan_pipeline`` chooses chunks, schedule and checkpointing too.
         devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
             stage where there is none.
         chunks: most micro-batches per input. A batch of b is cut into ``min(chunks, b)``, of sizes

@@ -221,11 +221,11 @@ class Schedule:
             raise ValueError(f"schedule is {self.name!r}; it must be one of {', '.join(SCHEDULES)}")
         if (self.interleave is not None) != (self.name == "interleaved"):
             raise ValueError(
-                f"lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' needs a number "
+                f"the number of lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' needs a number "
                 "of lanes, and the others have one lane per stage"
             )
         if self.interleave is not None and self.interleave < 1:
-            raise ValueError(f"lanes is {self.interleave}; it must be at least 1")
+            raise ValueError(f"the number of lanes is {self.interleave}; it must be at least 1")
 
     @property
     def may_split(self) -> bool:
