@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "kernels": {"kernels", "_version"},
     "_backend": {"_C", "_version"},
     "reference": set(),
-    "balance": {"balance", "pipeline"},
+    "balance": {"balance", "ops", "pipeline"},
     "skip": {"pipeline"},
 }
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from pipekernels import parallelize_pipeline
+from pipekernels import NoChunk, parallelize_pipeline
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 
@@ -274,3 +274,17 @@ def test_compiles_as_one_graph() -> None:
     expected = model(x)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
+
+
+def test_a_tensor_in_no_chunk_stays_whole() -> None:
+    class Weighted(nn.Module):
+        def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            assert weights.shape == (6,)
+            return x * weights.sum()
+
+    model = Weighted()
+    x, weights = torch.randn(6, 2), torch.rand(6)
+    expected = model(x, weights)
+    parallelize_pipeline(model, {"": "cpu"}, chunks=3)
+    assert torch.equal(model(x, NoChunk(weights)), expected)
+    assert torch.equal(model(x[:1], NoChunk(weights)), expected[:1])  # One micro-batch.

@@ -11,6 +11,7 @@ from torch import nn
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.nested import leaves, map_leaves
+from pipekernels.pipeline.structure import NoChunk
 
 
 def forward_in_chunks(
@@ -25,7 +26,7 @@ def forward_in_chunks(
 
     The batch is dimension 0 of the first tensor among the arguments that has a dimension. Every
     tensor of that size in dimension 0 is split, nested ones too; every call gets the rest
-    unchanged. With a single micro-batch, or without such a tensor, ``forward`` is simply called.
+    unchanged, and the tensor in a ``NoChunk`` whole. With a single micro-batch, or without such a tensor, ``forward`` is simply called.
 
     Otherwise results are joined: tensors along dimension 0, where each brings the rows of its
     micro-batch or a multiple of them; an object that all calls return, or hashable ones that are
@@ -49,7 +50,8 @@ def forward_in_chunks(
     sizes = micro_batch_sizes(batch, chunks)
     with committed(module):
         if len(sizes) == 1:
-            return forward(*args, **kwargs)
+            whole_args, whole_kwargs = _micro_batch(inputs, {}, 0)
+            return forward(*whole_args, **whole_kwargs)
         for leaf in found:
             _deny_opaque(leaf)
         # By identity: attention layers ask whether query and key are one object.
@@ -62,7 +64,12 @@ def forward_in_chunks(
 
 
 def _micro_batch(inputs: Any, parts: Mapping[int, Sequence[torch.Tensor]], m: int) -> Any:
-    return map_leaves(lambda leaf: parts[id(leaf)][m] if id(leaf) in parts else leaf, inputs)
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, NoChunk):
+            return leaf.tensor
+        return parts[id(leaf)][m] if id(leaf) in parts else leaf
+
+    return map_leaves(part, inputs)
 
 
 def _deny_opaque(leaf: Any) -> None:
