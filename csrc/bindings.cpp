@@ -139,7 +139,7 @@ void bind_collectives(py::module_& m) {
       });
 
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
-      .def_static("create", &Segment::create)
+      .def_static("create", &Segment::create, py::arg("world_size"), py::arg("one_shot_bytes") = 0)
       .def(py::init(&Segment::map), py::arg("fd"), py::arg("world_size"), NoGil());
 
   py::class_<Communicator>(m, "Communicator")

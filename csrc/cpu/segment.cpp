@@ -25,10 +25,10 @@ size_t round_up(size_t size) { return (size + kAlignment - 1) / kAlignment * kAl
 
 Segment::Segment(int world_size)
     : world_size_(world_size),
-      staging_(round_up(world_size * sizeof(RankState))),
+      staging_(round_up(sizeof(Agreement) + world_size * sizeof(RankState))),
       heaps_(round_up(staging_ + world_size * kStagingStride)) {}
 
-int Segment::create(int world_size) {
+int Segment::create(int world_size, size_t one_shot_bytes) {
   if (world_size < 1 || world_size > kMaxRanks) {
     throw std::invalid_argument("world_size must be in 1.." + std::to_string(kMaxRanks) + ", got " +
                                 std::to_string(world_size));
@@ -36,8 +36,9 @@ int Segment::create(int world_size) {
   const int fd = memfd_create("pipekernels", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw_errno("memfd_create failed");
   const auto size = static_cast<off_t>(Segment(world_size).size());
+  const Agreement agreement{one_shot_bytes};
   // Sealed, so that no rank can shrink it under the others.
-  if (ftruncate(fd, size) != 0 ||
+  if (ftruncate(fd, size) != 0 || pwrite(fd, &agreement, sizeof(agreement), 0) < 0 ||
       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);

@@ -3,7 +3,7 @@
 // An anonymous memory file, mapped by every rank (once, where the ranks are threads of a process),
 // that disappears with its last mapping:
 //
-//   [ state of rank 0 .. n-1 | staging of rank 0 .. n-1 | symmetric heap of rank 0 .. n-1 ]
+//   [ agreement | state of rank 0 .. n-1 | staging of rank 0 .. n-1 | symmetric heap of rank 0 .. ]
 //
 // Pages are taken when they are first touched, so the heaps cost address space alone.
 #pragma once
@@ -53,6 +53,11 @@ struct RankStatus {
   static constexpr int culprit(uint32_t status) { return static_cast<int>(status >> 16); }
 };
 
+// What all ranks must do alike, written before any of them maps the memory.
+struct alignas(128) Agreement {
+  uint64_t one_shot_bytes;  // 0: built-in. See choose_algorithm() in all_reduce.h.
+};
+
 // The state of one rank, written by that rank alone.
 struct alignas(128) RankState {
   // Raised by every step that all ranks take together.
@@ -85,7 +90,7 @@ class Segment {
  public:
   // Returns the descriptor of a new memory file of the right size for map(). Throws
   // std::invalid_argument unless 1 <= world_size <= kMaxRanks.
-  static int create(int world_size);
+  static int create(int world_size, size_t one_shot_bytes = 0);
   // Maps the file; the caller may close `fd` afterwards.
   static std::shared_ptr<Segment> map(int fd, int world_size);
   ~Segment();
@@ -95,7 +100,10 @@ class Segment {
   int world_size() const { return world_size_; }
   std::byte* base() const { return base_; }
 
-  RankState& state(int rank) const { return reinterpret_cast<RankState*>(base_)[rank]; }
+  const Agreement& agreement() const { return *reinterpret_cast<const Agreement*>(base_); }
+  RankState& state(int rank) const {
+    return reinterpret_cast<RankState*>(base_ + sizeof(Agreement))[rank];
+  }
   std::byte* input(int rank, uint64_t round) const {
     return staging(rank) + round % kInputSets * kStagingBytes;
   }

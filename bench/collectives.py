@@ -1,0 +1,325 @@
+"""All-reduce from Python: ours against every peer that is installed, all of them alternately.
+
+Every system has long-lived ranks of its own (bench/groups.py). When it is a system's turn, each of its
+ranks rewrites its whole tensor and waits for a start in common, outside the timed region; a call
+takes from there until its slowest rank is done. Sums are checked before and after.
+
+* ``ordinary``: ours on any tensor; ``symmetric``: on one of ``Communicator.empty``.
+* The streaming bound: every rank at once reads as many bytes as its tensor has, and writes as many.
+* Back to back: calls in a row, without anything between them.
+* Crowded: more ranks than cores; every rank's own time of each call, the slowest counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import groups, harness
+from bench.report import duration, markdown
+from bench.systems import Pipekernels
+
+RANKS = 2
+SIZES = [2**exponent for exponent in range(10, 27, 2)]  # bytes
+QUICK_SIZES = [1 << 10, 1 << 18, 1 << 22]
+DTYPES = ["float32", "bfloat16"]
+KINDS = ["ordinary", "symmetric"]
+PEERS = ["Gloo", "DeepSpeed", "MPICH", "Open MPI", "Intel MPI"]
+BOUNDS = ["copy", "in place"]
+
+BACK_TO_BACK_SIZE = 1 << 10
+
+CROWD = 8
+CROWD_SIZE = 4 << 10
+CROWD_CALLS = 3000
+CROWD_TURN = 20
+CROWD_SECONDS = (
+    5.0  # For one candidate; a system that spins has its ranks wait for each other's time slices.
+)
+
+CONDITIONS = {
+    "ranks": "processes of one intra-op thread, free to run on any core",
+    "timing": "systems in turn, tensors rewritten before each call, slowest rank, medians",
+}
+
+Row = dict[str, Any]
+Session = dict[str, tuple[groups.Group, str]]
+Calls = dict[str, tuple[groups.Group, str]]  # By candidate: who makes them, and in which version.
+
+
+def turn_for(size: int) -> tuple[int, int, int]:
+    """Rounds, and the calls in each turn that warm up and that count."""
+    if size <= 1 << 18:
+        return 25, 3, 20
+    return (20, 2, 10) if size <= 1 << 22 else (12, 1, 3)
+
+
+def prepare(session: Session, size: int, dtype: str) -> Calls:
+    """All candidates that there are for tensors of ``size`` bytes."""
+    return {
+        candidate: (group, version)
+        for group, version in session.values()
+        for candidate in group.call("prepare", size=size, dtype=dtype)[0]
+    }
+
+
+def check(calls: Calls) -> dict[str, int]:
+    """The number of wrong elements on all ranks together."""
+    return {
+        candidate: sum(group.call("check", candidate=candidate))
+        for candidate, (group, _) in calls.items()
+    }
+
+
+def slowest(answers: list[list[int]]) -> list[float]:
+    """Seconds of each call from the nanoseconds of each call on each rank."""
+    return [max(times) * 1e-9 for times in zip(*answers, strict=True)]
+
+
+def row(part: str, candidate: str, version: str, size: int, dtype: str, **figures: Any) -> Row:
+    """What all rows have."""
+    return {
+        "part": part,
+        "candidate": candidate,
+        "version": version,
+        "size": size,
+        "count": size // (2 if dtype == "bfloat16" else 4),
+        "type": dtype,
+        "redop": "sum",
+        **figures,
+    }
+
+
+def by_size(session: Session, sizes: list[int], quick: bool) -> list[Row]:
+    """Every candidate with every dtype and size; bandwidths in GB/s, as nccl-tests defines them."""
+    rows = []
+    for dtype in DTYPES:
+        for size in sizes:
+            calls = prepare(session, size, dtype)
+            rounds, warmup, count = turn_for(size)
+
+            def turn(
+                candidate: str, calls: Calls = calls, warmup: int = warmup, count: int = count
+            ):
+                group, _ = calls[candidate]
+                return slowest(
+                    group.call("measure", candidate=candidate, warmup=warmup, calls=count)
+                )
+
+            wrong = check(calls)
+            samples = harness.alternate(
+                {name: lambda name=name: turn(name) for name in calls},
+                warmup=1,
+                rounds=2 if quick else rounds,
+            )
+            wrong_after = check(calls)
+            for name, times in samples.items():
+                figures = harness.summary(times)
+                algbw = size / figures["median"] / 1e9
+                busbw = algbw * 2 * (RANKS - 1) / RANKS
+                figures |= {
+                    "algbw": algbw,
+                    "busbw": busbw,
+                    "wrong": wrong[name] + wrong_after[name],
+                }
+                rows.append(row("sizes", name, calls[name][1], size, dtype, **figures))
+    return rows
+
+
+def back_to_back(session: Session, quick: bool) -> list[Row]:
+    """Seconds per call in a long row of calls."""
+    calls = prepare(session, BACK_TO_BACK_SIZE, "float32")
+
+    def turn(candidate: str) -> float:
+        group, _ = calls[candidate]
+        return max(group.call("measure_back_to_back", candidate=candidate, calls=1000)) * 1e-9
+
+    names = [name for name in calls if name in KINDS + PEERS]
+    samples = harness.alternate(
+        {name: lambda name=name: turn(name) for name in names}, warmup=1, rounds=2 if quick else 15
+    )
+    return [
+        row(
+            *("back to back", name, calls[name][1], BACK_TO_BACK_SIZE, "float32"),
+            **harness.summary(times),
+        )
+        for name, times in samples.items()
+    ]
+
+
+def crowded(session: Session, quick: bool) -> list[Row]:
+    """Seconds per call, its 99th percentile, and how many calls were made in the time there was."""
+    calls = prepare(session, CROWD_SIZE, "float32")
+    names = [name for name in calls if name in KINDS + PEERS]
+    limit, seconds = (100, 1.0) if quick else (CROWD_CALLS, CROWD_SECONDS)
+    wrong = check(calls)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    spent = dict.fromkeys(names, 0.0)
+    waiting = names
+    while waiting:
+        for name in waiting:
+            begin = time.monotonic()
+            group, _ = calls[name]
+            answers = group.call("measure_crowded", candidate=name, calls=CROWD_TURN)
+            samples[name] += slowest(answers)
+            spent[name] += time.monotonic() - begin
+        waiting = [n for n in waiting if len(samples[n]) < limit and spent[n] < seconds]
+    rows = []
+    for name, times in samples.items():
+        figures = harness.summary(times)
+        figures["p99"] = statistics.quantiles(times, n=100, method="inclusive")[-1]
+        figures |= {"calls": len(times), "wrong": wrong[name]}
+        rows.append(row("crowded", name, calls[name][1], CROWD_SIZE, "float32", **figures))
+    return rows
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """A row per part, candidate, type and size."""
+    with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
+        rows = by_size(session, QUICK_SIZES if args.quick else SIZES, args.quick)
+        rows += back_to_back(session, args.quick)
+    with groups.session(["pipekernels", *PEERS], CROWD) as session:
+        rows += crowded(session, args.quick)
+    return rows
+
+
+# ---- tables ----
+
+
+def table(rows: list[Row]) -> str:
+    """Tables of all parts."""
+    cases: dict[tuple[str, int], dict[str, Row]] = {}
+    for found in rows:
+        if found["part"] == "sizes":
+            cases.setdefault((found["type"], found["size"]), {})[found["candidate"]] = found
+    one_by_one = {found["candidate"]: found for found in rows if found["part"] == "back to back"}
+    crowd = {found["candidate"]: found for found in rows if found["part"] == "crowded"}
+    versions = {found["candidate"]: found["version"] for found in rows}
+    peers = ", ".join(f"{name} {versions[name]}" for name in PEERS if name in versions)
+    parts = {
+        f"Ordinary tensors, {RANKS} ranks; time in us, bandwidths in GB/s": _ours(
+            cases, "ordinary"
+        ),
+        "Symmetric tensors; the bound is reading and writing as many bytes on all ranks at once": _ours(
+            cases, "symmetric"
+        ),
+        f"Peers: {peers}": _peers(cases),
+        "`auto` beside each algorithm alone": _algorithms(cases),
+        f"{BACK_TO_BACK_SIZE} bytes, calls back to back": _back_to_back(one_by_one),
+        f"{CROWD} ranks, {CROWD_SIZE} bytes": _crowded(crowd),
+    }
+    return "\n\n".join(f"**{title}**\n\n{body}" for title, body in parts.items())
+
+
+def _best(found: dict[str, Row], names: list[str]) -> Row:
+    return min((found[name] for name in names if name in found), key=lambda r: r["median"])
+
+
+def _us(found: Row | None) -> str:
+    return "" if found is None else f"{found['median'] * 1e6:.2f}"
+
+
+def _case(found: Row) -> list[str]:
+    return [str(found[key]) for key in ("size", "count", "type", "redop")]
+
+
+def _ours(cases: dict[tuple[str, int], dict[str, Row]], kind: str) -> str:
+    """nccl-tests' columns, and how many times the speed of the best peer that is."""
+    header = ["size (B)", "count", "type", "redop", "time", "algbw", "busbw", "#wrong"]
+    header += ["best peer", "its time", "x best peer"]
+    if kind == "symmetric":
+        header.append("of bound")
+    lines, ratios = [], []
+    for found in cases.values():
+        ours = found[kind]
+        line = [*_case(ours), _us(ours), f"{ours['algbw']:.2f}", f"{ours['busbw']:.2f}"]
+        line.append(str(ours["wrong"]))
+        peer = _best(found, PEERS)
+        ratios.append(peer["median"] / ours["median"])
+        line += [peer["candidate"], _us(peer), f"{ratios[-1]:.2f}"]
+        if kind == "symmetric":
+            line.append(f"{_best(found, BOUNDS)['median'] / ours['median']:.0%}")
+        lines.append(line)
+    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    return f"{markdown(header, lines)}\n\nGeometric mean of x best peer: {mean:.2f}."
+
+
+def _peers(cases: dict[tuple[str, int], dict[str, Row]]) -> str:
+    names = [name for name in PEERS if any(name in found for found in cases.values())]
+    lines = []
+    for found in cases.values():
+        line = [*_case(found["ordinary"]), *(_us(found.get(name)) for name in names)]
+        lines.append([*line, str(sum(found[name]["wrong"] for name in names if name in found))])
+    return markdown(["size (B)", "count", "type", "redop", *names, "#wrong"], lines)
+
+
+def _algorithms(cases: dict[tuple[str, int], dict[str, Row]]) -> str:
+    header = ["size (B)", "type"]
+    for kind in KINDS:
+        header += [f"{kind}: auto", *Pipekernels.ALGORITHMS, "auto / best"]
+    lines = []
+    for (dtype, size), found in cases.items():
+        line = [str(size), dtype]
+        for kind in KINDS:
+            fixed = [f"{kind} {algorithm}" for algorithm in Pipekernels.ALGORITHMS]
+            line += [_us(found[name]) for name in [kind, *fixed]]
+            line.append(f"{found[kind]['median'] / _best(found, fixed)['median']:.2f}")
+        lines.append(line)
+    return markdown(header, lines)
+
+
+def _back_to_back(found: dict[str, Row]) -> str:
+    return markdown(
+        ["candidate", "median", "p10 to p90"],
+        [
+            [name, duration(r["median"]), f"{duration(r['p10'])} to {duration(r['p90'])}"]
+            for name, r in found.items()
+        ],
+    )
+
+
+def _crowded(found: dict[str, Row]) -> str:
+    return markdown(
+        ["candidate", "median", "99th percentile", "calls", "#wrong"],
+        [
+            [name, duration(r["median"]), duration(r["p99"]), str(r["calls"]), str(r["wrong"])]
+            for name, r in found.items()
+        ],
+    )
+
+
+# ---- plot ----
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Bus bandwidth over size, an axis per dtype, as an SVG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "pipekernels"  # The same file for the same rows.
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(DTYPES), figsize=(11, 4.5), sharey=True)
+    for axis, dtype in zip(axes, DTYPES, strict=True):
+        for name in [*KINDS, *PEERS]:
+            found = [
+                r for r in rows
+                if (r["part"], r["type"], r["candidate"]) == ("sizes", dtype, name)
+            ]  # fmt: skip
+            style: dict[str, Any] = {"linewidth": 2.5} if name in KINDS else {"linestyle": "--"}
+            if found:
+                sizes, speeds = [r["size"] for r in found], [r["busbw"] for r in found]
+                axis.plot(sizes, speeds, marker=".", label=name, **style)
+        axis.set(title=f"all-reduce, {dtype}, {RANKS} ranks", xlabel="bytes")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("bus bandwidth in GB/s")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

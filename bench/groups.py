@@ -1,0 +1,230 @@
+"""Groups of rank processes, one group per system, that all live at once and work in turn.
+
+An idle group sleeps: its ranks wait at a socket for their next request. So every system can have its own
+launcher, Python and long-lived ranks, and still be timed alternately with all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from bench.rank import LIMIT, Start
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / ".venv" / "peers"  # Made by `make peers`.
+IDLE_LOAD = 0.02  # Cores that a rank may keep busy while it waits.
+
+Launcher = Callable[[list[str], int], list[str]]
+
+
+def _mpich(python: list[str], ranks: int) -> list[str]:
+    return [f"{PEERS}/mpich/bin/mpiexec", "-bind-to", "none", "-n", str(ranks), *python]
+
+
+def _open_mpi(python: list[str], ranks: int) -> list[str]:
+    mapping = ["--map-by", ":OVERSUBSCRIBE"] if ranks > len(os.sched_getaffinity(0)) else []
+    return [
+        *(f"{PEERS}/openmpi/bin/mpiexec", "--bind-to", "none", *mapping, "-n", str(ranks)),
+        *python,
+    ]
+
+
+def _intel_mpi(python: list[str], ranks: int) -> list[str]:
+    return [f"{PEERS}/impi-rt/bin/mpiexec", "-n", str(ranks), *python]
+
+
+# The Python of each system, and for MPI what starts all ranks at once.
+PYTHONS = {
+    "pipekernels": Path(sys.executable),
+    "Gloo": Path(sys.executable),
+    "DeepSpeed": PEERS / "deepspeed/bin/python",
+    "MPICH": PEERS / "mpich/bin/python",
+    "Open MPI": PEERS / "openmpi/bin/python",
+    "Intel MPI": PEERS / "impi-rt/bin/python",
+    "streaming": Path(sys.executable),
+}
+LAUNCHERS: dict[str, Launcher] = {"MPICH": _mpich, "Open MPI": _open_mpi, "Intel MPI": _intel_mpi}
+# No rank is pinned: Gloo has a thread beside the caller's and is many times slower on one core.
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "I_MPI_PIN": "0",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+
+
+class GroupError(RuntimeError):
+    """A group cannot start, has died, or has failed; says why."""
+
+
+class Group:
+    """The ranks of one system.
+
+    Args:
+        system: its name in ``bench.systems.SYSTEMS``.
+        ranks: how many.
+        folder: an empty one, for the group alone; best in memory, as the ranks meet in a file there.
+
+    Raises:
+        GroupError: a process cannot be started.
+    """
+
+    def __init__(self, system: str, ranks: int, folder: Path) -> None:
+        self.system = system
+        self.ranks = ranks
+        self._streams: list[TextIO] = []
+        self._pids: list[int] = []
+        self._log = folder / "log"
+        (folder / "start").write_bytes(bytes(Start.bytes(ranks)))
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "socket"))
+        self._listener.listen(ranks)
+        python = [str(PYTHONS[system]), "-m", "bench.rank", system, str(folder)]
+        if system in LAUNCHERS:
+            commands = [LAUNCHERS[system]([*python, "0", str(ranks)], ranks)]
+        else:
+            commands = [[*python, str(rank), str(ranks)] for rank in range(ranks)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with self._log.open("wb") as log:
+            for command in commands:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=os.environ | ENVIRONMENT,
+                        cwd=ROOT,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """What rank 0 says of its system.
+
+        Raises:
+            GroupError: the ranks do not come, or not all of them may use the same cores.
+        """
+        deadline = time.monotonic() + LIMIT
+        self._listener.settimeout(0.5)
+        while len(self._streams) < self.ranks:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if time.monotonic() > deadline or any(
+                    process.poll() is not None for process in self._processes
+                ):
+                    raise GroupError(f"{self.system} does not start:\n{self._tail()}") from None
+            else:
+                connection.settimeout(LIMIT + 10)  # The rank's own limit comes first.
+                self._streams.append(connection.makefile("rw"))
+        described = [self._answer(stream) for stream in self._streams]
+        self._pids = [answer["pid"] for answer in described]
+        if {answer["cores"] for answer in described} != {len(os.sched_getaffinity(0))}:
+            raise GroupError(f"the ranks of {self.system} are pinned to cores, others are not")
+        return next(answer for answer in described if answer["rank"] == 0)
+
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        """The answers of all ranks to one request; see :class:`bench.rank.Rank`.
+
+        Raises:
+            GroupError: a rank failed, died or took too long.
+        """
+        request = json.dumps({"method": method, **arguments}) + "\n"
+        try:
+            for stream in self._streams:
+                stream.write(request)
+                stream.flush()
+        except OSError as error:
+            raise GroupError(f"{self.system} has died ({error}):\n{self._tail()}") from error
+        return [self._answer(stream) for stream in self._streams]
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the ranks have taken so far."""
+        ticks = 0
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # In user mode, and in the kernel.
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End all processes: by hanging up, and by force where that is not enough."""
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._listener.close()
+        for process in self._processes:
+            try:
+                process.wait(10 if self._streams else 0)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _answer(self, stream: TextIO) -> Any:
+        try:
+            line = stream.readline()
+        except OSError as error:
+            raise GroupError(f"{self.system} does not answer:\n{self._tail()}") from error
+        if not line:
+            raise GroupError(f"a rank of {self.system} has died:\n{self._tail()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise GroupError(f"{self.system}: {answer['error']}")
+        return answer["result"]
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:]
+
+
+@contextlib.contextmanager
+def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, str]]]:
+    """Groups of all ``systems`` that are installed and start, with their versions, by name.
+
+    What is left out is printed with the reason.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        groups = {}
+        for system in systems:
+            if not PYTHONS[system].exists():
+                print(f"{system} is not installed (see `make peers`): left out", flush=True)
+                continue
+            own = folder / system.replace(" ", "-")
+            own.mkdir()
+            groups[system] = group = Group(system, ranks, own)
+            stack.callback(group.close)
+        ready = {}
+        for system, group in groups.items():
+            try:
+                ready[system] = group, group.wait_until_ready()["version"]
+            except GroupError as error:
+                print(f"{error}\n{system}: left out", flush=True)
+        for system in _busy_while_idle({name: group for name, (group, _) in ready.items()}):
+            print(f"{system} keeps cores busy while it is not its turn: left out", flush=True)
+            groups[system].close()
+            del ready[system]
+        yield ready
+
+
+def _busy_while_idle(groups: dict[str, Group]) -> list[str]:
+    span = 1.0
+    before = {name: group.cpu_seconds() for name, group in groups.items()}
+    time.sleep(span)
+    return [
+        name
+        for name, group in groups.items()
+        if group.cpu_seconds() - before[name] > IDLE_LOAD * span * group.ranks
+    ]

@@ -1,0 +1,192 @@
+"""``python -m bench.rank SYSTEM FOLDER RANK RANKS``: a rank that waits for its turn.
+
+It connects to the socket in ``FOLDER`` and sleeps there until it gets a request, a line of JSON, so
+that ranks of all systems can live side by side without disturbing each other.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.systems import SYSTEMS, Candidate, System
+
+LIMIT = 120.0  # Seconds that a request may take; then the rank ends itself.
+PERIOD = 1021  # Of the tensors' contents: prime, so that misplaced blocks show.
+
+
+class Start:
+    """Lets all ranks of a group begin at one time, spinning: sleepers would wake up one by one.
+
+    Args:
+        path: a file of zeros that the ranks share.
+        rank: this rank.
+        ranks: their number; each should have a core.
+    """
+
+    CELL = 16  # Words: ranks write to cache lines of their own.
+    LEAD = 5_000  # Nanoseconds from the last arrival to the start.
+
+    def __init__(self, path: Path, rank: int, ranks: int) -> None:
+        with path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), self.bytes(ranks))).cast("q")
+        self._mine = rank * self.CELL
+        self._peers = [peer * self.CELL for peer in range(ranks) if peer != rank]
+        self._begin = ranks * self.CELL
+        self._leads = rank == 0
+        self._round = 0
+        self._last = 0
+
+    @classmethod
+    def bytes(cls, ranks: int) -> int:
+        """Size of the file: how often each rank has come, and the time of the next start."""
+        return (ranks + 1) * cls.CELL * 8
+
+    def together(self) -> int:
+        """Return at the same time on all ranks: that time, in nanoseconds of ``perf_counter``."""
+        words = self._words
+        self._round += 1
+        words[self._mine] = self._round
+        if self._leads:
+            for peer in self._peers:
+                while words[peer] < self._round:
+                    pass
+            words[self._begin] = time.perf_counter_ns() + self.LEAD
+        while words[self._begin] == self._last:
+            pass
+        self._last = begin = words[self._begin]
+        while time.perf_counter_ns() < begin:
+            pass
+        return begin
+
+
+def contents(rank: int, count: int, dtype: str) -> np.ndarray:
+    """A rank's tensor: small integers, so that any order of summation gives the same bits."""
+    return _encode(_pattern(rank), count, dtype)
+
+
+def expected(ranks: int, count: int, dtype: str) -> np.ndarray:
+    """The sum of all ranks' tensors; up to 256, what bfloat16 has bits for."""
+    return _encode(sum(_pattern(rank) for rank in range(ranks)), count, dtype)
+
+
+def _pattern(rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(1, 17, PERIOD).astype(np.float32)
+
+
+def _encode(pattern: np.ndarray, count: int, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        pattern = (pattern.view(np.uint32) >> 16).astype(np.uint16)
+    return np.resize(pattern, count)
+
+
+class Rank:
+    """The requests that a rank answers."""
+
+    def __init__(self, system: System, ranks: int, start: Start) -> None:
+        self._system = system
+        self._ranks = ranks
+        self._start = start
+        self._candidates: dict[str, Candidate] = {}
+        self._source = self._expected = np.empty(0)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "rank": self._system.rank,
+            "pid": os.getpid(),
+            "version": self._system.version,
+            "cores": len(os.sched_getaffinity(0)),
+        }
+
+    def prepare(self, size: int, dtype: str) -> list[str]:
+        """Make the buffers of ``size`` bytes; the names of the calls there are."""
+        self._candidates = {}
+        count = size // (2 if dtype == "bfloat16" else 4)
+        self._candidates = self._system.candidates(count, dtype)
+        if self._candidates:
+            self._source = contents(self._system.rank, count, dtype)
+            self._expected = expected(self._ranks, count, dtype)
+        return list(self._candidates)
+
+    def check(self, candidate: str) -> int:
+        """The number of wrong elements after one call."""
+        buffer, call, reduces = self._candidates[candidate]
+        np.copyto(buffer, self._source)
+        call()
+        return int(np.count_nonzero(buffer != self._expected)) if reduces else 0
+
+    def measure(self, candidate: str, warmup: int, calls: int) -> list[int]:
+        """Nanoseconds from a start in common to the end of each call, the tensor being rewritten
+        before."""
+        buffer, call, _ = self._candidates[candidate]
+        source, together, clock = self._source, self._start.together, time.perf_counter_ns
+        times = []
+        for _ in range(warmup + calls):
+            np.copyto(buffer, source)
+            begin = together()
+            call()
+            times.append(clock() - begin)
+        return times[warmup:]
+
+    def measure_crowded(self, candidate: str, calls: int) -> list[int]:
+        """Nanoseconds of each call, with nothing but rewriting the tensor between two."""
+        buffer, call, _ = self._candidates[candidate]
+        source, clock = self._source, time.perf_counter_ns
+        times = []
+        for _ in range(calls):
+            np.copyto(buffer, source)
+            begin = clock()
+            call()
+            times.append(clock() - begin)
+        return times
+
+    def measure_back_to_back(self, candidate: str, calls: int) -> float:
+        """Nanoseconds per call of so many in a row."""
+        call = self._candidates[candidate].call
+        begin = self._start.together()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter_ns() - begin) / calls
+
+
+def main() -> None:
+    """Serve requests until the other end hangs up."""
+    name, folder, rank, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(folder / "socket"))
+    stream = connection.makefile("rw")
+
+    def answer(**message: Any) -> None:
+        stream.write(json.dumps(message) + "\n")
+        stream.flush()
+
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    try:
+        system = SYSTEMS[name](rank, ranks, folder)
+        serving = Rank(system, ranks, Start(folder / "start", system.rank, ranks))
+        answer(result=serving.describe())
+        faulthandler.cancel_dump_traceback_later()
+        for line in stream:
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            request = json.loads(line)
+            answer(result=getattr(serving, request.pop("method"))(**request))
+            faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        system.close()
+    except Exception:  # noqa: BLE001 (the coordinator tells)
+        answer(error=traceback.format_exc())
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
