@@ -208,7 +208,9 @@ def table(rows: list[Row]) -> str:
             cases, "symmetric"
         ),
         f"Peers: {peers}": _peers(cases),
-        "`auto` beside each algorithm alone": _algorithms(cases),
+        f"`auto` (pipekernels {versions['ordinary']}) beside each algorithm alone": _algorithms(
+            cases
+        ),
         f"{BACK_TO_BACK_SIZE} bytes, calls back to back": _back_to_back(one_by_one),
         f"{CROWD} ranks, {CROWD_SIZE} bytes": _crowded(crowd),
     }

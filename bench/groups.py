@@ -59,6 +59,7 @@ LAUNCHERS: dict[str, Launcher] = {"MPICH": _mpich, "Open MPI": _open_mpi, "Intel
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
     "I_MPI_PIN": "0",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -160,7 +161,7 @@ class Group:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End all processes: by hanging up, and by force where that is not enough."""
+        """End all processes: by hanging up, and by signals where that is not enough."""
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.close()
@@ -169,9 +170,12 @@ class Group:
             try:
                 process.wait(10 if self._streams else 0)
             except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
+                process.terminate()  # A launcher takes its ranks along.
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                    process.wait()
 
     def _answer(self, stream: TextIO) -> Any:
         try:

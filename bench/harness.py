@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from pipekernels.comm.tuning import cpu_model
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -60,17 +62,6 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
         "p90": deciles[-1],
         "min": min(samples),
     }
-
-
-def cpu_model() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, Any]:

@@ -76,12 +76,14 @@ class Pipekernels:
         import torch.distributed as dist
 
         import pipekernels
+        from pipekernels.comm import tuning
 
         _join_gloo(rank, ranks, folder)
         self._communicator = pipekernels.Communicator.from_process_group()
         dist.destroy_process_group()
         self.rank = rank
-        self.version = pipekernels.__version__
+        tuned = "tuned" if tuning.load() else "not tuned"
+        self.version = f"{pipekernels.__version__}, {tuned}"
 
     def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
         import torch
@@ -118,7 +120,7 @@ class Gloo:
 
         _join_gloo(rank, ranks, folder)
         self.rank = rank
-        self.version = torch.__version__
+        self.version = f"of torch {torch.__version__}"
 
     def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
         import torch.distributed as dist

@@ -149,6 +149,7 @@ void bind_collectives(py::module_& m) {
                                                    Seconds(timeout), &check_signals);
            }),
            py::arg("segment"), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
+      .def_property_readonly("one_shot_bytes", &Communicator::one_shot_bytes)
       .def("allocate",
            [](const Communicator& communicator, size_t bytes) {
              return std::make_unique<SymmetricBuffer>(communicator.heap(), bytes);

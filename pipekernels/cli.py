@@ -1,4 +1,4 @@
-"""The ``pipekernels`` command: what is installed here, what it can do, and what is missing."""
+"""The ``pipekernels`` command: what is installed here and what is missing; and tuning."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import importlib.util
 import os
 import platform
+import warnings
 
 import torch
 
 from pipekernels import _backend
 from pipekernels._version import __version__
+from pipekernels.comm import tuning
 
 
 def info() -> str:
@@ -34,6 +36,7 @@ def info() -> str:
     rows.append(("triton", _triton(missing)))
     cores = len(os.sched_getaffinity(0))
     rows.append(("CPU", f"{cores} cores, {torch.get_num_threads()} intra-op threads"))
+    rows.append(("all_reduce", _tuning(missing)))
     rows += _gpus()
     if built and not built["cuda"] and torch.cuda.is_available():
         missing.append(
@@ -73,6 +76,30 @@ def _triton(missing: list[str]) -> str:
     return "not installed (only needed on GPUs)"
 
 
+def _tuning(missing: list[str]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        measured = tuning.load()
+    missing += [str(warning.message) for warning in caught]
+    if measured is None:
+        return "built-in limits for 'auto' (`pipekernels tune` measures those of this machine)"
+    return f"limits for 'auto' measured on {measured.date} ({tuning.path()})"
+
+
+def tune(*, quick: bool = False) -> str:
+    """Measure this machine, keep the result for communicators to come, and report it."""
+    from pipekernels.comm import tuner
+
+    measured = tuner.measure(quick=quick)
+    path = tuning.save(measured)
+    lines = [f"all_reduce(algorithm='auto') on {tuning.cpu_model()}, {os.cpu_count()} cores:"]
+    lines += [
+        f"  {world_size} ranks: one_shot up to {limit} bytes, two_shot above"
+        for world_size, limit in measured.one_shot_bytes.items()
+    ]
+    return "\n".join([*lines, f"written to {path}"])
+
+
 def _gpus() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none")]
@@ -89,6 +116,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pipekernels", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
-    parser.parse_args(arguments)
-    print(info())
+    tuning_parser = commands.add_parser(
+        "tune", help="measure in a few seconds which all_reduce algorithm 'auto' is to take here"
+    )
+    tuning_parser.add_argument("--quick", action="store_true", help="fewer calls, less precise")
+    parsed = parser.parse_args(arguments)
+    print(tune(quick=parsed.quick) if parsed.command == "tune" else info())
     return 0

@@ -11,8 +11,8 @@
 namespace pipekernels {
 namespace {
 
-// Up to how many bytes one step and n reads beat two steps, where nobody has measured it. Many ranks
-// tend to share cores, where a step takes long.
+// Up to how many bytes one step and n reads beat two steps, where nobody has measured that. Many
+// ranks tend to share cores, where a step takes long.
 constexpr size_t one_shot_bytes(int ranks) { return ranks <= 4 ? 4 << 10 : 16 << 10; }
 
 // A rank that reduces straight into its peers' memory does so in blocks that stay in its L1.
@@ -203,9 +203,9 @@ void ring(Collective& collective, const Task& task) {
 
 }  // namespace
 
-Algorithm choose_algorithm(size_t bytes, const Segment& segment) {
-  const size_t measured = segment.agreement().one_shot_bytes;
-  const size_t limit = measured != 0 ? measured : one_shot_bytes(segment.world_size());
+Algorithm choose_algorithm(size_t bytes, const Communicator& communicator) {
+  const size_t measured = communicator.one_shot_bytes();
+  const size_t limit = measured != 0 ? measured : one_shot_bytes(communicator.world_size());
   return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
@@ -217,7 +217,7 @@ void all_reduce(Communicator& communicator, void* data, size_t count, DType dtyp
   const Call call{Operation::kAllReduce, dtype, reduction, algorithm, 0, count};
   const size_t bytes = count * task.element_size;
   run_collective(communicator, call, data, bytes, [&](Collective& collective) {
-    if (algorithm == Algorithm::kAuto) algorithm = choose_algorithm(bytes, collective.segment());
+    if (algorithm == Algorithm::kAuto) algorithm = choose_algorithm(bytes, communicator);
     if (count == 0 || communicator.world_size() == 1) {
       collective.signal();
       collective.wait();

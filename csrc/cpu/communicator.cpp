@@ -61,6 +61,7 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
                            Seconds timeout, std::function<void()> interrupt)
     : rank_(rank),
       world_size_(segment->world_size()),
+      one_shot_bytes_(segment->agreement().one_shot_bytes),
       timeout_(timeout),
       interrupt_(std::move(interrupt)),
       crowded_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),

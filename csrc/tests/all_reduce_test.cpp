@@ -239,6 +239,20 @@ void test_wrap() {
   for (auto& thread : threads) thread.join();
 }
 
+// Where nothing was measured there is some limit, and a measured one is kept to the byte.
+void test_choice() {
+  for (const size_t measured : {size_t{0}, size_t{5000}}) {
+    const int fd = Segment::create(2, measured);
+    const auto communicator = join(fd, 2, 0, {-1, -1}, Seconds(30));
+    close(fd);
+    const auto choose = [&](size_t bytes) { return choose_algorithm(bytes, *communicator); };
+    CHECK(choose(1) == Algorithm::kOneShot && choose(1 << 20) == Algorithm::kTwoShot);
+    if (measured == 0) continue;
+    CHECK(choose(measured) == Algorithm::kOneShot);
+    CHECK(choose(measured + 1) == Algorithm::kTwoShot);
+  }
+}
+
 void test_close(Communicator& communicator, bool abort) {
   const int leaver = communicator.world_size() - 1;
   stress(communicator, 3, 5);
@@ -367,6 +381,7 @@ int main(int argc, char** argv) {
   for (size_t count = 8 << 20; !give_up_while_read(count); count *= 2) CHECK(count < 1 << 28);
   run_processes(2, test_late_writes, Seconds(0.6));
   test_wrap();
+  test_choice();
   test_forked_child();
   return 0;
 }

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pipekernels import _backend
+from pipekernels.comm import tuning
 
 
 class _Process(NamedTuple):
@@ -96,7 +97,8 @@ def _check_same_host(processes: list[_Process]) -> None:
 
 
 def _hand_out(listener: socket.socket, processes: list[_Process], timeout: float) -> int:
-    fd = _backend.load().Segment.create(len(processes))
+    world_size = len(processes)
+    fd = _backend.load().Segment.create(world_size, tuning.one_shot_bytes(world_size))
     try:
         waiting = {process.pid for process in processes[1:]}
         listener.settimeout(timeout)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from pipekernels import _backend
+from pipekernels.comm import tuning
 from pipekernels.comm.bootstrap import join_processes
 from pipekernels.comm.errors import PeerError
 from pipekernels.ops.collectives import communicator_of, resolve_handle
@@ -126,7 +127,7 @@ class Communicator:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         module = _load()
-        fd = module.Segment.create(world_size)
+        fd = module.Segment.create(world_size, tuning.one_shot_bytes(world_size))
         try:
             segment = module.Segment(fd, world_size)
         finally:
@@ -173,8 +174,9 @@ class Communicator:
                 rank has NaN). Sums of integers wrap around.
             algorithm: ``'one_shot'``: every rank reads all tensors (small ones). ``'two_shot'``:
                 every rank reduces its slice and collects those of its peers (large ones).
-                ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: by size. The
-                result does not depend on it.
+                ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one of the
+                first two by size, at the limit that ``pipekernels tune`` has measured on the
+                machine, or a built-in one. The result does not depend on it.
 
         Returns:
             ``tensor``.

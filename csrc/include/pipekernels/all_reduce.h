@@ -14,8 +14,8 @@ namespace pipekernels {
 void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
                 Reduction reduction, Algorithm algorithm);
 
-// What Algorithm::kAuto stands for: one_shot up to the segment's one_shot_bytes, or up to a built-in
-// size if that is 0. All ranks of the segment choose alike.
-Algorithm choose_algorithm(size_t bytes, const Segment& segment);
+// What Algorithm::kAuto stands for: one_shot up to the communicator's one_shot_bytes(), or up to a
+// built-in size if that is 0; else two_shot. The same on all ranks.
+Algorithm choose_algorithm(size_t bytes, const Communicator& communicator);
 
 }  // namespace pipekernels

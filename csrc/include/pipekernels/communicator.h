@@ -43,6 +43,8 @@ class Communicator {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  // Of the segment's agreement.
+  size_t one_shot_bytes() const { return one_shot_bytes_; }
 
   // Throws std::runtime_error if this communicator has been closed.
   std::shared_ptr<SymmetricHeap> heap() const;
@@ -82,6 +84,7 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
+  const size_t one_shot_bytes_;
   const Seconds timeout_;
   const std::function<void()> interrupt_;
   const bool crowded_;      // Whether there are more ranks than cores.

@@ -1,0 +1,128 @@
+"""Measures where two steps begin to beat one, for every world size that fits the machine.
+
+The ranks are processes on this host. One group of them is started, and its first 2, 4, 8, ... ranks
+make a communicator each time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from pipekernels.comm.communicator import Communicator
+from pipekernels.comm.tuning import Tuning
+
+SIZES = [2**exponent for exponent in range(8, 19)]  # bytes
+ALGORITHMS = ["one_shot", "two_shot"]
+KINDS = ["ordinary", "symmetric"]
+LIMIT = 120.0  # seconds for all of it
+
+# Seconds by (algorithm, kind of tensor, size).
+Times = dict[tuple[str, str, int], float]
+
+
+def measure(*, quick: bool = False) -> Tuning:
+    """Measure for a few seconds; ``quick``: with few calls, to see that it works.
+
+    Raises:
+        TimeoutError: it takes more than two minutes.
+        Exception: what a rank raises.
+    """
+    sizes = world_sizes(os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        ranks = torch.multiprocessing.start_processes(
+            _rank,
+            args=(folder, sizes, 10 if quick else 100),
+            nprocs=sizes[-1],
+            join=False,
+            daemon=True,
+            start_method="forkserver",
+        )
+        deadline = time.monotonic() + LIMIT
+        while not ranks.join(timeout=1):
+            if time.monotonic() > deadline:
+                for process in ranks.processes:
+                    process.kill()
+                raise TimeoutError(f"measuring took more than {LIMIT:.0f} s; is the machine busy?")
+        limits = json.loads((Path(folder) / "limits").read_text())
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return Tuning({int(size): limit for size, limit in limits.items()}, date)
+
+
+def world_sizes(cores: int) -> list[int]:
+    """Powers of two up to the number of cores, and at least up to 8."""
+    return [2**exponent for exponent in range(1, max(3, cores.bit_length() - 1) + 1)]
+
+
+def best_limit(times: Times) -> int:
+    """The size up to which ``one_shot`` is to be taken so that all are close to their best.
+
+    The one choice has to serve both kinds of tensor: the sum of squares of how far, as a logarithm, a
+    time is from the best, so that one large loss counts more than several small ones.
+    """
+
+    def loss(limit: int) -> float:
+        total = 0.0
+        for kind in KINDS:
+            for size in SIZES:
+                taken = times["one_shot" if size <= limit else "two_shot", kind, size]
+                best = min(times[algorithm, kind, size] for algorithm in ALGORITHMS)
+                total += math.log(taken / best) ** 2
+        return total
+
+    return min(SIZES, key=loss)
+
+
+def _rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    # Evenly over the cores: two that begin on one may stay there, as each yields to the other.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=sizes[-1]
+    )
+    limits = {}
+    for size in sizes:
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            with Communicator.from_process_group(group) as communicator:
+                limits[size] = best_limit(_measure(communicator, rounds))
+        dist.barrier()
+    if rank == 0:
+        (Path(folder) / "limits").write_text(json.dumps(limits))
+    dist.destroy_process_group()
+
+
+def _measure(communicator: Communicator, rounds: int) -> Times:
+    """Medians of the slowest rank's times, the same on all ranks; algorithms take turns."""
+    medians = {}
+    for size in SIZES:
+        count = size // torch.float32.itemsize
+        source = torch.ones(count)
+        tensors = dict(zip(KINDS, [torch.empty(count), communicator.empty(count)], strict=True))
+        samples: dict[tuple[str, str], list[float]] = {}
+        for _ in range(rounds):
+            for kind, tensor in tensors.items():
+                for algorithm in ALGORITHMS:
+                    tensor.copy_(source)
+                    communicator.barrier()
+                    begin = time.perf_counter()
+                    communicator.all_reduce(tensor, algorithm=algorithm)
+                    samples.setdefault((algorithm, kind), []).append(time.perf_counter() - begin)
+        for (algorithm, kind), seconds in samples.items():
+            slowest = communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
+            medians[algorithm, kind, size] = statistics.median(slowest.tolist())
+    return medians

@@ -1,0 +1,99 @@
+"""Which algorithm ``auto`` takes, as measured on this machine, in a file under the user's cache folder.
+
+``pipekernels tune`` writes it. Whoever creates the memory of a communicator reads it, and the ranks
+find there what they agree on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = 1  # To be raised when the algorithms change so that older measurements no longer hold.
+
+
+class Tuning(NamedTuple):
+    """What has been measured.
+
+    Attributes:
+        one_shot_bytes: by world size, up to how many bytes ``one_shot`` is faster than ``two_shot``.
+        date: when.
+    """
+
+    one_shot_bytes: dict[int, int]
+    date: str
+
+    def limit(self, world_size: int) -> int:
+        """The limit measured with ``world_size`` ranks, or with the next smaller number."""
+        measured = sorted(self.one_shot_bytes)
+        nearest = max((size for size in measured if size <= world_size), default=measured[0])
+        return self.one_shot_bytes[nearest]
+
+
+def one_shot_bytes(world_size: int) -> int:
+    """Up to how many bytes ``auto`` is ``one_shot``; 0, which means a built-in size, if not measured."""
+    tuning = load()
+    return 0 if tuning is None else tuning.limit(world_size)
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def path() -> Path:
+    """The file of this machine: home folders may be shared by machines of several kinds."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # As the XDG Base Directory Specification says.
+        folder = os.path.expanduser("~/.cache")
+    machine = re.sub(r"[^a-z0-9]+", "-", f"{cpu_model()} {os.cpu_count()}c".lower()).strip("-")
+    return Path(folder) / "pipekernels" / f"all-reduce-{machine}.json"
+
+
+def load() -> Tuning | None:
+    """What has been measured on this machine; ``None``, with a warning, if its file cannot be used."""
+    file = path()
+    try:
+        return _parse(json.loads(file.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"built-in settings are used instead of {file} ({error}); "
+            "write it anew with `pipekernels tune`, or delete it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def save(tuning: Tuning) -> Path:
+    """Write the file of this machine, in place of the one there is, and return its path."""
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text(json.dumps({"format": FORMAT, **tuning._asdict()}, indent=1) + "\n")
+    new.replace(file)  # At once: other processes may be reading.
+    return file
+
+
+def _parse(record: Any) -> Tuning:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"it is not of format {FORMAT}, which this version uses")
+    limits = record.get("one_shot_bytes")
+    if not isinstance(limits, dict) or not limits or not isinstance(record.get("date"), str):
+        raise ValueError("it is incomplete")
+    if any(type(limit) is not int or not 0 < limit < 2**63 for limit in limits.values()):
+        raise ValueError(f"sizes must be positive numbers of bytes, got {list(limits.values())}")
+    return Tuning({int(size): limit for size, limit in limits.items()}, record["date"])

@@ -1,0 +1,189 @@
+"""The limits of ``auto``: their file, how ranks come to agree on them, and how they are measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_processes
+
+from pipekernels import Communicator, cli
+from pipekernels.comm import tuner, tuning
+from pipekernels.comm.tuning import Tuning
+
+DATE = "2026-01-31 12:00 UTC"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+# ---- the file ----
+
+
+def test_what_is_saved_is_loaded(cache: Path) -> None:
+    measured = Tuning({2: 4096, 8: 16384}, DATE)
+    path = tuning.save(Tuning({2: 1}, DATE))
+    assert tuning.save(measured) == path == tuning.path()
+    assert tuning.load() == measured
+    assert [file for file in cache.rglob("*") if file.is_file()] == [path]
+
+
+def test_the_file_names_the_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tuning.path()
+    assert path.is_relative_to(cache) and path.stem.endswith(f"-{os.cpu_count()}c")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    assert tuning.path() != path
+    monkeypatch.setattr(tuning, "cpu_model", lambda: "Some (R) CPU / 3")
+    assert tuning.path().name == "all-reduce-some-r-cpu-3-1000c.json"
+
+
+@pytest.mark.parametrize("folder", [None, "", "relative"])
+def test_without_a_cache_folder_of_its_own_it_is_the_users(
+    folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if folder is None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    assert tuning.path().parent == tmp_path / ".cache" / "pipekernels"
+
+
+def test_nothing_measured_is_no_reason_to_warn(cache: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.load() is None
+        assert tuning.one_shot_bytes(2) == 0
+
+
+GOOD = {"format": tuning.FORMAT, "date": DATE, "one_shot_bytes": {"2": 4096}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "\0\xff",
+        "[]",
+        "{}",
+        json.dumps(GOOD | {"format": tuning.FORMAT + 1}),
+        json.dumps(GOOD | {"format": "1"}),
+        json.dumps(GOOD | {"date": 3}),
+        json.dumps(GOOD | {"one_shot_bytes": {}}),
+        json.dumps(GOOD | {"one_shot_bytes": [4096]}),
+        json.dumps(GOOD | {"one_shot_bytes": {"two": 4096}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"2": 0}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"2": 2**70}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"2": 0.5}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"2": True}}),
+    ],
+)
+def test_a_bad_file_is_ignored_with_a_warning_that_says_what_to_do(cache: Path, text: str) -> None:
+    path = tuning.save(Tuning({2: 4096}, DATE))
+    assert json.loads(path.read_text()) == GOOD
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(path))}.*`pipekernels tune`"):
+        assert tuning.one_shot_bytes(2) == 0
+    with pytest.warns(RuntimeWarning):
+        communicators = Communicator.threads(2)
+    assert [communicator._core.one_shot_bytes for communicator in communicators] == [0, 0]
+    assert f"! built-in settings are used instead of {path}" in cli.info()
+
+
+def test_a_world_size_between_takes_the_next_smaller_one_measured() -> None:
+    limits = {2: 1, 4: 2, 16: 3}
+    taken = {size: Tuning(limits, DATE).limit(size) for size in (1, 2, 3, 4, 15, 16, 1000)}
+    assert taken == {1: 1, 2: 1, 3: 1, 4: 2, 15: 2, 16: 3, 1000: 3}
+
+
+# ---- agreement ----
+
+
+def test_threads_take_what_was_measured(cache: Path) -> None:
+    tuning.save(Tuning({2: 5000, 3: 7000}, DATE))
+    limits = [c._core.one_shot_bytes for size in (2, 3) for c in Communicator.threads(size)]
+    assert limits == [5000] * 2 + [7000] * 3
+
+
+def ranks_with_files_of_their_own(first: Communicator, folder: str) -> int:
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{first.rank}"
+    if first.rank != 1:  # Which has measured nothing.
+        tuning.save(Tuning({2: 1000 << 2 * first.rank}, DATE))
+    with Communicator.from_process_group(timeout=20) as communicator:
+        for bytes_ in (500, 2000, 10_000, 100_000):
+            ones = torch.ones(bytes_ // 4)
+            assert torch.equal(communicator.all_reduce(ones), torch.full_like(ones, 3))
+        return communicator._core.one_shot_bytes
+
+
+def test_ranks_with_different_files_agree(tmp_path: Path) -> None:
+    limits = run_processes(3, ranks_with_files_of_their_own, str(tmp_path))
+    assert limits == [1000, 1000, 1000]
+
+
+# ---- measuring ----
+
+
+def times(one_shot: float, two_shot: float, growth: dict[str, float]) -> tuner.Times:
+    """Times of a machine on which a call takes so long, and so much longer per byte."""
+    fixed = {"one_shot": one_shot, "two_shot": two_shot}
+    per_byte = {"one_shot": dict.fromkeys(tuner.KINDS, 3.0), "two_shot": growth}
+    return {
+        (algorithm, kind, size): fixed[algorithm] + per_byte[algorithm][kind] * size
+        for algorithm in tuner.ALGORITHMS
+        for kind in tuner.KINDS
+        for size in tuner.SIZES
+    }
+
+
+def test_the_limit_is_where_the_lines_cross() -> None:
+    growth = {"ordinary": 2.0, "symmetric": 2.0}
+    assert tuner.best_limit(times(1000.0, 1000.0 + 3000, growth)) == 2048  # They cross at 3000.
+    assert tuner.best_limit(times(1000.0, 1000.0 + 4097, growth)) == 4096
+    assert tuner.best_limit(times(1.0, 1e9, growth)) == tuner.SIZES[-1]
+    assert tuner.best_limit(times(1e9, 1.0, growth)) == tuner.SIZES[0]
+
+
+def test_the_limit_serves_both_kinds_of_tensors() -> None:
+    alone = [
+        tuner.best_limit(times(1000.0, 9000.0, dict.fromkeys(tuner.KINDS, slope)))
+        for slope in (0.1, 2.5)
+    ]
+    both = tuner.best_limit(times(1000.0, 9000.0, {"ordinary": 2.5, "symmetric": 0.1}))
+    assert alone[0] < both < alone[1]
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [(1, [2, 4, 8]), (8, [2, 4, 8]), (15, [2, 4, 8]), (16, [2, 4, 8, 16]), (96, [2, 4, 8, 16, 32, 64])],
+)  # fmt: skip
+def test_world_sizes_fit_the_machine(cores: int, expected: list[int]) -> None:
+    assert tuner.world_sizes(cores) == expected
+
+
+def test_tune_measures_and_info_tells(cache: Path) -> None:
+    assert "built-in limits" in cli.info()
+    result = subprocess.run(
+        [sys.executable, "-m", "pipekernels", "tune", "--quick"],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    measured = tuning.load()
+    assert measured is not None
+    assert list(measured.one_shot_bytes) == tuner.world_sizes(os.cpu_count() or 1)
+    assert set(measured.one_shot_bytes.values()) <= set(tuner.SIZES)
+    for world_size, limit in measured.one_shot_bytes.items():
+        assert f"{world_size} ranks: one_shot up to {limit} bytes" in result.stdout
+    assert str(tuning.path()) in result.stdout
+    assert f"measured on {measured.date} ({tuning.path()})" in cli.info()
