@@ -323,5 +323,5 @@ def plot(rows: list[Row], path: Path) -> None:
     axes[0].set_ylabel("bus bandwidth in GB/s")
     axes[0].legend()
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, format="svg", metadata={"Date": None})
     pyplot.close(figure)

@@ -24,6 +24,7 @@ from bench.rank import LIMIT, Start
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers"  # Made by `make peers`.
 IDLE_LOAD = 0.02  # Cores that a rank may keep busy while it waits.
+PATIENCE = 10.0  # Seconds that a process gets to end by itself, and as many after SIGTERM.
 
 Launcher = Callable[[list[str], int], list[str]]
 
@@ -168,11 +169,11 @@ class Group:
         self._listener.close()
         for process in self._processes:
             try:
-                process.wait(10 if self._streams else 0)
+                process.wait(PATIENCE if self._streams else 0)
             except subprocess.TimeoutExpired:
                 process.terminate()  # A launcher takes its ranks along.
                 try:
-                    process.wait(5)
+                    process.wait(PATIENCE)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
@@ -216,14 +217,15 @@ def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, s
                 ready[system] = group, group.wait_until_ready()["version"]
             except GroupError as error:
                 print(f"{error}\n{system}: left out", flush=True)
-        for system in _busy_while_idle({name: group for name, (group, _) in ready.items()}):
+        for system in busy_while_idle({name: group for name, (group, _) in ready.items()}):
             print(f"{system} keeps cores busy while it is not its turn: left out", flush=True)
             groups[system].close()
             del ready[system]
         yield ready
 
 
-def _busy_while_idle(groups: dict[str, Group]) -> list[str]:
+def busy_while_idle(groups: dict[str, Group]) -> list[str]:
+    """The systems whose ranks spin instead of sleeping while they wait for a request."""
     span = 1.0
     before = {name: group.cpu_seconds() for name, group in groups.items()}
     time.sleep(span)

@@ -1,0 +1,254 @@
+"""The benchmarks' machinery: ranks that take turns, what they measure and check, and the tables."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import collectives, groups, harness, report
+from bench.rank import Rank, Start, contents, expected
+from bench.systems import STORAGE, Candidate
+
+# ---- one rank ----
+
+
+class FakeSystem:
+    """Adds up all ranks' tensors, or leaves the last ``missing`` elements alone."""
+
+    version = "1"
+
+    def __init__(self, rank: int, ranks: int, missing: int = 0) -> None:
+        self.rank = rank
+        self._ranks = ranks
+        self._missing = missing
+
+    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
+        buffer = np.empty(count, STORAGE[dtype])
+        summed = count - self._missing
+
+        def call() -> None:
+            buffer[:summed] = expected(self._ranks, count, dtype)[:summed]
+
+        return {"fake": Candidate(buffer, call)}
+
+    def close(self) -> None:
+        pass
+
+
+def start_file(folder: Path, ranks: int) -> Path:
+    path = folder / "start"
+    path.write_bytes(bytes(Start.bytes(ranks)))
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_expected_sum_is_that_of_the_contents(dtype: str, ranks: int) -> None:
+    import torch
+
+    def values(array: np.ndarray) -> torch.Tensor:
+        if dtype == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).double()
+        return torch.from_numpy(array).double()
+
+    inputs = [values(contents(rank, 3000, dtype)) for rank in range(ranks)]
+    assert torch.equal(values(expected(ranks, 3000, dtype)), sum(inputs))
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(inputs))
+
+
+def test_wrong_elements_are_counted(tmp_path: Path) -> None:
+    start = Start(start_file(tmp_path, 1), 0, 1)
+    for missing in (0, 7):
+        rank = Rank(FakeSystem(0, 3, missing), 3, start)
+        assert rank.prepare(4000, "float32") == ["fake"]
+        assert rank.check("fake") == missing
+
+
+def test_every_way_of_measuring_gives_one_time_per_call(tmp_path: Path) -> None:
+    rank = Rank(FakeSystem(0, 1), 1, Start(start_file(tmp_path, 1), 0, 1))
+    rank.prepare(1024, "float32")
+    aligned, crowded = rank.measure("fake", 2, 5), rank.measure_crowded("fake", 6)
+    assert (len(aligned), len(crowded)) == (5, 6)
+    assert min(*aligned, *crowded, rank.measure_back_to_back("fake", 4)) > 0
+
+
+def test_ranks_start_together_after_the_last_has_come(tmp_path: Path) -> None:
+    path = start_file(tmp_path, 3)
+    begins: list[list[int]] = [[] for _ in range(3)]
+    turns: list[int] = []
+    lock = threading.Lock()
+
+    def run(rank: int) -> None:
+        start = Start(path, rank, 3)
+        for turn in range(4):
+            with lock:
+                turns.append(turn)
+            begins[rank].append(start.together())
+            with lock:
+                assert turns.count(turn) == 3
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert begins[0] == begins[1] == begins[2]
+    assert begins[0] == sorted(set(begins[0])) and len(begins[0]) == 4
+
+
+# ---- groups of ranks ----
+
+
+@pytest.fixture
+def streaming(tmp_path: Path) -> Iterator[groups.Group]:
+    """A group of two ranks that need nothing but NumPy."""
+    group = groups.Group("streaming", 2, tmp_path)
+    try:
+        assert group.wait_until_ready()["rank"] == 0
+        yield group
+    finally:
+        group.close()
+
+
+def test_all_ranks_of_a_group_answer(streaming: groups.Group) -> None:
+    assert streaming.call("prepare", size=4096, dtype="float32") == [["copy", "in place"]] * 2
+    answers = streaming.call("measure", candidate="copy", warmup=1, calls=3)
+    assert [len(times) for times in answers] == [3, 3]
+    assert [answer["rank"] for answer in streaming.call("describe")] == [0, 1]
+
+
+def test_a_rank_that_dies_or_fails_is_an_error_that_names_the_system(
+    streaming: groups.Group,
+) -> None:
+    with pytest.raises(groups.GroupError, match="(?s)streaming: .*KeyError: 'nonsense'"):
+        streaming.call("check", candidate="nonsense")
+    with pytest.raises(groups.GroupError, match="streaming has died|rank of streaming"):
+        streaming.call("describe")
+
+
+def test_closing_ends_the_ranks_even_one_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "PATIENCE", 0.5)
+    group = groups.Group("streaming", 2, tmp_path)
+    try:
+        group.wait_until_ready()
+        pids = [answer["pid"] for answer in group.call("describe")]
+        os.kill(pids[1], signal.SIGSTOP)
+    finally:
+        group.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_session_leaves_out_what_is_missing_or_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(groups.PYTHONS, "absent", tmp_path / "python")
+    monkeypatch.setitem(groups.PYTHONS, "broken", Path(sys.executable))
+    with groups.session(["absent", "broken", "streaming"], 2) as ready:
+        assert list(ready) == ["streaming"]
+        group, version = ready["streaming"]
+        assert version == np.__version__
+        assert group.call("prepare", size=64, dtype="bfloat16") == [["copy", "in place"]] * 2
+    printed = capsys.readouterr().out
+    assert "absent is not installed" in printed
+    assert "broken: left out" in printed and "KeyError: 'broken'" in printed
+
+
+def test_a_system_that_is_busy_while_it_waits_is_noticed() -> None:
+    class Fake:
+        ranks = 2
+
+        def __init__(self, seconds: float) -> None:
+            self._seconds = itertools.count(5.0, seconds)
+
+        def cpu_seconds(self) -> float:
+            return next(self._seconds)
+
+    fakes: dict[str, Any] = {"idle": Fake(0.0), "spinning": Fake(2.0), "ticking": Fake(0.01)}
+    assert groups.busy_while_idle(fakes) == ["spinning"]
+
+
+def test_ours_and_gloo_give_right_sums_in_both_dtypes() -> None:
+    with groups.session(["pipekernels", "Gloo"], 2) as session:
+        assert list(session) == ["pipekernels", "Gloo"]
+        for dtype in collectives.DTYPES:
+            calls = collectives.prepare(session, 1 << 16, dtype)
+            assert {"ordinary", "symmetric", "symmetric ring", "Gloo"} <= set(calls)
+            assert set(collectives.check(calls).values()) == {0}
+
+
+# ---- figures ----
+
+
+def test_candidates_alternate_and_may_give_several_samples() -> None:
+    order: list[str] = []
+
+    def several() -> list[float]:
+        order.append("several")
+        return [1.0, 2.0]
+
+    def one() -> float:
+        order.append("one")
+        return 3.0
+
+    samples = harness.alternate({"several": several, "one": one}, warmup=1, rounds=2)
+    assert samples == {"several": [1.0, 2.0] * 2, "one": [3.0] * 2}
+    assert order == ["several", "one", "one", "several", "several", "one"]
+
+
+def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
+    assert collectives.slowest([[1_000, 5_000], [3_000, 2_000]]) == pytest.approx([3e-6, 5e-6])
+
+
+MEDIANS = {
+    "ordinary": 20e-6, "ordinary one_shot": 40e-6, "ordinary two_shot": 16e-6,
+    "ordinary ring": 30e-6, "symmetric": 10e-6, "symmetric one_shot": 40e-6,
+    "symmetric two_shot": 10e-6, "symmetric ring": 30e-6, "Gloo": 900e-6, "MPICH": 50e-6,
+    "copy": 8e-6, "in place": 6e-6,
+}  # fmt: skip
+
+
+def made_up_rows() -> list[collectives.Row]:
+    figures = {"p10": 1e-6, "p90": 2e-6, "p99": 3e-6, "calls": 10, "algbw": 1.0, "busbw": 1.0}
+    parts = [("sizes", size, dtype) for dtype in collectives.DTYPES for size in (1024, 4096)]
+    parts += [("back to back", 1024, "float32"), ("crowded", 4096, "float32")]
+    return [
+        collectives.row(*(part, name, "1.0", size, dtype), median=median, wrong=0, **figures)
+        for part, size, dtype in parts
+        for name, median in MEDIANS.items()
+    ]
+
+
+def test_tables_compare_with_the_best_peer_the_bound_and_the_best_algorithm() -> None:
+    text = collectives.table(made_up_rows())
+    ours = "| 1024 | 256 | float32 | sum | {} | 1.00 | 1.00 | 0 | MPICH | 50.00 | {} |"
+    assert ours.format("20.00", "2.50") in text
+    assert ours.format("10.00", "5.00") + " 60% |" in text
+    assert "Geometric mean of x best peer: 2.50." in text
+    assert "| 4096 | bfloat16 | 20.00 | 40.00 | 16.00 | 30.00 | 1.25 | 10.00 " in text
+    assert "Peers: Gloo 1.0, MPICH 1.0" in text and "Open MPI" not in text
+
+
+def test_the_plot_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("a", "b"):
+        collectives.plot(made_up_rows(), tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert (tmp_path / "a").read_text().startswith("<?xml")
+
+
+def test_a_marker_without_results_says_what_to_run() -> None:
+    page = "<!-- bench:x -->\nold\n<!-- /bench -->"
+    assert report.update(page, {"x": "new"}) == page.replace("old", "new")
+    with pytest.raises(ValueError, match="make bench ARGS=x"):
+        report.update(page, {})
