@@ -30,16 +30,14 @@ DTYPES = ["float32", "bfloat16"]
 KINDS = ["ordinary", "symmetric"]
 PEERS = ["Gloo", "DeepSpeed", "MPICH", "Open MPI", "Intel MPI"]
 BOUNDS = ["copy", "in place"]
-
+SECONDS = 12.0  # For all candidates with one size and dtype, if five rounds are enough.
 BACK_TO_BACK_SIZE = 1 << 10
 
 CROWD = 8
 CROWD_SIZE = 4 << 10
 CROWD_CALLS = 3000
 CROWD_TURN = 20
-CROWD_SECONDS = (
-    5.0  # For one candidate; a system that spins has its ranks wait for each other's time slices.
-)
+CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's time slices.
 
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
@@ -111,12 +109,18 @@ def by_size(session: Session, sizes: list[int], quick: bool) -> list[Row]:
                 )
 
             wrong = check(calls)
+            begin = time.monotonic()
+            for name in calls:
+                turn(name)
+            first_round = time.monotonic() - begin
+            rounds = 2 if quick else min(rounds, max(5, int(SECONDS / first_round)))
             samples = harness.alternate(
                 {name: lambda name=name: turn(name) for name in calls},
-                warmup=1,
-                rounds=2 if quick else rounds,
+                warmup=0,
+                rounds=rounds,
             )
             wrong_after = check(calls)
+            print(f"{dtype} {size} B: {rounds} rounds in {time.monotonic() - begin:.1f} s")
             for name, times in samples.items():
                 figures = harness.summary(times)
                 algbw = size / figures["median"] / 1e9

@@ -150,7 +150,7 @@ class Group:
                 stream.write(request)
                 stream.flush()
         except OSError as error:
-            raise GroupError(f"{self.system} has died ({error}):\n{self._tail()}") from error
+            raise GroupError(f"a rank of {self.system} has died:\n{self._tail()}") from error
         return [self._answer(stream) for stream in self._streams]
 
     def cpu_seconds(self) -> float:
@@ -181,10 +181,10 @@ class Group:
     def _answer(self, stream: TextIO) -> Any:
         try:
             line = stream.readline()
-        except OSError as error:
-            raise GroupError(f"{self.system} does not answer:\n{self._tail()}") from error
+        except OSError:  # A timeout, or a connection that was reset.
+            line = ""
         if not line:
-            raise GroupError(f"a rank of {self.system} has died:\n{self._tail()}")
+            raise GroupError(f"a rank of {self.system} has died or hangs:\n{self._tail()}")
         answer = json.loads(line)
         if "error" in answer:
             raise GroupError(f"{self.system}: {answer['error']}")
