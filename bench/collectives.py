@@ -92,44 +92,38 @@ def row(part: str, candidate: str, version: str, size: int, dtype: str, **figure
     }
 
 
+def sample(calls: Calls, size: int, quick: bool) -> dict[str, list[float]]:
+    """Seconds of each call, by candidate; all of them take turns."""
+    rounds, warmup, count = turn_for(size)
+
+    def turn(name: str) -> list[float]:
+        group, _ = calls[name]
+        return slowest(group.call("measure", candidate=name, warmup=warmup, calls=count))
+
+    begin = time.monotonic()
+    for name in calls:
+        turn(name)
+    possible = int(SECONDS / (time.monotonic() - begin))
+    rounds = 2 if quick else min(rounds, max(5, possible))
+    turns = {name: lambda name=name: turn(name) for name in calls}
+    return harness.alternate(turns, warmup=0, rounds=rounds)
+
+
 def by_size(session: Session, sizes: list[int], quick: bool) -> list[Row]:
     """Every candidate with every dtype and size; bandwidths in GB/s, as nccl-tests defines them."""
     rows = []
     for dtype in DTYPES:
         for size in sizes:
+            print(f"{dtype}, {size} bytes", flush=True)
             calls = prepare(session, size, dtype)
-            rounds, warmup, count = turn_for(size)
-
-            def turn(
-                candidate: str, calls: Calls = calls, warmup: int = warmup, count: int = count
-            ):
-                group, _ = calls[candidate]
-                return slowest(
-                    group.call("measure", candidate=candidate, warmup=warmup, calls=count)
-                )
-
             wrong = check(calls)
-            begin = time.monotonic()
-            for name in calls:
-                turn(name)
-            first_round = time.monotonic() - begin
-            rounds = 2 if quick else min(rounds, max(5, int(SECONDS / first_round)))
-            samples = harness.alternate(
-                {name: lambda name=name: turn(name) for name in calls},
-                warmup=0,
-                rounds=rounds,
-            )
+            samples = sample(calls, size, quick)
             wrong_after = check(calls)
-            print(f"{dtype} {size} B: {rounds} rounds in {time.monotonic() - begin:.1f} s")
             for name, times in samples.items():
-                figures = harness.summary(times)
-                algbw = size / figures["median"] / 1e9
-                busbw = algbw * 2 * (RANKS - 1) / RANKS
-                figures |= {
-                    "algbw": algbw,
-                    "busbw": busbw,
-                    "wrong": wrong[name] + wrong_after[name],
-                }
+                figures: dict[str, Any] = harness.summary(times)
+                figures["algbw"] = size / figures["median"] / 1e9
+                figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
+                figures["wrong"] = wrong[name] + wrong_after[name]
                 rows.append(row("sizes", name, calls[name][1], size, dtype, **figures))
     return rows
 
@@ -205,13 +199,11 @@ def table(rows: list[Row]) -> str:
     versions = {found["candidate"]: found["version"] for found in rows}
     peers = ", ".join(f"{name} {versions[name]}" for name in PEERS if name in versions)
     parts = {
-        f"Ordinary tensors, {RANKS} ranks; time in us, bandwidths in GB/s": _ours(
-            cases, "ordinary"
-        ),
-        "Symmetric tensors; the bound is reading and writing as many bytes on all ranks at once": _ours(
+        f"Ordinary tensors, {RANKS} ranks; us and GB/s": _ours(cases, "ordinary"),
+        "Symmetric tensors; the bound is to read and write as many bytes": _ours(
             cases, "symmetric"
         ),
-        f"Peers: {peers}": _peers(cases),
+        f"Peers: {peers}; us": _peers(cases),
         f"`auto` (pipekernels {versions['ordinary']}) beside each algorithm alone": _algorithms(
             cases
         ),

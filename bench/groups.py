@@ -81,7 +81,7 @@ class Group:
         folder: an empty one, for the group alone; best in memory, as the ranks meet in a file there.
 
     Raises:
-        GroupError: a process cannot be started.
+        OSError: a process cannot be started.
     """
 
     def __init__(self, system: str, ranks: int, folder: Path) -> None:
@@ -224,6 +224,7 @@ def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, s
             except GroupError as error:
                 if PYTHONS[system] == OURS:
                     raise
+                group.close()
                 print(f"{error}\n{system}: left out", flush=True)
         for system in busy_while_idle({name: group for name, (group, _) in ready.items()}):
             print(f"{system} keeps cores busy while it is not its turn: left out", flush=True)

@@ -104,6 +104,32 @@ def test_ranks_start_together_after_the_last_has_come(tmp_path: Path) -> None:
     assert begins[0] == sorted(set(begins[0])) and len(begins[0]) == 4
 
 
+class LocalGroup:
+    """A group of one rank, in this process."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        return [getattr(self._rank, method)(**arguments)]
+
+
+def test_rows_tell_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> None:
+    rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
+    session: Any = {"fake": (LocalGroup(rank), "1.0")}
+    rows = collectives.by_size(session, [1024, 4096], quick=True)
+    found = [(row["type"], row["size"], row["count"], row["wrong"]) for row in rows]
+    assert found == [  # Two elements are wrong, before and after.
+        ("float32", 1024, 256, 4),
+        ("float32", 4096, 1024, 4),
+        ("bfloat16", 1024, 512, 4),
+        ("bfloat16", 4096, 2048, 4),
+    ]
+    for row in rows:
+        assert row["algbw"] == pytest.approx(row["size"] / row["median"] / 1e9)
+        assert row["busbw"] == pytest.approx(row["algbw"])  # Of two ranks.
+
+
 # ---- groups of ranks ----
 
 
