@@ -264,8 +264,8 @@ void test_close(Communicator& communicator, bool abort) {
 }
 
 // A thread that gives up must not return, and free its data, while a peer still reads them. Returns
-// whether the peer took so long to write `count` results that the thread gave up on it meanwhile. (A
-// peer that has just finished when the thread gives up has nothing to notice.)
+// whether the peer took so long to write `count` results that the thread gave up on it meanwhile.
+// (A peer that has just finished when the thread gives up has nothing to notice.)
 bool give_up_while_read(size_t count) {
   const int fd = Segment::create(2);
   const auto segment = Segment::map(fd, 2);
