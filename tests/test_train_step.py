@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -165,65 +163,6 @@ def test_deferred_batch_norm_is_committed_once(way: Way) -> None:
     pipe.train_step(x, y, F.mse_loss)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(pipe[0], name), getattr(plain[0], name))
-
-
-class Live:
-    """Counts the micro-batches whose activations a stage holds."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        self.lock = threading.Lock()
-
-    def add(self, change: int) -> None:
-        with self.lock:
-            self.now += change
-            self.peak = max(self.peak, self.now)
-
-
-class Held(nn.Module):
-    """A linear layer that notes how many of its activations are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.live = Live()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        class Saved:
-            def __init__(self, tensor: torch.Tensor) -> None:
-                self.tensor = tensor
-
-        token: list[Saved] = []
-
-        def pack(tensor: torch.Tensor) -> Saved:
-            saved = Saved(tensor)
-            if not token:  # One of them stands for the micro-batch.
-                token.append(saved)
-                self.live.add(1)
-                weakref.finalize(saved, self.live.add, -1)
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-            y = self.layer(x)
-        token.clear()
-        return y
-
-
-@pytest.mark.parametrize(
-    ("schedule", "limits"),
-    [("gpipe", (9, 9, 9)), ("1f1b", (3, 2, 1)), ("zb-h1", (3, 3, 3))],
-)
-def test_activations_in_flight(schedule: str, limits: tuple[int, ...], way: Way) -> None:
-    stages = [Held() for _ in limits]
-    pipe = Pipe(nn.Sequential(*stages), [1] * 3, devices=["cpu"] * 3, chunks=9, checkpoint="never")
-    with pipe.timeline():  # Stages stay apart on one thread, too.
-        pipe.train_step(
-            torch.randn(18, 4), None, torch.sum, schedule=schedule, loss_reduction="sum"
-        )
-    assert all(0 < stage.live.peak <= limit for stage, limit in zip(stages, limits, strict=True))
-    if schedule == "gpipe":
-        assert stages[0].live.peak == 9
-    assert all(stage.live.now == 0 for stage in stages)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,0 +1,101 @@
+"""How many activations a pipe holds, counted while it runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.pace import Way
+
+
+class Live:
+    """Counts the micro-batches whose activations a stage holds."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self.lock = threading.Lock()
+
+    def add(self, change: int) -> None:
+        with self.lock:
+            self.now += change
+            self.peak = max(self.peak, self.now)
+
+
+class Held(nn.Module):
+    """A linear layer that notes how many of its activations are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.live = Live()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        class Saved:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self.tensor = tensor
+
+        token: list[Saved] = []
+
+        def pack(tensor: torch.Tensor) -> Saved:
+            saved = Saved(tensor)
+            if not token:  # One of them stands for the micro-batch.
+                token.append(saved)
+                self.live.add(1)
+                weakref.finalize(saved, self.live.add, -1)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            y = self.layer(x)
+        token.clear()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limits"),
+    [("gpipe", (9, 9, 9)), ("1f1b", (3, 2, 1)), ("zb-h1", (3, 3, 3))],
+)
+def test_activations_in_flight(schedule: str, limits: tuple[int, ...], way: Way) -> None:
+    stages = [Held() for _ in limits]
+    pipe = Pipe(nn.Sequential(*stages), [1] * 3, devices=["cpu"] * 3, chunks=9, checkpoint="never")
+    with pipe.timeline():  # Stages stay apart on one thread, too.
+        pipe.train_step(
+            torch.randn(18, 4), None, torch.sum, schedule=schedule, loss_reduction="sum"
+        )
+    assert all(0 < stage.live.peak <= limit for stage, limit in zip(stages, limits, strict=True))
+    if schedule == "gpipe":
+        assert stages[0].live.peak == 9
+    assert all(stage.live.now == 0 for stage in stages)
+
+
+def peaks(checkpoint: str) -> list[int]:
+    """Of each stage, the most micro-batches whose activations it held at once."""
+    stages = [Held() for _ in range(3)]
+    pipe = Pipe(
+        nn.Sequential(*stages), [1] * 3, devices=["cpu"] * 3, chunks=9, checkpoint=checkpoint
+    )
+    with pipe.timeline():
+        pipe(torch.randn(18, 4)).sum().backward()
+    assert all(stage.live.now == 0 for stage in stages)
+    return [stage.live.peak for stage in stages]
+
+
+def test_checkpointing_holds_one_micro_batch_at_a_time(way: Way) -> None:
+    assert peaks("never") == [9, 9, 9]
+    assert peaks("always") == [1, 1, 1]
+    # The last micro-batch's activations stay while the others' forwards run, and it goes first.
+    assert peaks("except_last") == [1, 1, 1]
+
+
+def test_outputs_are_written_in_place(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("concatenated")
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=4)
+    for name in ("cat", "concat", "stack"):
+        monkeypatch.setattr(torch, name, forbidden)
+    pipe(torch.randn(9, 4, requires_grad=True)).sum().backward()
