@@ -5,14 +5,17 @@ Processes come from a server that has imported torch once, so a new one takes so
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,7 @@ import torch.distributed as dist
 
 from pipekernels import Communicator, PeerError
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["torch", "torch.distributed.pipelining", "pytest", "numpy", "pipekernels.comm.communicator"]
 )
 
@@ -71,6 +73,8 @@ def run_processes(
     timeout: float = 30.0,
     limit: float = 60.0,
     killed: tuple[int, ...] = (),
+    prepare: tuple[Callable[..., None], Any] | None = None,
+    start_method: str = "forkserver",
 ) -> list[Any]:
     """``body(communicator, *args)`` on a process per rank; its results in rank order.
 
@@ -81,15 +85,18 @@ def run_processes(
         timeout: that of the communicator.
         limit: seconds until all ranks must have ended; those that have not are killed.
         killed: ranks that die of a signal, and have no result.
+        prepare: a function and its second argument, after the rank; called first of all.
+        start_method: that of :mod:`multiprocessing`.
 
     Raises what a rank raised, preferably not because of another one.
     """
     with tempfile.TemporaryDirectory() as folder:
-        ends = [_context.Pipe(duplex=False) for _ in range(world_size)]
+        context: Any = multiprocessing.get_context(start_method)
+        ends = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            _context.Process(
+            context.Process(
                 target=_serve,
-                args=(sender, folder, rank, world_size, timeout, body, args),
+                args=(sender, folder, rank, world_size, timeout, prepare, body, args),
                 daemon=True,
             )
             for rank, (_, sender) in enumerate(ends)
@@ -124,12 +131,15 @@ def _serve(
     rank: int,
     world_size: int,
     timeout: float,
+    prepare: tuple[Callable[..., None], Any] | None,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
+        if prepare is not None:
+            prepare[0](rank, prepare[1])
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
@@ -155,3 +165,19 @@ def _collect(receivers: list[Connection], deadline: float) -> list[tuple[Any, An
                 answers[receiver] = None
             waiting.remove(receiver)
     return [answers.get(receiver) for receiver in receivers]
+
+
+def traces() -> list[str]:
+    """What a communicator could leave behind: names, descriptors, sockets, mappings."""
+    sockets = re.findall(
+        r"(\d+) (@pipekernels\S*)$", Path("/proc/net/unix").read_text(), re.MULTILINE
+    )
+    known = {f"socket:[{inode}]": name for inode, name in sockets}
+    found = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")]
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # That of the listing itself.
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if "pidfd" in target or "memfd" in target or target in known:
+                found.append(known.get(target, target))
+    mappings = re.findall(r"(\d+) +/memfd:pipekernels", Path("/proc/self/maps").read_text())
+    return sorted(found + [f"mapping of inode {inode}" for inode in set(mappings)])

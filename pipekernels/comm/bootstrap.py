@@ -1,8 +1,8 @@
-"""How processes of one host come to share memory.
+"""How processes come to share memory with those of their host, and are connected to other hosts.
 
-Rank 0 makes a memory file and hands its descriptor to each peer over a Unix socket in the abstract
-namespace, so nothing has a name in the file system, and nothing is left when the processes end.
-What the ranks need to know of each other travels over their ``torch.distributed`` group.
+The first rank of each host makes a memory file and hands its descriptor to each peer over a Unix
+socket in the abstract namespace, so nothing has a name in the file system, and nothing is left when
+the processes end. What the ranks need to know of each other travels over a rendezvous.
 """
 
 from __future__ import annotations
@@ -15,85 +15,139 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from pipekernels import _backend
 from pipekernels.comm import tuning
+from pipekernels.comm.lane import Lane, connect
+from pipekernels.comm.rendezvous import Rendezvous, of_color
 
 
 class _Process(NamedTuple):
     host: tuple[str, ...]
     pid: int
-    address: str  # Of the socket, on rank 0.
+    address: str  # Of its socket.
+    color: int | None = 0
+    key: int = 0
 
 
-def join_processes(group: dist.ProcessGroup | None, timeout: float) -> tuple[Any, list[int]]:
-    """The memory that the ranks of ``group`` share, and a pidfd for every rank but this one.
+class Seat(NamedTuple):
+    """What a rank has of the communicator that it joins.
 
-    A collective over the group. Fails on all ranks if it fails on one.
+    Attributes:
+        rank: in the communicator.
+        hosts: the ranks on each host; several if the communicator spans hosts.
+        segment: the memory that the ranks of this host share.
+        pidfds: a pidfd for every rank of this host, -1 for this one; to be owned by the taker.
+        lane: what connects this rank with one of every other host, if there are any, see
+            :class:`pipekernels.comm.hosts.Hosts`.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    with contextlib.ExitStack() as stack:
-        listener = None
-        address = ""
-        if rank == 0:
-            address = f"\0pipekernels-{secrets.token_hex(16)}"
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(address)
-            listener.listen(world_size)
-        processes = _all_gather(_Process(_host_identity(), os.getpid(), address), group)
-        _check_same_host(processes)
 
-        segment, pidfds, problem = None, [], ""
+    rank: int
+    hosts: list[list[int]]
+    segment: Any
+    pidfds: list[int]
+    lane: Lane | None
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(members) for members in self.hosts)
+
+    @property
+    def host(self) -> int:
+        """The index of this rank's host."""
+        return next(h for h, members in enumerate(self.hosts) if self.rank in members)
+
+
+def join_processes(
+    rendezvous: Rendezvous, timeout: float, color: int | None = 0, key: int = 0
+) -> Seat | None:
+    """Join the ranks of ``rendezvous`` that give the same ``color``, ordered by ``key``, then rank.
+
+    A collective over the rendezvous. ``None`` for a rank without a colour. Fails on all ranks of a
+    colour if it fails on one.
+    """
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        address = f"\0pipekernels-{secrets.token_hex(16)}"
+        listener.bind(address)
+        listener.listen(rendezvous.world_size)
+        process = _Process(host_identity(), os.getpid(), address, color, key)
+        everyone = rendezvous.all_gather(process)
+        if color is None:
+            rendezvous.all_gather("")
+            return None
+        ranks = of_color([(other.color, other.key) for other in everyone], color)
+        processes = [everyone[rank] for rank in ranks]
+        rank = ranks.index(rendezvous.rank)
+        _check_distinct(processes)
+        hosts = _group_by_host(processes)
+        members = next(members for members in hosts if rank in members)
+
+        segment, pidfds, lane, problem = None, [], None, ""
         try:
-            if listener is not None:
-                fd = _hand_out(listener, processes, timeout)
+            neighbours = [processes[member] for member in members]
+            if rank == members[0]:
+                fd = _hand_out(listener, neighbours, timeout)
             else:
-                fd = _receive(processes[0], timeout)
+                fd = _receive(neighbours[0], timeout)
             try:
-                segment = _backend.load().Segment(fd, world_size)
+                segment = _backend.load().Segment(fd, len(members))
             finally:
                 os.close(fd)
-            for process in processes:
-                pidfds.append(os.pidfd_open(process.pid) if process.pid != os.getpid() else -1)
+            for neighbour in neighbours:
+                pidfds.append(os.pidfd_open(neighbour.pid) if neighbour != process else -1)
+            lane = _connect_hosts(rendezvous, hosts, rank, processes[0].address, timeout)
         except (OSError, RuntimeError, ImportError) as error:  # The peers must hear of it.
             problem = f"rank {rank}: {type(error).__name__}: {error}"
-    problems = [text for text in _all_gather(problem, group) if text]
+    problems = rendezvous.all_gather(problem)
+    problems = [problems[member] for member in ranks if problems[member]]
     if problems:
-        del segment  # Not to be kept by the traceback.
+        del segment, lane  # Not to be kept by the traceback.
         for fd in pidfds:
             if fd >= 0:
                 os.close(fd)
-        raise RuntimeError(f"the ranks cannot share memory: {'; '.join(problems)}")
-    return segment, pidfds
+        raise RuntimeError(f"the ranks cannot be joined: {'; '.join(problems)}")
+    return Seat(rank, hosts, segment, pidfds, lane)
 
 
-def _all_gather(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    items = [None] * dist.get_world_size(group)
-    dist.all_gather_object(items, item, group)
-    return items
+def host_identity() -> tuple[str, ...]:
+    """Equal for two processes if they can see each other's pids and abstract sockets.
 
-
-def _host_identity() -> tuple[str, ...]:
-    """Equal for two processes if they can see each other's pids and abstract sockets."""
+    And if they are of one user, since nobody else is handed the memory. The environment variable
+    ``PIPEKERNELS_HOST_ID`` tells processes apart that would be equal.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
-    return (socket.gethostname(), boot_id, *namespaces)
+    override = os.environ.get("PIPEKERNELS_HOST_ID", "")
+    return (socket.gethostname(), boot_id, *namespaces, str(os.geteuid()), override)
 
 
-def _check_same_host(processes: list[_Process]) -> None:
+def _group_by_host(processes: list[_Process]) -> list[list[int]]:
+    """The ranks on each host; hosts in the order of their first ranks."""
+    hosts: dict[tuple[str, ...], list[int]] = {}
     for rank, process in enumerate(processes):
-        if process.host != processes[0].host:
-            raise RuntimeError(
-                f"rank 0 and rank {rank} are not on one host ({processes[0].host[0]} and "
-                f"{process.host[0]}, or two containers), but a Communicator needs shared memory; "
-                "make one from a group of the ranks of each host"
-            )
-        if process.pid in [other.pid for other in processes[:rank]]:
+        hosts.setdefault(process.host, []).append(rank)
+    return list(hosts.values())
+
+
+def _check_distinct(processes: list[_Process]) -> None:
+    for rank, process in enumerate(processes):
+        if (process.host, process.pid) in [(p.host, p.pid) for p in processes[:rank]]:
             raise RuntimeError(
                 f"rank {rank} shares process {process.pid} with another rank; "
                 "use Communicator.threads() for ranks that are threads"
             )
+
+
+def _connect_hosts(
+    rendezvous: Rendezvous, hosts: list[list[int]], rank: int, name: str, timeout: float
+) -> Lane | None:
+    """This rank's lane: the ranks that have the same position on each host, where all have one."""
+    host, position = next((h, m.index(rank)) for h, m in enumerate(hosts) if rank in m)
+    if len(hosts) == 1 or position >= min(len(members) for members in hosts):
+        return None
+    assert rendezvous.store is not None, "only processes of one host do without a store"
+    name = f"{name[1:]}/{position}"  # Nobody else has it: the address of a socket is unique.
+    return connect(rendezvous.store, name, host, len(hosts), timeout)
 
 
 def _hand_out(listener: socket.socket, processes: list[_Process], timeout: float) -> int:
@@ -120,10 +174,10 @@ def _receive(first: _Process, timeout: float) -> int:
         connection.settimeout(timeout)
         connection.connect(first.address)
         if _peer_pid(connection) != first.pid:
-            raise RuntimeError("another process listens on the socket of rank 0")
+            raise RuntimeError("another process listens on the socket of the first rank")
         _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not fds:
-        raise RuntimeError("rank 0 has hung up")
+        raise RuntimeError("the first rank of this host has hung up")
     return fds[0]
 
 

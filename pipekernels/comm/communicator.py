@@ -1,11 +1,13 @@
-"""One rank's end of a communicator: collectives on CPU tensors, through shared memory."""
+"""One rank's end of a communicator: collectives on CPU tensors."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -17,44 +19,33 @@ from torch.autograd.graph import increment_version
 from pipekernels import _backend
 from pipekernels.comm import tuning
 from pipekernels.comm.bootstrap import join_processes
+from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.errors import PeerError
+from pipekernels.comm.hosts import GRACE, Hosts
+from pipekernels.comm.rendezvous import Rendezvous, of_color, over_group, over_store
 from pipekernels.ops.collectives import communicator_of, resolve_handle
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The codes of csrc/include/pipekernels/dtype.h.
-_REDUCIBLE = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int32: 4,
-    torch.int64: 5,
-}
-_MOVABLE = _REDUCIBLE | {
-    torch.int16: 6,
-    torch.int8: 7,
-    torch.uint8: 8,
-    torch.bool: 9,
-    torch.complex64: 10,
-    torch.complex128: 11,
-}
-_REDUCTIONS = {"sum": 0, "avg": 1, "max": 2, "min": 3}
-_ALGORITHMS = {"auto": 0, "one_shot": 1, "two_shot": 2, "ring": 3}
-
 _handles = itertools.count(1)
 
 
 class Communicator:
-    """One rank's end of a communicator over ranks that share memory.
+    """One rank's end of a communicator.
 
-    Made by :meth:`from_process_group` (ranks are processes of one host) or :meth:`threads` (ranks
-    are threads of this process). All ranks call the same collectives in the same order; calls from
-    several threads of one rank take turns.
+    Made by :meth:`from_process_group` or :meth:`from_store` (ranks are processes), or
+    :meth:`threads` (ranks are threads of this process). All ranks call the same collectives in the
+    same order; calls from several threads of one rank take turns.
 
     Reductions have one answer: elements are combined in rank order, 16-bit floats in float32 and
     rounded once, so that all ranks get the same bits, in every run and by every algorithm.
+
+    Ranks share memory where they can: processes of one host, user, and pid and network namespace.
+    If they are on several hosts, data are reduced inside each host in rank order as above, then
+    between the hosts by Gloo, in its order and without wider intermediate results, then gathered
+    inside each host. All ranks get the same bits then too. Ranks on one host that should use Gloo
+    nevertheless get different values of the environment variable ``PIPEKERNELS_HOST_ID``.
 
     Tensors are on the CPU and may have any layout. One made by :meth:`empty` is read by the peers
     in place, which saves copies. No collective is differentiable; see :mod:`pipekernels.ops`.
@@ -64,7 +55,8 @@ class Communicator:
             arguments; raised on all ranks, and the communicator stays usable. Or a tensor that is
             not on the CPU.
         PeerError: a rank has died, closed its communicator or given up; raised on all that are
-            left. The communicator cannot be used any more.
+            left. Names the rank, unless it is on another host. The communicator cannot be used any
+            more.
         TimeoutError: a rank did not arrive within ``timeout``. The communicator cannot be used any
             more.
         RuntimeError: the communicator has been closed, cannot be used any more, or belongs to the
@@ -74,11 +66,19 @@ class Communicator:
     in a rank's own arguments is raised before any communication, on that rank alone.
     """
 
-    def __init__(self, core: Any, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        core: Any,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        divide: Callable[[Communicator, int | None, int], Communicator | None],
+    ) -> None:
         self._core = core
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
+        self._divide = divide
         self._handle = next(_handles)
         resolve_handle[self._handle] = self
 
@@ -86,17 +86,20 @@ class Communicator:
     def from_process_group(
         cls, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0
     ) -> Communicator:
-        """A communicator over the ranks of a ``torch.distributed`` group, all on one host.
+        """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
-        A collective over the group, which is not needed afterwards.
+        A collective over the group, which is not needed afterwards, unless the communicator spans
+        hosts and is split.
 
         Args:
-            group: the default group if ``None``; its backend does not matter.
-            timeout: seconds that this rank waits for the others, in any call.
+            group: the default group if ``None``; its backend does not matter. Between hosts, the
+                communicator makes Gloo connections of its own through the group's store.
+            timeout: seconds that this rank waits for the others, in any call; one more for those of
+                its host, if there are several.
 
         Raises:
-            RuntimeError: ``torch.distributed`` is not initialised, the ranks are not on one host,
-                or they cannot share memory.
+            RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
+                or reach each other.
             ValueError: this process is not in ``group``, or ``timeout`` is not positive.
         """
         _check_timeout(timeout)
@@ -105,12 +108,52 @@ class Communicator:
                 "torch.distributed is not initialised; call init_process_group() first, "
                 "or use Communicator.threads()"
             )
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        if rank < 0:
+        if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the group; pass one that it is in")
-        segment, pidfds = join_processes(group, timeout)
-        core = _load().Communicator(segment, rank, pidfds, timeout)
-        return cls(core, rank, world_size, timeout)
+        return cast("Communicator", cls._join(over_group(group), timeout))
+
+    @classmethod
+    def from_store(
+        cls, store: dist.Store, rank: int, world_size: int, *, timeout: float = 30.0
+    ) -> Communicator:
+        """A communicator over processes that reach one store, with no group of theirs.
+
+        Args:
+            store: for this communicator alone: a new one, or a new ``PrefixStore`` over an old one.
+            rank: of this process, in ``0 .. world_size - 1``.
+            world_size: the number of ranks.
+            timeout: as for :meth:`from_process_group`.
+
+        Raises:
+            RuntimeError: the ranks cannot share memory or reach each other.
+            TimeoutError: a rank did not come within ``timeout``.
+            ValueError: there is no such rank, or ``timeout`` is not positive.
+        """
+        _check_timeout(timeout)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
+        return cast(
+            "Communicator", cls._join(over_store(store, rank, world_size, timeout), timeout)
+        )
+
+    @classmethod
+    def _join(
+        cls, rendezvous: Rendezvous, timeout: float, color: int | None = 0, key: int = 0
+    ) -> Communicator | None:
+        seat = join_processes(rendezvous, timeout, color, key)
+        if seat is None:
+            return None
+        spans_hosts = len(seat.hosts) > 1
+        position = seat.hosts[seat.host].index(seat.rank)
+        core = _load().Communicator(
+            seat.segment, position, seat.pidfds, timeout + GRACE if spans_hosts else timeout
+        )
+        if spans_hosts:
+            core = Hosts(core, seat.hosts, seat.host, position, seat.lane, timeout)
+        # Ranks that share memory find it again without a store, which they need not keep.
+        store = rendezvous.store if spans_hosts else None
+        divide = functools.partial(_divide_processes, store=store)
+        return cls(core, seat.rank, seat.world_size, timeout, divide)
 
     @classmethod
     def threads(cls, world_size: int, *, timeout: float = 30.0) -> list[Communicator]:
@@ -133,7 +176,9 @@ class Communicator:
         finally:
             os.close(fd)
         cores = [module.Communicator(segment, rank, [], timeout) for rank in range(world_size)]
-        return [cls(core, rank, world_size, timeout) for rank, core in enumerate(cores)]
+        return [
+            cls(core, rank, world_size, timeout, _divide_threads) for rank, core in enumerate(cores)
+        ]
 
     @staticmethod
     def from_handle(handle: int) -> Communicator:
@@ -186,8 +231,8 @@ class Communicator:
             ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
         """
         try:
-            dtype = _REDUCIBLE[tensor.dtype]
-            codes = dtype, _REDUCTIONS[op], _ALGORITHMS[algorithm]
+            dtype = REDUCIBLE[tensor.dtype]
+            codes = dtype, REDUCTIONS[op], ALGORITHMS[algorithm]
         except KeyError:
             _raise_for(tensor, op, algorithm)
         dense = tensor
@@ -217,7 +262,7 @@ class Communicator:
             ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``, or
                 ``'avg'`` of integers.
         """
-        if input.dtype not in _REDUCIBLE or op not in _REDUCTIONS:
+        if input.dtype not in REDUCIBLE or op not in REDUCTIONS:
             _raise_for(input, op, "auto")
         if input.dim() == 0 or input.shape[0] % self._world_size != 0:
             raise ValueError(
@@ -231,8 +276,8 @@ class Communicator:
             dense.data_ptr(),
             output.data_ptr(),
             output.numel(),
-            _REDUCIBLE[input.dtype],
-            _REDUCTIONS[op],
+            REDUCIBLE[input.dtype],
+            REDUCTIONS[op],
         )
         return output
 
@@ -310,6 +355,29 @@ class Communicator:
         # Reshaped in place: a view, as the output of a custom autograd function, could not be changed.
         return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
 
+    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+        """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
+
+        A collective over all ranks. This communicator and the new ones are independent: each is
+        closed, and fails, by itself.
+
+        Args:
+            color: chooses the new communicator; ``None`` for a rank that will be in none.
+            key: orders the ranks of the new communicator; this rank if ``None``. Ranks with equal
+                keys keep their order.
+
+        Returns:
+            The new communicator, with the same timeout, or ``None`` if ``color`` is.
+
+        Raises:
+            TypeError: ``color`` or ``key`` is neither an integer nor ``None``.
+            RuntimeError: the ranks cannot share memory or reach each other.
+        """
+        for name, value in (("color", color), ("key", key)):
+            if value is not None and not isinstance(value, int):
+                raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
+        return self._divide(self, color, self._rank if key is None else key)
+
     def close(self) -> None:
         """Leave: peers that need this rank, now or later, get a :class:`PeerError`.
 
@@ -345,6 +413,37 @@ def _load() -> Any:
     return module
 
 
+def _divide_processes(
+    parent: Communicator, color: int | None, key: int, *, store: dist.Store | None
+) -> Communicator | None:
+    """:meth:`Communicator.split` where the ranks are processes."""
+    all_gather = functools.partial(_all_gather_objects, parent)
+    rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store)
+    return Communicator._join(rendezvous, parent.timeout, color, key)
+
+
+def _divide_threads(parent: Communicator, color: int | None, key: int) -> Communicator | None:
+    """:meth:`Communicator.split` where the ranks are threads: the first one makes the new ends."""
+    ranks = of_color(_all_gather_objects(parent, (color, key)), color)
+    makes = color is not None and ranks[0] == parent.rank
+    made = Communicator.threads(len(ranks), timeout=parent.timeout) if makes else []
+    handles = _all_gather_objects(parent, [end.handle for end in made])
+    end = None
+    if color is not None:
+        end = communicator_of(handles[ranks[0]][ranks.index(parent.rank)])
+    parent.barrier()  # By then every rank has its end, and `made` is not needed any more.
+    return end
+
+
+def _all_gather_objects(comm: Communicator, item: Any) -> list[Any]:
+    """The items of all ranks, in rank order; picklable."""
+    data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+    sizes = comm.all_gather(torch.tensor([data.numel()])).tolist()
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
+    rows = comm.all_gather(padded[None])
+    return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+
 def _check_timeout(timeout: float) -> None:
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
@@ -352,11 +451,11 @@ def _check_timeout(timeout: float) -> None:
 
 def _raise_for(tensor: Tensor, op: str, algorithm: str) -> NoReturn:
     """Say which of the arguments has no code."""
-    if op not in _REDUCTIONS:
-        raise ValueError(f"op must be one of {', '.join(_REDUCTIONS)}, got {op!r}")
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
-    names = ", ".join(str(dtype) for dtype in _REDUCIBLE)
+    if op not in REDUCTIONS:
+        raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    names = ", ".join(str(dtype) for dtype in REDUCIBLE)
     raise TypeError(f"cannot reduce {tensor.dtype}; convert the tensor to one of {names}")
 
 
@@ -374,9 +473,9 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _elements(dense: Tensor) -> tuple[int, int]:
     """The number of elements and the code of their dtype; of bytes, if that has none."""
-    code = _MOVABLE.get(dense.dtype)
+    code = MOVABLE.get(dense.dtype)
     if code is None:
-        return dense.numel() * dense.itemsize, _MOVABLE[torch.uint8]
+        return dense.numel() * dense.itemsize, MOVABLE[torch.uint8]
     return dense.numel(), code
 
 

@@ -1,0 +1,322 @@
+"""Communicators over several hosts: here processes that are told to take each other for strangers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_processes, traces
+from torch import nn
+
+from pipekernels import Communicator, PeerError, RowParallelLinear, ops
+
+LAYOUTS = ["aabb", "abab", "aaab", "abcc"]
+
+
+def run_hosts(layout: str, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """``body(communicator, *args)`` on a process per letter of ``layout``, which names its host."""
+    return run_processes(len(layout), on_host, layout, body, args, **options)
+
+
+def on_host(alone: Communicator, layout: str, body: Callable[..., Any], args: Any) -> Any:
+    os.environ["PIPEKERNELS_HOST_ID"] = layout[alone.rank]
+    with Communicator.from_process_group(timeout=alone.timeout) as comm:
+        return body(comm, *args)
+
+
+# ---- values ------------------------------------------------------------------------------------------
+
+
+def inputs(world_size: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of each rank: integers small enough for every sum of them to be exact in any dtype."""
+    generator = torch.Generator().manual_seed(count)
+    return [
+        torch.randint(-9, 10, (count,), generator=generator).to(dtype) for _ in range(world_size)
+    ]
+
+
+REDUCE = {
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.sum(0) / len(x),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+}
+
+
+def reduce_everything(comm: Communicator) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        for count in (0, 1, 3, 4, 1001):
+            rows = inputs(comm.world_size, comm.world_size * count, dtype)
+            for op, reduce in REDUCE.items():
+                if op == "avg" and not dtype.is_floating_point:
+                    continue
+                expected = reduce(torch.stack(rows).double()).to(dtype)  # 4 ranks: avg is exact.
+                tensor = rows[comm.rank].clone()
+                assert comm.all_reduce(tensor, op) is tensor
+                assert tensor.equal(expected), (dtype, count, op)
+                part = comm.reduce_scatter(rows[comm.rank], op)
+                assert part.equal(expected.chunk(comm.world_size)[comm.rank] if count else part)
+    with pytest.raises(ValueError, match="average of int64"):
+        comm.all_reduce(torch.ones(1, dtype=torch.int64), "avg")
+    nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, float(comm.rank)])
+    assert comm.all_reduce(nan.clone(), "max").isnan().tolist() == [True, False]
+    assert comm.all_reduce(nan.clone(), "min").isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reductions(layout: str) -> None:
+    run_hosts(layout, reduce_everything)
+
+
+def move_everything(comm: Communicator) -> None:
+    ranks = range(comm.world_size)
+    for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e5m2):
+        for count in (0, 1, 2, 501):
+            rows = [x.view(count, 1).expand(count, 2) for x in inputs(4, count, dtype)]
+            gathered = comm.all_gather(rows[comm.rank])
+            # As bytes, since not every dtype can be compared.
+            assert gathered.view(torch.uint8).equal(torch.cat(rows).view(torch.uint8))
+            for src in ranks:
+                tensor = rows[comm.rank].contiguous()
+                assert comm.broadcast(tensor, src) is tensor
+                assert tensor.view(torch.uint8).equal(rows[src].contiguous().view(torch.uint8))
+    strided = torch.full((6, 4), float(comm.rank)).t()
+    comm.all_reduce(strided[:, ::2])
+    assert strided[:, 0].eq(sum(ranks)).all() and strided[:, 1].eq(comm.rank).all()
+    with pytest.raises(ValueError, match=r"src must be a rank in 0..3, got 4"):
+        comm.broadcast(strided, 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gathers_and_broadcasts(layout: str) -> None:
+    run_hosts(layout, move_everything)
+
+
+def random_sums(comm: Communicator) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(4099, generator=generator)
+    return [x, comm.all_reduce(x.clone()), comm.all_reduce(x.clone(), "avg")]
+
+
+def test_order_of_summation() -> None:
+    """In each host by rank, then over the hosts; of two hosts that leaves one result in float32."""
+    results = run_hosts("aaab", random_sums)
+    a, b, c, d = [x for x, _, _ in results]
+    for _, total, average in results:
+        assert total.equal(((a + b) + c) + d)
+        assert average.equal((((a + b) + c) + d) / 4)
+
+
+def test_same_bits_on_all_ranks() -> None:
+    results = run_hosts("abca", random_sums)
+    exact = torch.stack([x for x, _, _ in results]).double()
+    for _, total, _ in results:
+        assert total.equal(results[0][1])
+        # Three roundings at most, each of a partial sum that is no larger than the sum of moduli.
+        assert (total - exact.sum(0)).abs().le(3 * 2**-24 * exact.abs().sum(0) * (1 + 1e-6)).all()
+
+
+# ---- what else a communicator does -------------------------------------------------------------------------
+
+
+def use_like_any_other(comm: Communicator) -> None:
+    assert Communicator.from_handle(comm.handle) is comm
+    assert (comm.world_size, comm.timeout) == (4, 30.0)
+    symmetric = comm.empty(100, dtype=torch.float64).fill_(comm.rank)
+    assert comm.all_reduce(symmetric).eq(6).all()
+    comm.barrier()
+
+    torch.manual_seed(0)
+    full, x = nn.Linear(10, 6), torch.randn(5, 10)
+    for reduce in ("all_reduce", "reduce_scatter"):
+        layer = RowParallelLinear.from_linear(full, comm, input_is_parallel=False, reduce=reduce)
+        rows = torch.cat([x, x[:3]])
+        y, expected = layer(rows), full(rows)
+        if reduce == "reduce_scatter":
+            expected = expected.chunk(4)[comm.rank]
+        torch.testing.assert_close(y, expected)
+    state = layer.full_state_dict()
+    assert all(state[name].equal(value) for name, value in full.state_dict().items())
+
+    leaf = torch.ones(3, requires_grad=True)
+    (ops.all_reduce(leaf, comm) * (comm.rank + 1)).sum().backward()
+    assert leaf.grad.tolist() == [10.0] * 3
+
+
+def test_symmetric_tensors_layers_and_operations() -> None:
+    run_hosts("abab", use_like_any_other)
+
+
+def split_further(comm: Communicator) -> list[Any]:
+    pair = comm.split(comm.rank // 2, key=-comm.rank)  # Over hosts: 0, 1 and 2, 3, reversed.
+    inside = comm.split(comm.rank % 2)  # Of one host each.
+    none = comm.split(None if comm.rank else 7)
+    with pair, inside:
+        answers = [pair.rank, pair.all_gather(torch.tensor([comm.rank])).tolist()]
+        answers += [inside.rank, inside.all_gather(torch.tensor([comm.rank])).tolist()]
+        if none is not None:
+            answers.append(none.all_reduce(torch.ones(1)).item())
+        again = pair.split(0)
+        answers.append(again.all_gather(torch.tensor([comm.rank])).tolist())
+        again.close()
+    comm.barrier()
+    return answers
+
+
+def test_split() -> None:
+    assert run_hosts("abab", split_further) == [
+        [1, [1, 0], 0, [0, 2], 1.0, [1, 0]],
+        [0, [1, 0], 0, [1, 3], [1, 0]],
+        [1, [3, 2], 1, [0, 2], [3, 2]],
+        [0, [3, 2], 1, [1, 3], [3, 2]],
+    ]
+
+
+def leave_no_trace(comm: Communicator) -> None:
+    before = traces()
+    for _ in range(2):
+        with Communicator.from_process_group() as other:
+            x = other.all_reduce(other.empty(1000).fill_(1))
+            assert len(traces()) > len(before)
+        with pytest.raises(RuntimeError, match="closed"):
+            other.barrier()
+        assert x.eq(4).all()  # Still ours.
+        del x
+        assert traces() == before
+    comm.barrier()
+
+
+def test_nothing_is_left_after_close() -> None:
+    run_hosts("aabb", leave_no_trace)
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def call_differently(comm: Communicator) -> None:
+    odd, x = comm.rank == 3, torch.ones(8)
+    for call, message in [
+        (lambda: comm.all_reduce(x[: 7 + odd]), r"rank 0 all_reduce\(7 x float32, sum, auto\), .* rank 3 all_reduce\(8"),
+        (lambda: comm.all_reduce(x, "max" if odd else "sum"), "sum, auto.* max, auto"),
+        (lambda: comm.broadcast(x, int(odd)), "src=0.* src=1"),
+        (lambda: comm.barrier() if odd else comm.all_gather(x), r"rank 0 all_gather\(8 x float32\).* rank 3 barrier\(\)"),
+        (lambda: comm.reduce_scatter(x.int() if odd else x), r"8 x float32, sum\).* 8 x int32, sum\)"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"the ranks call different collectives: .*{message}"):
+            call()
+        assert comm.all_reduce(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable() -> None:
+    run_hosts("aabb", call_differently)
+
+
+def lose_a_rank(comm: Communicator, victim: int) -> tuple[int | None, str]:
+    before = traces()
+    x = torch.ones(100_000)
+    comm.all_reduce(x)
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        while True:
+            assert comm.all_reduce(x.fill_(1)).eq(comm.world_size).all()
+    assert time.monotonic() - started < 20  # Not by the timeout of 60 s.
+    message, rank = str(caught.value), caught.value.rank
+    with pytest.raises(PeerError, match="cannot be used after a failure.*make a new one"):
+        comm.barrier()
+    with pytest.raises(RuntimeError, match="closed"):
+        comm.empty(3)
+    assert len(traces()) < len(before)  # Already returned.
+    return rank, message
+
+
+@pytest.mark.parametrize(("layout", "victim"), [("aabb", 3), ("aabb", 0), ("aaab", 3)])
+def test_a_killed_rank_is_noticed_on_all_hosts(layout: str, victim: int) -> None:
+    results = run_hosts(layout, lose_a_rank, victim, killed=(victim,), timeout=60.0)
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        culprit, message = result
+        if layout[rank] == layout[victim]:
+            assert culprit == victim
+            assert f"is rank {victim}" in message and "has died" in message
+        elif culprit is None:
+            assert "a rank of another host is gone" in message
+        else:  # Its neighbour had heard it first, and gave up.
+            assert layout[culprit] == layout[rank] and "gave up" in message
+
+
+def wait_for_a_late_rank(comm: Communicator) -> str:
+    comm.barrier()
+    if comm.rank == 3:
+        time.sleep(6)
+        with pytest.raises((PeerError, TimeoutError)):
+            comm.barrier()
+        return ""
+    with pytest.raises((PeerError, TimeoutError) if comm.rank == 2 else TimeoutError) as caught:
+        comm.all_reduce(torch.ones(5))
+    with pytest.raises(RuntimeError, match="cannot be used after a failure"):
+        comm.all_reduce(torch.ones(5))
+    return str(caught.value)
+
+
+def test_a_late_rank_is_noticed_on_all_hosts() -> None:
+    first, second, _, _ = run_hosts("aabb", wait_for_a_late_rank, timeout=1.0)
+    for message in (first, second):
+        assert "a rank of another host did not arrive in time" in message
+        assert "in all_reduce(5 x float32, sum, auto)" in message
+
+
+# ---- with networks of their own ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces, joined by a cable; their names."""
+    names = [f"pk{os.getpid()}{end}" for end in "ab"]
+    ip = shutil.which("ip")
+    if ip is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need the ip tool and root")
+
+    def run(*command: str) -> None:
+        subprocess.run([ip, *command], check=True, capture_output=True, timeout=20)
+
+    try:
+        try:
+            for name in names:
+                run("netns", "add", name)
+            run("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])  # fmt: skip
+            for number, name in enumerate(names, 1):
+                run("-n", name, "address", "add", f"10.11.12.{number}/24", "dev", "cable")
+                run("-n", name, "link", "set", "cable", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run([ip, "netns", "delete", name], capture_output=True, timeout=20)
+
+
+def enter_network(rank: int, networks: list[str]) -> None:
+    with Path("/run/netns", networks[rank // 2]).open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+    os.environ["GLOO_SOCKET_IFNAME"] = "cable"
+
+
+def meet_over_the_cable(comm: Communicator) -> None:
+    reduce_everything(comm)
+    assert comm.all_gather(torch.tensor([comm.rank])).tolist() == [0, 1, 2, 3]
+
+
+def test_network_namespaces_are_hosts(networks: list[str]) -> None:
+    run_processes(4, meet_over_the_cable, prepare=(enter_network, networks))
