@@ -1,0 +1,175 @@
+"""Communicators made from communicators, many at once, and in processes of every start method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_processes, run_threads, traces
+
+from pipekernels import Communicator, PeerError
+
+both = pytest.mark.parametrize("run", [run_threads, run_processes])
+
+
+def split_in_many_ways(comm: Communicator) -> list[Any]:
+    answers = []
+    for color, key in [
+        (0, None),
+        (comm.rank % 2, None),
+        (comm.rank % 2, -comm.rank),
+        (-5, comm.rank % 2),
+        (None if comm.rank == 1 else 7, None),
+        (comm.rank, 3),
+    ]:
+        child = comm.split(color, key)
+        if child is None:
+            answers.append(None)
+            continue
+        with child:
+            ranks = child.all_gather(torch.tensor([comm.rank])).tolist()
+            assert ranks[child.rank] == comm.rank and child.world_size == len(ranks)
+            assert child.timeout == comm.timeout and Communicator.from_handle(child.handle) is child
+            answers.append(ranks)
+    assert comm.split(None) is None
+    assert comm.all_reduce(torch.ones(1)).item() == comm.world_size
+    return answers
+
+
+@both
+def test_members_and_order(run: Callable[..., Any]) -> None:
+    """As MPI_Comm_split: by colour, then key, then rank."""
+    assert run(4, split_in_many_ways) == [
+        [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [0]],
+        [[0, 1, 2, 3], [1, 3], [3, 1], [0, 2, 1, 3], None, [1]],
+        [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [2]],
+        [[0, 1, 2, 3], [1, 3], [3, 1], [0, 2, 1, 3], [0, 2, 3], [3]],
+    ]
+
+
+def fail_apart(comm: Communicator) -> None:
+    pair = comm.split(comm.rank // 2)
+    grandchild = pair.split(0)
+    pair.barrier()
+    if comm.rank == 1:
+        pair.close()
+    elif comm.rank == 0:
+        with pytest.raises(PeerError, match="rank 1 has closed"):
+            pair.barrier()
+    else:
+        pair.barrier()
+    assert grandchild.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+    comm.barrier()
+    comm.close()
+    if comm.rank >= 2:
+        assert pair.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+@both
+def test_parent_and_children_are_independent(run: Callable[..., Any]) -> None:
+    run(4, fail_apart)
+
+
+def refuse_colors(comm: Communicator) -> None:
+    for color, key, name in [("a", None, "color"), (0.5, None, "color"), (0, 1.5, "key")]:
+        with pytest.raises(TypeError, match=f"{name} must be an int or None, got"):
+            comm.split(color, key)
+    with pytest.raises(ValueError, match="different collectives: .*all_gather.*barrier"):
+        comm.split(0) if comm.rank == 0 else comm.barrier()
+
+
+def test_bad_arguments() -> None:
+    run_threads(2, refuse_colors)
+
+
+def split_after_the_group(comm: Communicator) -> int:
+    dist.destroy_process_group()
+    with comm.split(0) as child:
+        return int(child.all_reduce(torch.tensor([comm.rank])))
+
+
+def test_split_needs_no_group() -> None:
+    assert run_processes(2, split_after_the_group) == [1, 1]
+
+
+def make_many(comm: Communicator) -> None:
+    """50 at once, used out of order, half of them closed by hand and half collected."""
+    before = traces()
+    comms = [comm.split(0) for _ in range(50)]
+    assert len(traces()) >= len(before) + 50
+    for number, each in reversed(list(enumerate(comms))):
+        assert each.all_reduce(torch.tensor([number])).item() == comm.world_size * number
+    held = comms[7].empty(10).fill_(comm.rank)
+    for each in comms[::2]:
+        each.close()
+    assert comms[7].all_reduce(held).eq(1).all()
+    comm.barrier()  # Before any rank drops one that others may still need.
+    del comms, each, held
+    comm.barrier()
+    assert traces() == before
+
+
+def test_many_at_once_leave_nothing() -> None:
+    run_processes(2, make_many)
+
+
+def test_many_at_once_on_threads() -> None:
+    def on_rank(comm: Communicator) -> None:
+        comms = [comm.split(0) for _ in range(50)]
+        for number, each in reversed(list(enumerate(comms))):
+            assert each.all_reduce(torch.tensor([number])).item() == 3 * number
+        comm.barrier()
+
+    run_threads(3, on_rank)
+
+
+def say_who(comm: Communicator) -> tuple[int, int]:
+    assert comm.all_reduce(comm.empty(10).fill_(1)).eq(comm.world_size).all()
+    return comm.rank, os.getppid()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_start_methods(method: str) -> None:
+    """While the process that starts them has communicators of its own."""
+    own = Communicator.threads(2)
+    expected = [(rank, os.getpid()) for rank in range(2)]
+    assert run_processes(2, say_who, start_method=method) == expected
+    assert own[0].empty(3).shape == (3,)
+
+
+def meet_in_forked_children(comm: Communicator, folder: str) -> None:
+    """Children of processes that are ranks already make a communicator of their own."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            comm.close()
+            store = dist.FileStore(f"{folder}/store", 2)
+            with Communicator.from_store(store, comm.rank, 2, timeout=20.0) as own:
+                status = 0 if own.all_reduce(torch.ones(1)).item() == 2 else 2
+        finally:
+            os._exit(status)
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+    assert os.waitpid(pid, 0)[1] == 0
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+def test_forked_ranks_make_their_own(tmp_path: Any) -> None:
+    run_processes(2, meet_in_forked_children, str(tmp_path))
+
+
+def test_from_store() -> None:
+    store = dist.HashStore()
+    with Communicator.from_store(store, 0, 1) as comm:
+        assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    for rank, world_size in ((-1, 1), (1, 1), (0, 0)):
+        with pytest.raises(ValueError, match=f"got {rank} of {world_size}"):
+            Communicator.from_store(store, rank, world_size)
+    with pytest.raises(ValueError, match="timeout must be a positive number"):
+        Communicator.from_store(store, 0, 1, timeout=0)
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 of 3 did not come .* within 1 s"):
+        Communicator.from_store(dist.HashStore(), 0, 3, timeout=1.0)
