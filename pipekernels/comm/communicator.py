@@ -246,21 +246,24 @@ class Communicator:
             _mark_changed(tensor)
         return tensor
 
-    def reduce_scatter(self, input: Tensor, op: str = "sum") -> Tensor:
+    def reduce_scatter(
+        self, input: Tensor, op: str = "sum", *, out: Tensor | None = None
+    ) -> Tensor:
         """Reduce ``input`` elementwise over all ranks, and return this rank's slice.
 
         Args:
             input: ``[world_size * k, ...]``, a dtype as for :meth:`all_reduce`; the same shape and
                 dtype on all ranks.
             op: as for :meth:`all_reduce`.
+            out: where the result is to be; a new tensor if ``None``. Contiguous.
 
         Returns:
             ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduction.
 
         Raises:
             TypeError: a dtype that cannot be reduced.
-            ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``, or
-                ``'avg'`` of integers.
+            ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``,
+                ``'avg'`` of integers, or an ``out`` that does not suit the result.
         """
         if input.dtype not in REDUCIBLE or op not in REDUCTIONS:
             _raise_for(input, op, "auto")
@@ -271,7 +274,7 @@ class Communicator:
             )
         dense = _dense(input)
         rows = input.shape[0] // self._world_size
-        output = torch.empty((rows, *input.shape[1:]), dtype=input.dtype)
+        output = _output(out, (rows, *input.shape[1:]), input.dtype)
         self._core.reduce_scatter(
             dense.data_ptr(),
             output.data_ptr(),
@@ -279,19 +282,22 @@ class Communicator:
             REDUCIBLE[input.dtype],
             REDUCTIONS[op],
         )
+        if out is not None:
+            _mark_changed(out)
         return output
 
-    def all_gather(self, input: Tensor) -> Tensor:
+    def all_gather(self, input: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The inputs of all ranks, concatenated along the first dimension in rank order.
 
         Args:
             input: ``[k, ...]``, any dtype; the same shape and dtype on all ranks.
+            out: where the result is to be; a new tensor if ``None``. Contiguous.
 
         Returns:
             ``[world_size * k, ...]``.
 
         Raises:
-            ValueError: ``input`` has no dimension.
+            ValueError: ``input`` has no dimension, or ``out`` does not suit the result.
         """
         if input.dim() == 0:
             raise ValueError(
@@ -299,10 +305,11 @@ class Communicator:
                 "pass input[None]"
             )
         dense = _dense(input)
-        output = torch.empty(
-            (self._world_size * input.shape[0], *input.shape[1:]), dtype=input.dtype
-        )
+        rows = self._world_size * input.shape[0]
+        output = _output(out, (rows, *input.shape[1:]), input.dtype)
         self._core.all_gather(dense.data_ptr(), output.data_ptr(), *_elements(dense))
+        if out is not None:
+            _mark_changed(out)
         return output
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -469,6 +476,20 @@ def _dense(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor
     return tensor.detach().resolve_neg().resolve_conj().contiguous()
+
+
+def _output(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """``out``, if it is a place for a result of this shape and dtype; a new one for ``None``."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype)
+    if not (out.is_cpu and out.is_contiguous() and out.shape == shape and out.dtype == dtype):
+        raise ValueError(
+            f"out must be a contiguous CPU tensor of shape {shape} and dtype {dtype}, got one of "
+            f"shape {tuple(out.shape)}, strides {out.stride()} and dtype {out.dtype} on {out.device}"
+        )
+    if out.is_neg() or out.is_conj():
+        raise ValueError("out must not be a lazily negated or conjugated view; pass a new tensor")
+    return out
 
 
 def _elements(dense: Tensor) -> tuple[int, int]:

@@ -1,0 +1,268 @@
+"""The ``torch.distributed`` backend ``"pipekernels"``: for programs that want faster CPU collectives.
+
+Importing this module registers it; nothing else in a program changes::
+
+    import pipekernels.distributed
+    torch.distributed.init_process_group("pipekernels")
+
+Then ``all_reduce`` (sum, avg, max, min), ``all_gather``, ``reduce_scatter`` and their variants on
+one tensor, ``broadcast`` and ``barrier`` run on a :class:`pipekernels.Communicator`, on several
+hosts too, in DDP, FSDP, DTensor and functional collectives as well. What a communicator has not
+runs on Gloo: other operations and reductions, dtypes that cannot be reduced, sparse tensors.
+
+Asynchronous calls run one after another on a thread of the group. A lost rank ends the group: its
+errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); where torch
+waits in C++, as DDP does, they arrive as a ``RuntimeError`` that quotes them.
+
+A group has this one backend, since torch lets Python provide whole groups alone: for collectives on
+GPUs make another group, ``new_group(backend="nccl")``.
+
+Raises:
+    ImportError: torch is older than 2.7, which may forget that such a group is at work.
+"""
+
+# Torch declares several signatures for each method, but calls one alone.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from pipekernels.comm import Communicator
+from pipekernels.comm.codes import REDUCIBLE
+
+if TorchVersion(torch.__version__) < "2.7":
+    raise ImportError(
+        f"the backend 'pipekernels' needs torch 2.7 or newer, this is {torch.__version__}; call the "
+        "methods of pipekernels.Communicator instead"
+    )
+
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+}
+
+
+_DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
+_DONE.set_result(None)
+
+
+class _Work(dist.Work):
+    """A call that runs on the group's thread, or has run."""
+
+    def __init__(self, call: concurrent.futures.Future[None], results: list[Tensor]) -> None:
+        super().__init__()
+        self._call = call
+        self._results = results
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Return when the call has; raise what it has raised. A timeout of 0 is none."""
+        try:
+            self._call.result(timeout.total_seconds() or None)
+        except concurrent.futures.TimeoutError as error:
+            if self._call.done():
+                raise
+            raise TimeoutError(f"the collective has not ended within {timeout}") from error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._call.done()
+
+    def is_success(self) -> bool:
+        return self._call.done() and self._call.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._call.exception() if self._call.done() else None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._results
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        # An error must come out of a callback: that alone makes it one in C++ too.
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        answer = ended.then(lambda _: self.result())
+        self._call.add_done_callback(lambda _: ended.set_result(None))
+        return answer
+
+
+class _Group(dist.ProcessGroup):
+    """A process group; methods that it does not override are those of its Gloo backend.
+
+    Whether a call runs on the communicator must be the same on all ranks, so it depends on nothing
+    but the operation, the dtype and the kind of tensor. The methods have torch's names, old and new.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
+    ) -> None:
+        super().__init__(rank, world_size)
+        gloo_store = dist.PrefixStore("gloo", store)
+        self._gloo: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._comm = Communicator.from_store(
+            dist.PrefixStore("pipekernels", store),
+            rank,
+            world_size,
+            timeout=timeout.total_seconds(),
+        )
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
+        self._last = _DONE
+
+    def getBackendName(self) -> str:
+        return "pipekernels"
+
+    def shutdown(self) -> None:
+        self._comm.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        super().shutdown()
+
+    def _run(self, opts: Any, body: Callable[[], None], results: list[Tensor]) -> dist.Work:
+        """Run ``body``, after all that was called before."""
+
+        def run() -> None:
+            with torch.inference_mode():  # Where tensors of any kind may be written to.
+                body()
+
+        if self._last.done() and not getattr(opts, "asyncOp", True):
+            run()
+            return _Work(_DONE, results)
+        self._last = self._thread.submit(run)
+        return _Work(self._last, results)
+
+    # ---- reductions --------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        op = _reduction(tensors, opts)
+        if op is None:
+            return self._gloo.allreduce(tensors, opts)
+
+        def body() -> None:
+            for tensor in tensors:
+                self._comm.all_reduce(tensor, op)
+
+        return self._run(opts, body, tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        if _reduction(tensors, opts) is None:
+            return self._gloo.allreduce_coalesced(tensors, opts)
+        return self.allreduce(tensors, opts)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> dist.Work:
+        op = _reduction(outputs, opts)
+        if op is None:
+            return self._gloo.reduce_scatter(outputs, inputs, opts)
+
+        def body() -> None:
+            for output, slices in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(output, torch.stack(slices), op)
+
+        return self._run(opts, body, outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        op = _reduction(outputs, opts)
+        if op is None:
+            return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
+        def body() -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(output, input, op)
+
+        return self._run(opts, body, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
+        rows = input.reshape(self.size(), -1)
+        if output.is_contiguous():
+            self._comm.reduce_scatter(rows, op, out=output.view(1, -1))
+        else:
+            output.copy_(self._comm.reduce_scatter(rows, op).view(output.shape))
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        if not _is_dense(inputs):
+            return self._gloo.allgather(outputs, inputs, opts)
+
+        def body() -> None:
+            for tensors, input in zip(outputs, inputs, strict=True):
+                gathered = self._comm.all_gather(input.reshape(1, -1))
+                for tensor, row in zip(tensors, gathered, strict=True):
+                    tensor.copy_(row.view(tensor.shape))
+
+        return self._run(opts, body, [tensor for tensors in outputs for tensor in tensors])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        if not _is_dense(inputs):
+            return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
+
+        def body() -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                row = input.reshape(1, -1)
+                if output.is_contiguous():
+                    self._comm.all_gather(row, out=output.view(self.size(), -1))
+                else:
+                    output.copy_(self._comm.all_gather(row).view(output.shape))
+
+        return self._run(opts, body, outputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _allgather_base = all_gather_single
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        if not _is_dense(tensors):
+            return self._gloo.broadcast(tensors, opts)
+
+        def body() -> None:
+            for tensor in tensors:
+                self._comm.broadcast(tensor, opts.rootRank)
+
+        return self._run(opts, body, tensors)
+
+    def barrier(self, opts: Any) -> dist.Work:
+        return self._run(opts, self._comm.barrier, [])
+
+
+def _is_dense(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cpu and tensor.layout == torch.strided for tensor in tensors)
+
+
+def _reduction(tensors: Sequence[Tensor], opts: Any) -> str | None:
+    """The communicator's name for the reduction of ``tensors``, ``None`` if it has none."""
+    name = next((name for op, name in _REDUCTIONS.items() if opts.reduceOp == op), None)
+    if not _is_dense(tensors) or any(tensor.dtype not in REDUCIBLE for tensor in tensors):
+        return None
+    if name == "avg" and not all(tensor.is_floating_point() for tensor in tensors):
+        return None
+    return name
+
+
+dist.Backend.register_backend("pipekernels", _Group, devices=["cpu"])

@@ -1,0 +1,351 @@
+"""The backend of torch.distributed: against Gloo, and under what is built on collectives."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from ranks import run_processes, traces
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import pipekernels.distributed
+from pipekernels import Communicator, PeerError
+
+
+@pytest.fixture
+def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Runs ``body(rank, *args)`` on processes whose default group is ours."""
+
+    def run(
+        world_size: int, body: Callable[..., Any], *args: Any, hosts: str = "", **options: Any
+    ) -> list[Any]:
+        job = (str(tmp_path / "store"), hosts, body, args)
+        return run_processes(world_size, in_group, *job, **options)
+
+    return run
+
+
+def in_group(
+    alone: Communicator, store: str, hosts: str, body: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    dist.destroy_process_group()
+    if hosts:
+        os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
+    dist.init_process_group(
+        "cpu:pipekernels",
+        init_method=f"file://{store}",
+        rank=alone.rank,
+        world_size=alone.world_size,
+    )
+    return body(alone.rank, *args)
+
+
+# ---- collectives ---------------------------------------------------------------------------------------
+
+
+def everything(rank: int, group: Any, async_op: bool) -> list[torch.Tensor]:
+    """The results of all collectives that the communicator has, but for averages."""
+    size = dist.get_world_size()
+    results, works = [], []
+
+    def note(work: Any, *tensors: torch.Tensor) -> None:
+        results.extend(tensors)
+        works.append(work)
+
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32):
+        x = (torch.arange(4 * size).view(4, size) % 7 - rank).to(dtype)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            for tensor in (x.clone(), x.t().clone().t()):
+                note(dist.all_reduce(tensor, op, group=group, async_op=async_op), tensor)
+            out = torch.empty(4, dtype=dtype)
+            note(dist.reduce_scatter_tensor(out, x.flatten(), op, group, async_op), out)
+            out = torch.empty(4, dtype=dtype)
+            inputs = list(x.t().contiguous())
+            note(dist.reduce_scatter(out, inputs, op, group, async_op), out)
+        out = torch.empty((size * 4, size), dtype=dtype)
+        note(dist.all_gather_into_tensor(out, x, group, async_op), out)
+        tensors = [torch.empty(4, dtype=dtype) for _ in range(size)]
+        note(dist.all_gather(tensors, x[:, 0].contiguous(), group, async_op), *tensors)
+        scalars = [torch.empty((), dtype=dtype) for _ in range(size)]
+        note(dist.all_gather(scalars, x[0, 0], group, async_op), *scalars)
+        note(dist.broadcast(x, size - 1, group, async_op), x)
+    y = torch.complex(torch.ones(3), torch.full((3,), float(rank)))
+    note(dist.all_reduce(y, group=group, async_op=async_op), y)
+    tensors = [torch.full((n,), float(rank)) for n in (1, 5)]
+    note(dist.all_reduce_coalesced(tensors, group=group, async_op=async_op), *tensors)
+    note(dist.barrier(group, async_op))
+    if async_op:
+        for work in reversed(works):
+            work.wait()
+    return results
+
+
+def compare_with_gloo(rank: int) -> None:
+    ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
+    expected = everything(rank, gloo, False)
+    ours._gloo = None  # So that nothing can be delegated.
+    for async_op in (False, True):
+        for result, other in zip(everything(rank, ours, async_op), expected, strict=True):
+            assert result.equal(other)
+    # What Gloo does not have, or sums up wrongly.
+    average = torch.tensor([1.0, 2.0]) * rank
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert average.tolist() == [1.0, 2.0]
+    stacked = torch.empty(3, 2)
+    dist.all_gather_into_tensor(stacked, average + rank)
+    assert stacked.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+    columns = torch.full((3, 2), float(rank))
+    dist.all_reduce(columns[:, 0])
+    assert columns.tolist() == [[3.0, float(rank)]] * 3
+    dist.reduce_scatter(columns[:, 1], [torch.full((3,), float(i)) for i in range(3)])
+    assert columns.tolist() == [[3.0, 3.0 * rank]] * 3
+    columns = torch.empty(2, 3).t()
+    dist.all_gather_into_tensor(columns, stacked[rank])
+    assert columns.equal(stacked)
+
+
+def test_same_results_as_gloo(run_group: Callable[..., list[Any]]) -> None:
+    run_group(3, compare_with_gloo)
+
+
+def test_same_results_as_gloo_over_hosts(run_group: Callable[..., list[Any]]) -> None:
+    run_group(3, compare_with_gloo, hosts="aab")
+
+
+def delegate(rank: int) -> None:
+    x = torch.tensor([rank + 1.0, 2.0])
+    product = x.clone()
+    dist.all_reduce(product, dist.ReduceOp.PRODUCT)
+    assert product.tolist() == [2.0, 4.0]
+    small = torch.ones(3, dtype=torch.int8)
+    dist.all_reduce(small)
+    assert small.tolist() == [2, 2, 2]
+    sparse = torch.eye(2).to_sparse()
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().equal(2 * torch.eye(2))
+    received = torch.empty(2)
+    works = [dist.isend(x, 1 - rank), dist.irecv(received, 1 - rank)]
+    for work in works:
+        work.wait()
+    assert received.tolist() == [2.0 - rank, 2.0]
+    swapped = torch.empty(2)
+    dist.all_to_all_single(swapped, x)
+    assert swapped.tolist() == [[1.0, 2.0], [2.0, 2.0]][rank]
+    gathered = [torch.empty(2), torch.empty(2)] if rank == 0 else None
+    dist.gather(x, gathered)
+    assert gathered is None or gathered[1].tolist() == [2.0, 2.0]
+    scattered = torch.empty(2)
+    dist.scatter(scattered, [x, x + 1] if rank == 1 else None, src=1)
+    assert scattered.tolist() == [2.0 + rank, 2.0 + rank]
+    reduced = x.clone()
+    dist.reduce(reduced, 0)
+    assert rank == 1 or reduced.tolist() == [3.0, 4.0]
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+
+
+def test_gloo_does_the_rest(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, delegate)
+
+
+def use_works(rank: int) -> None:
+    x = torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        y = x * 2
+    work = dist.all_reduce(y, async_op=True)
+    assert work.get_future().wait()[0] is y
+    assert y.tolist() == [4.0] * 4
+    assert work.is_success() and work.exception() is None and work.result()[0] is y
+    dist.broadcast(x, 0)  # A leaf that requires a gradient.
+    with torch.inference_mode():
+        z = torch.ones(3).t()
+        dist.all_reduce(z)
+        rows = [torch.empty(3), torch.empty(3)]
+        dist.all_gather(rows, z)
+        assert rows[0].tolist() == [2.0] * 3
+    works = [dist.all_reduce(torch.full((50_000,), float(i)), async_op=True) for i in range(20)]
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)  # After all of them.
+    assert all(work.is_completed() for work in works)
+
+
+def test_works(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, use_works)
+
+
+def form_subgroups(rank: int) -> list[float]:
+    sums = []
+    for ranks in ([0, 1], [2, 1], [0]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            x = torch.tensor([10.0**rank])
+            dist.all_reduce(x, group=group)
+            sums.append(x.item())
+    dist.barrier()
+    return sums
+
+
+def test_subgroups(run_group: Callable[..., list[Any]]) -> None:
+    assert run_group(3, form_subgroups) == [[11.0, 1.0], [11.0, 110.0], [110.0]]
+
+
+def end_and_begin(rank: int, store: str) -> None:
+    dist.destroy_process_group()
+    gc.collect()
+    before = traces()
+    for turn in range(2):
+        dist.init_process_group(
+            "pipekernels", init_method=f"file://{store}{turn}", rank=rank, world_size=2
+        )
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        assert len(traces()) > len(before)
+        dist.destroy_process_group()
+        assert traces() == before
+
+
+def test_destroyed_groups_leave_nothing(
+    run_group: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run_group(2, end_and_begin, str(tmp_path / "other"))
+
+
+# ---- what is built on collectives ------------------------------------------------------------------------
+
+
+def train(rank: int, group: Any) -> list[torch.Tensor]:
+    torch.manual_seed(rank)  # DDP broadcasts the parameters of rank 0.
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+    model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001)
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.manual_seed(10 + rank)
+    for step in range(4):
+        loss = model(torch.randn(8, 20)).square().mean()
+        if step == 1:
+            with model.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*model.parameters(), *model.buffers()]
+
+
+def train_twice(rank: int) -> None:
+    expected = train(rank, dist.new_group(backend="gloo"))
+    dist.group.WORLD._gloo = None
+    for value, other in zip(train(rank, dist.group.WORLD), expected, strict=True):
+        assert value.equal(other)  # A sum of two has one result.
+
+
+def test_ddp_trains_as_with_gloo(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, train_twice)
+
+
+def multiply_sharded(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    a, b = torch.randn(6, 8).double(), torch.randn(8, 5).double()
+    x = distribute_tensor(a.clone().requires_grad_(), mesh, [Shard(1)])
+    w = distribute_tensor(b.clone().requires_grad_(), mesh, [Shard(0)])
+    product = (x @ w).redistribute(mesh, [Replicate()])
+    assert isinstance(product, DTensor)
+    torch.testing.assert_close(product.to_local(), a @ b)
+    rows = (x @ w).redistribute(mesh, [Shard(0)])
+    torch.testing.assert_close(rows.to_local(), (a @ b).chunk(2)[rank])
+    product.sum().backward()
+    torch.testing.assert_close(w.grad.full_tensor(), a.t() @ torch.ones(6, 5).double())
+
+
+def test_dtensor_matmul(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, multiply_sharded)
+
+
+def use_functional(rank: int) -> None:
+    group = dist.group.WORLD
+    x = torch.arange(4.0) + rank
+    assert functional.all_reduce(x, "sum", group).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert functional.all_reduce(x, "avg", group).tolist() == [0.5, 1.5, 2.5, 3.5]
+    gathered = functional.all_gather_tensor(x, 0, group)
+    assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]
+    scattered = functional.reduce_scatter_tensor(x, "sum", 0, group)
+    assert scattered.tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
+    assert functional.broadcast(x, 1, group).tolist() == [1.0, 2.0, 3.0, 4.0]
+    swapped = functional.all_to_all_single(x, None, None, group)
+    assert swapped.tolist() == [[0.0, 1.0, 1.0, 2.0], [2.0, 3.0, 3.0, 4.0]][rank]
+    several = functional.all_reduce_coalesced([x, x[:1]], "max", group)
+    assert [y.tolist() for y in several] == [[1.0, 2.0, 3.0, 4.0], [1.0]]
+
+
+def test_functional_collectives(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, use_functional)
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def differ(rank: int) -> None:
+    with pytest.raises(ValueError, match="the ranks call different collectives"):
+        dist.all_reduce(torch.ones(3 + rank))
+    work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+    with pytest.raises(ValueError, match="the ranks call different collectives"):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), ValueError)
+    with pytest.raises(RuntimeError, match="the ranks call different collectives"):
+        work.get_future().wait()
+    with pytest.raises(ValueError, match="the ranks call different collectives"):
+        functional.all_reduce(torch.ones(3 + rank), "sum", dist.group.WORLD).sum()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 2
+
+
+def test_different_calls_raise_on_all_ranks(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, differ)
+
+
+def lose_a_rank(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    loss = model(torch.ones(2, 3)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="PeerError: rank 1 has died"):
+        loss.backward()
+    for async_op in (False, True):
+        with pytest.raises(PeerError, match="rank 1 has died") as caught:
+            (dist.all_reduce(torch.ones(1), async_op=async_op) or dist).wait()
+        assert caught.value.rank == 1
+
+
+def test_a_lost_rank_is_an_error_everywhere(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, lose_a_rank, killed=(1,))
+
+
+def wait_in_vain(rank: int) -> None:
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(TimeoutError, match="has not ended within 0:00:01"):
+            work.wait(pipekernels.distributed.datetime.timedelta(seconds=1))
+        assert not work.is_completed() and work.exception() is None
+        dist.send(torch.ones(1), 1)
+        assert work.wait()
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_wait_can_have_a_limit(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, wait_in_vain)
