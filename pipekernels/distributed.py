@@ -109,7 +109,7 @@ class _Group(dist.ProcessGroup):
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
     ) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
         gloo_store = dist.PrefixStore("gloo", store)
         self._gloo: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
@@ -196,7 +196,8 @@ class _Group(dist.ProcessGroup):
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
         rows = input.reshape(self.size(), -1)
-        if output.is_contiguous():
+        in_place = output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
+        if output.is_contiguous() and not in_place:
             self._comm.reduce_scatter(rows, op, out=output.view(1, -1))
         else:
             output.copy_(self._comm.reduce_scatter(rows, op).view(output.shape))

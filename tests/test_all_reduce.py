@@ -235,6 +235,42 @@ def test_channels_last_and_transposed_tensors_are_reduced_by_element() -> None:
     run_threads(2, on_rank)
 
 
+def test_out() -> None:
+    def on_rank(comm: Communicator) -> None:
+        x = torch.arange(6.0).view(2, 3) + comm.rank
+        whole, part = torch.empty(4, 3), torch.empty(1, 3)
+        assert comm.all_gather(x, out=whole) is whole
+        assert whole.equal(torch.cat([x - comm.rank, x - comm.rank + 1]))
+        assert comm.reduce_scatter(x, out=part) is part
+        assert part.equal((2 * x - 2 * comm.rank + 1)[comm.rank :][:1])
+
+        expected = whole.clone()
+        own = whole.zero_()[2 * comm.rank :][:2].copy_(x)
+        assert comm.all_gather(own, out=whole).equal(expected)  # In place.
+        comm.all_gather(x.t(), out=torch.empty(6, 2))
+
+        rows = torch.zeros(5, 3)
+        for bad in (torch.empty(3, 3), torch.empty(3, 4).t(), whole.double(), whole.to("meta")):
+            with pytest.raises(
+                ValueError, match=r"out must be .* shape \(4, 3\) and torch.float32"
+            ):
+                comm.all_gather(x, out=bad)
+        for call in (
+            lambda: comm.all_gather(rows[:2], out=rows[1:]),
+            lambda: comm.all_gather(rows[3:], out=rows[:4]),
+            lambda: comm.reduce_scatter(rows[:2], out=rows[1:2]),
+        ):
+            with pytest.raises(ValueError, match="out must not overlap the input"):
+                call()
+        weight = torch.ones(4, 3, requires_grad=True)
+        y = (weight * whole).sum()
+        comm.all_gather(x, out=whole)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+    run_threads(2, on_rank)
+
+
 # ---- errors in a rank's own arguments ----------------------------------------------------------------
 
 

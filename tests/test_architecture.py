@@ -17,6 +17,7 @@ CSRC = ROOT / "csrc"
 MAY_IMPORT = {
     "pipeline": {"pipeline", "comm", "ops", "_backend", "_version"},
     "tensor_parallel": {"tensor_parallel", "comm", "ops", "_backend", "_version"},
+    "distributed": {"comm", "_version"},
     "comm": {"comm", "ops", "_backend", "_version"},
     "ops": {"ops", "kernels", "_backend", "_version"},
     "kernels": {"kernels", "_version"},

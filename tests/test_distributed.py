@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import gc
 import os
 import signal
@@ -16,10 +18,11 @@ import torch.distributed._functional_collectives as functional
 from ranks import run_processes, traces
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import pipekernels.distributed
+import pipekernels.distributed  # noqa: F401 (registers the backend)
 from pipekernels import Communicator, PeerError
 
 
@@ -106,6 +109,13 @@ def compare_with_gloo(rank: int) -> None:
     stacked = torch.empty(3, 2)
     dist.all_gather_into_tensor(stacked, average + rank)
     assert stacked.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+    stacked[rank] += rank  # In place, as NCCL allows.
+    dist.all_gather_into_tensor(stacked, stacked[rank])
+    assert stacked.tolist() == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    flat = stacked.flatten().clone()
+    dist.reduce_scatter_tensor(flat[2 * rank : 2 * rank + 2], flat)
+    assert flat[2 * rank : 2 * rank + 2].equal(3 * stacked[rank])
+
     columns = torch.full((3, 2), float(rank))
     dist.all_reduce(columns[:, 0])
     assert columns.tolist() == [[3.0, float(rank)]] * 3
@@ -273,6 +283,23 @@ def test_dtensor_matmul(run_group: Callable[..., list[Any]]) -> None:
     run_group(2, multiply_sharded)
 
 
+def shard_fully(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    sharded = copy.deepcopy(model)
+    for module in (sharded[0], sharded[2], sharded):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    x = torch.randn(4, 7).double()
+    model(x).square().mean().backward()
+    sharded(x.chunk(2)[rank]).square().mean().backward()
+    for ours, whole in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), whole.grad)
+
+
+def test_fsdp(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, shard_fully)
+
+
 def use_functional(rank: int) -> None:
     group = dist.group.WORLD
     x = torch.arange(4.0) + rank
@@ -338,7 +365,7 @@ def wait_in_vain(rank: int) -> None:
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         with pytest.raises(TimeoutError, match="has not ended within 0:00:01"):
-            work.wait(pipekernels.distributed.datetime.timedelta(seconds=1))
+            work.wait(datetime.timedelta(seconds=1))
         assert not work.is_completed() and work.exception() is None
         dist.send(torch.ones(1), 1)
         assert work.wait()

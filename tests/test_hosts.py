@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_processes, traces
 from torch import nn
 
@@ -158,6 +160,7 @@ def test_symmetric_tensors_layers_and_operations() -> None:
 
 
 def split_further(comm: Communicator) -> list[Any]:
+    dist.destroy_process_group()  # Which is not needed any more.
     pair = comm.split(comm.rank // 2, key=-comm.rank)  # Over hosts: 0, 1 and 2, 3, reversed.
     inside = comm.split(comm.rank % 2)  # Of one host each.
     none = comm.split(None if comm.rank else 7)
@@ -267,7 +270,7 @@ def test_a_killed_rank_is_noticed_on_all_hosts(layout: str, victim: int) -> None
 def wait_for_a_late_rank(comm: Communicator) -> str:
     comm.barrier()
     if comm.rank == 3:
-        time.sleep(6)
+        time.sleep(4)
         with pytest.raises((PeerError, TimeoutError)):
             comm.barrier()
         return ""
@@ -283,6 +286,64 @@ def test_a_late_rank_is_noticed_on_all_hosts() -> None:
     for message in (first, second):
         assert "a rank of another host did not arrive in time" in message
         assert "in all_reduce(5 x float32, sum, auto)" in message
+
+
+def cut_a_wait_short(comm: Communicator, by_signal: bool) -> float:
+    """Rank 0 waits for the other host, and gives up; its neighbour learns why."""
+    comm.barrier()
+    if comm.rank >= 2:
+        time.sleep(2)
+        with pytest.raises(PeerError):
+            comm.barrier()
+        return 0.0
+    if comm.rank == 1:
+        with pytest.raises(PeerError, match="rank 0 (gave up|has closed)"):
+            comm.barrier()
+        return 0.0
+
+    def give_up() -> None:
+        time.sleep(1)
+        if by_signal:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            comm.close()
+
+    threading.Thread(target=give_up, daemon=True).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if by_signal else RuntimeError):
+        comm.barrier()
+    waited = time.monotonic() - started
+    with pytest.raises(RuntimeError, match="make a new one"):
+        comm.barrier()
+    return waited
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_wait_for_another_host_can_be_cut_short(by_signal: bool) -> None:
+    assert 0.5 < run_hosts("aabb", cut_a_wait_short, by_signal, timeout=10.0)[0] < 8
+
+
+def use_from_threads(comm: Communicator) -> None:
+    """Calls of several threads are ordered; they are equal, since the order may differ by rank."""
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(10):
+                assert comm.all_reduce(torch.ones(1000)).eq(comm.world_size).all()
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    run_hosts("ab", use_from_threads)
 
 
 # ---- with networks of their own ------------------------------------------------------------------------------

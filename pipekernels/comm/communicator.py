@@ -88,8 +88,7 @@ class Communicator:
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
-        A collective over the group, which is not needed afterwards, unless the communicator spans
-        hosts and is split.
+        A collective over the group, which is not needed afterwards.
 
         Args:
             group: the default group if ``None``; its backend does not matter. Between hosts, the
@@ -255,7 +254,8 @@ class Communicator:
             input: ``[world_size * k, ...]``, a dtype as for :meth:`all_reduce`; the same shape and
                 dtype on all ranks.
             op: as for :meth:`all_reduce`.
-            out: where the result is to be; a new tensor if ``None``. Contiguous.
+            out: where the result is to be; a new tensor if ``None``. Contiguous, apart from
+                ``input``.
 
         Returns:
             ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduction.
@@ -274,7 +274,7 @@ class Communicator:
             )
         dense = _dense(input)
         rows = input.shape[0] // self._world_size
-        output = _output(out, (rows, *input.shape[1:]), input.dtype)
+        output = _output(out, (rows, *input.shape[1:]), dense)
         self._core.reduce_scatter(
             dense.data_ptr(),
             output.data_ptr(),
@@ -291,7 +291,8 @@ class Communicator:
 
         Args:
             input: ``[k, ...]``, any dtype; the same shape and dtype on all ranks.
-            out: where the result is to be; a new tensor if ``None``. Contiguous.
+            out: where the result is to be; a new tensor if ``None``. Contiguous; ``input`` may be
+                this rank's rows of it, but not overlap it otherwise.
 
         Returns:
             ``[world_size * k, ...]``.
@@ -306,7 +307,8 @@ class Communicator:
             )
         dense = _dense(input)
         rows = self._world_size * input.shape[0]
-        output = _output(out, (rows, *input.shape[1:]), input.dtype)
+        in_place = self._rank * dense.numel() * dense.itemsize
+        output = _output(out, (rows, *input.shape[1:]), dense, in_place)
         self._core.all_gather(dense.data_ptr(), output.data_ptr(), *_elements(dense))
         if out is not None:
             _mark_changed(out)
@@ -478,17 +480,25 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_neg().resolve_conj().contiguous()
 
 
-def _output(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """``out``, if it is a place for a result of this shape and dtype; a new one for ``None``."""
+def _output(
+    out: Tensor | None, shape: tuple[int, ...], dense: Tensor, in_place: int | None = None
+) -> Tensor:
+    """``out`` if it is a place for a result of ``shape``; a new tensor for ``None``.
+
+    ``dense``: the input. ``in_place``: at which byte of ``out`` the input may lie.
+    """
     if out is None:
-        return torch.empty(shape, dtype=dtype)
-    if not (out.is_cpu and out.is_contiguous() and out.shape == shape and out.dtype == dtype):
+        return torch.empty(shape, dtype=dense.dtype)
+    is_plain = out.is_cpu and out.is_contiguous() and not (out.is_neg() or out.is_conj())
+    if not is_plain or out.shape != shape or out.dtype != dense.dtype:
         raise ValueError(
-            f"out must be a contiguous CPU tensor of shape {shape} and dtype {dtype}, got one of "
-            f"shape {tuple(out.shape)}, strides {out.stride()} and dtype {out.dtype} on {out.device}"
+            f"out must be a contiguous CPU tensor of shape {shape} and {dense.dtype}, got one of "
+            f"shape {tuple(out.shape)}, strides {out.stride()} and {out.dtype} on {out.device}"
         )
-    if out.is_neg() or out.is_conj():
-        raise ValueError("out must not be a lazily negated or conjugated view; pass a new tensor")
+    offset = dense.data_ptr() - out.data_ptr()  # In bytes.
+    overlaps = -dense.numel() * dense.itemsize < offset < out.numel() * out.itemsize
+    if overlaps and offset != in_place:
+        raise ValueError("out must not overlap the input; pass another tensor")
     return out
 
 

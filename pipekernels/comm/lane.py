@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+# Seconds between looks whether the lane has been closed.
+_SLICE = 0.02
 
 
 class LaneError(RuntimeError):
@@ -28,45 +32,69 @@ class LaneError(RuntimeError):
 class Lane:
     """One rank of every host; the rank in the lane is the index of the host.
 
-    All tensors are contiguous. Every method raises LaneError if another rank is gone or late.
+    All tensors are contiguous. Every method raises LaneError if another rank is gone or late, and
+    RuntimeError if this lane is closed meanwhile.
     """
 
-    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+    def __init__(self, gloo: Any) -> None:
         self._gloo: Any = gloo
+        self._size = gloo.size()
+        self._pending: Any = None  # What Gloo is at work on.
         self._process = os.getpid()
 
     def sum(self, tensor: Tensor) -> None:
         """Add up ``tensor`` over the hosts, in place; every host receives the same bits."""
-        with self._transport() as gloo:
-            gloo.allreduce([tensor]).wait()
+        self._run(lambda gloo: gloo.allreduce([tensor]))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """``[hosts, *tensor.shape]``: the tensors of all hosts."""
-        with self._transport() as gloo:
-            gathered = tensor.new_empty((gloo.size(), *tensor.shape))
-            gloo.allgather([list(gathered.unbind())], [tensor]).wait()
+        gathered = tensor.new_empty((self._size, *tensor.shape))
+        self._run(lambda gloo: gloo.allgather([list(gathered.unbind())], [tensor]))
         return gathered
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy ``tensor`` of host ``root`` to all hosts, in place."""
-        with self._transport() as gloo:
-            gloo.broadcast(tensor, root).wait()
+        self._run(lambda gloo: gloo.broadcast(tensor, root))
 
     def close(self) -> None:
-        """Hang up, which the other hosts notice at once."""
-        if os.getpid() == self._process:  # A forked child has no threads of Gloo's to end.
-            self._gloo = None
+        """Hang up, which the other hosts notice as soon as Gloo is not at work any more."""
+        if os.getpid() != self._process:
+            return  # A forked child has no threads of Gloo's to end.
+        gloo, self._gloo = self._gloo, None
+        if self._pending is not None:  # Then the end of `gloo` takes until its timeout.
+            threading.Thread(target=_outlive, args=(gloo, self._pending), daemon=True).start()
 
-    @contextlib.contextmanager
-    def _transport(self) -> Iterator[Any]:
+    def _run(self, call: Callable[[Any], Any]) -> None:
+        """Start ``call(gloo)`` and wait for its end, which close() and Ctrl-C can cut short."""
+        reason = self._attempt(call)
         if self._gloo is None:
             raise RuntimeError("this communicator has been closed; make a new one")
-        try:
-            yield self._gloo
-        except RuntimeError as error:
-            reason = str(error)
+        if reason:
             late = "timed out" in reason.lower() or "timeout" in reason.lower()
-            raise LaneError(reason, late=late) from None
+            raise LaneError(reason, late=late)
+
+    def _attempt(self, call: Callable[[Any], Any]) -> str:
+        """Why Gloo has failed, or nothing; the traceback of its error would keep the connections."""
+        if self._gloo is None:
+            return ""
+        ended = threading.Event()
+        try:
+            self._pending = call(self._gloo)
+            self._pending.get_future().then(lambda _: ended.set())
+            while not ended.wait(_SLICE):
+                if self._gloo is None:
+                    return ""
+            work, self._pending = self._pending, None
+            work.wait()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def _outlive(gloo: Any, work: Any) -> None:
+    """Hold ``gloo`` until ``work`` has ended."""
+    with contextlib.suppress(RuntimeError):
+        work.wait()
 
 
 def connect(store: dist.Store, name: str, host: int, hosts: int, timeout: float) -> Lane:
