@@ -53,6 +53,8 @@ _REDUCTIONS = {
 }
 
 
+_CPU = torch.device("cpu")
+
 _DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
 _DONE.set_result(None)
 
@@ -111,9 +113,12 @@ class _Group(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         gloo_store = dist.PrefixStore("gloo", store)
-        self._gloo: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
+        # For methods that this class overrides, but cannot serve.
+        self._gloo: Any = dist.ProcessGroup(gloo_store, rank, world_size)
+        for group in (self, self._gloo):
+            group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._comm = Communicator.from_store(
             dist.PrefixStore("pipekernels", store),
             rank,

@@ -24,7 +24,13 @@ import torch.distributed as dist
 from pipekernels import Communicator, PeerError
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "torch.distributed.pipelining", "pytest", "numpy", "pipekernels.comm.communicator"]
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "pytest",
+        "numpy",
+        "pipekernels.comm.communicator",
+    ]
 )
 
 

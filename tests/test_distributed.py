@@ -142,6 +142,10 @@ def delegate(rank: int) -> None:
     small = torch.ones(3, dtype=torch.int8)
     dist.all_reduce(small)
     assert small.tolist() == [2, 2, 2]
+    scattered = functional.reduce_scatter_tensor(small[1:], "product", 0, dist.group.WORLD)
+    assert scattered.tolist() == [4]
+    dist.reduce_scatter_tensor(small[:1], small[1:], dist.ReduceOp.PRODUCT)
+    assert small[0].item() == 4
     sparse = torch.eye(2).to_sparse()
     dist.all_reduce(sparse)
     assert sparse.to_dense().equal(2 * torch.eye(2))
@@ -186,6 +190,8 @@ def use_works(rank: int) -> None:
         rows = [torch.empty(3), torch.empty(3)]
         dist.all_gather(rows, z)
         assert rows[0].tolist() == [2.0] * 3
+    with Communicator.from_process_group() as comm:
+        assert comm.all_reduce(torch.ones(1)).item() == 2
     works = [dist.all_reduce(torch.full((50_000,), float(i)), async_op=True) for i in range(20)]
     tensor = torch.ones(1)
     dist.all_reduce(tensor)  # After all of them.

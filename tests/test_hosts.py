@@ -110,10 +110,11 @@ def random_sums(comm: Communicator) -> list[list[float]]:
     return [tensor.tolist() for tensor in sums]
 
 
-def test_order_of_summation() -> None:
+@pytest.mark.parametrize(("layout", "order"), [("aaab", [0, 1, 2, 3]), ("abaa", [0, 2, 3, 1])])
+def test_order_of_summation(layout: str, order: list[int]) -> None:
     """In each host by rank, then over the hosts; of two hosts that leaves one result in float32."""
-    results = [torch.tensor(sums) for sums in run_hosts("aaab", random_sums)]
-    a, b, c, d = [x for x, _, _ in results]
+    results = [torch.tensor(sums) for sums in run_hosts(layout, random_sums)]
+    a, b, c, d = [results[rank][0] for rank in order]
     for _, total, average in results:
         assert total.equal(((a + b) + c) + d)
         assert average.equal((((a + b) + c) + d) / 4)

@@ -78,34 +78,37 @@ def join_processes(
         ranks = of_color([(other.color, other.key) for other in everyone], color)
         processes = [everyone[rank] for rank in ranks]
         rank = ranks.index(rendezvous.rank)
+        processes[rank] = process  # Itself, not a copy.
         _check_distinct(processes)
         hosts = _group_by_host(processes)
-        members = next(members for members in hosts if rank in members)
+        neighbours = next([processes[m] for m in members] for members in hosts if rank in members)
 
+        undo = stack.enter_context(contextlib.ExitStack())
         segment, pidfds, lane, problem = None, [], None, ""
         try:
-            neighbours = [processes[member] for member in members]
-            if rank == members[0]:
+            if neighbours[0] is process:
                 fd = _hand_out(listener, neighbours, timeout)
             else:
                 fd = _receive(neighbours[0], timeout)
             try:
-                segment = _backend.load().Segment(fd, len(members))
+                segment = _backend.load().Segment(fd, len(neighbours))
             finally:
                 os.close(fd)
             for neighbour in neighbours:
-                pidfds.append(os.pidfd_open(neighbour.pid) if neighbour != process else -1)
+                pidfds.append(-1 if neighbour is process else os.pidfd_open(neighbour.pid))
+                if pidfds[-1] >= 0:
+                    undo.callback(os.close, pidfds[-1])
             lane = _connect_hosts(rendezvous, hosts, rank, processes[0].address, timeout)
+            if lane is not None:
+                undo.callback(lane.close)
         except (OSError, RuntimeError, ImportError) as error:  # The peers must hear of it.
             problem = f"rank {rank}: {type(error).__name__}: {error}"
-    problems = rendezvous.all_gather(problem)
-    problems = [problems[member] for member in ranks if problems[member]]
-    if problems:
-        del segment, lane  # Not to be kept by the traceback.
-        for fd in pidfds:
-            if fd >= 0:
-                os.close(fd)
-        raise RuntimeError(f"the ranks cannot be joined: {'; '.join(problems)}")
+        problems = rendezvous.all_gather(problem)
+        problems = [problems[member] for member in ranks if problems[member]]
+        if problems:
+            del segment  # Not to be kept by the traceback.
+            raise RuntimeError(f"the ranks cannot be joined: {'; '.join(problems)}")
+        undo.pop_all()
     return Seat(rank, hosts, segment, pidfds, lane)
 
 

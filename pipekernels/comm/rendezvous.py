@@ -50,7 +50,8 @@ def over_store(store: dist.Store, rank: int, world_size: int, timeout: float) ->
         keys = [f"pipekernels/{rounds}/{peer}" for peer in range(world_size)]
         store.set(keys[rank], pickle.dumps(item).hex())
         try:
-            store.wait(keys, datetime.timedelta(seconds=timeout))
+            # The others may have needed as long for what came before.
+            store.wait(keys, datetime.timedelta(seconds=rounds * timeout))
         except RuntimeError:
             late = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
             if not late:
