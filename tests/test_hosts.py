@@ -135,6 +135,11 @@ def test_same_bits_on_all_ranks() -> None:
 def use_like_any_other(comm: Communicator) -> None:
     assert Communicator.from_handle(comm.handle) is comm
     assert (comm.world_size, comm.timeout) == (4, 30.0)
+    x = torch.ones(3)
+    with torch.device("meta"):  # A default, which is none of a communicator's business.
+        assert comm.all_reduce(x).cpu().tolist() == [4.0] * 3
+        assert comm.all_gather(x[:1]).tolist() == [4.0] * 4
+        comm.split(0).close()
     symmetric = comm.empty(100, dtype=torch.float64).fill_(comm.rank)
     assert comm.all_reduce(symmetric).eq(6).all()
     comm.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +125,11 @@ def test_many_at_once_on_threads() -> None:
             assert each.all_reduce(torch.tensor([number])).item() == 3 * number
         comm.barrier()
 
+    gc.collect()  # What earlier tests left.
+    before = traces()
     run_threads(3, on_rank)
+    gc.collect()
+    assert traces() == before
 
 
 def say_who(comm: Communicator) -> tuple[int, int]:

@@ -44,8 +44,8 @@ class Communicator:
     Ranks share memory where they can: processes of one host, user, and pid and network namespace.
     If they are on several hosts, data are reduced inside each host in rank order as above, then
     between the hosts by Gloo, in its order and without wider intermediate results, then gathered
-    inside each host. All ranks get the same bits then too. Ranks on one host that should use Gloo
-    nevertheless get different values of the environment variable ``PIPEKERNELS_HOST_ID``.
+    inside each host; all ranks get the same bits then too. Ranks that see different values of the
+    environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of different hosts.
 
     Tensors are on the CPU and may have any layout. One made by :meth:`empty` is read by the peers
     in place, which saves copies. No collective is differentiable; see :mod:`pipekernels.ops`.
@@ -221,6 +221,7 @@ class Communicator:
                 ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one of the
                 first two by size, at the limit that ``pipekernels tune`` has measured on the
                 machine, or a built-in one. The result does not depend on it.
+                Over several hosts all are the same.
 
         Returns:
             ``tensor``.
@@ -447,7 +448,7 @@ def _divide_threads(parent: Communicator, color: int | None, key: int) -> Commun
 def _all_gather_objects(comm: Communicator, item: Any) -> list[Any]:
     """The items of all ranks, in rank order; picklable."""
     data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-    sizes = comm.all_gather(torch.tensor([data.numel()])).tolist()
+    sizes = comm.all_gather(torch.tensor([data.numel()], device="cpu")).tolist()
     padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
     rows = comm.all_gather(padded[None])
     return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
@@ -488,7 +489,7 @@ def _output(
     ``dense``: the input. ``in_place``: at which byte of ``out`` the input may lie.
     """
     if out is None:
-        return torch.empty(shape, dtype=dense.dtype)
+        return torch.empty(shape, dtype=dense.dtype, device=dense.device)
     is_plain = out.is_cpu and out.is_contiguous() and not (out.is_neg() or out.is_conj())
     if not is_plain or out.shape != shape or out.dtype != dense.dtype:
         raise ValueError(

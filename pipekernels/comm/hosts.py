@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -33,6 +34,10 @@ _GONE, _LATE = -1, -2
 # Seconds that the ranks of a host wait longer for each other than for other hosts, so that those
 # that listen to these can say what they have heard.
 GRACE = 1.0
+
+# Whatever the default device is.
+_empty = functools.partial(torch.empty, device="cpu")
+_zeros = functools.partial(torch.zeros, device="cpu")
 
 _OPERATIONS = ["barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
@@ -57,6 +62,14 @@ class _Call(NamedTuple):
         if name == "broadcast":
             arguments.append(f"src={self.root}")
         return f"{name}({', '.join(arguments) if name != 'barrier' else ''})"
+
+
+class _Failure(NamedTuple):
+    """What has ended a communicator. Not the error itself, whose traceback holds tensors."""
+
+    message: str
+    by_peer: bool
+    rank: int | None
 
 
 class Hosts:
@@ -98,9 +111,10 @@ class Hosts:
             for host, members in enumerate(hosts)
             for position, rank in enumerate(members)
         }
-        self._places = torch.tensor([places[rank] for rank in range(self._world_size)])
+        order = [places[rank] for rank in range(self._world_size)]
+        self._places = torch.tensor(order, device="cpu")
         self._turn = threading.Lock()  # Held by each collective.
-        self._failure: BaseException | None = None
+        self._failure: _Failure | None = None
 
     # ---- the methods of _C.Communicator ------------------------------------------------------------
 
@@ -185,13 +199,13 @@ class Hosts:
         """``[world_size, data.numel()]``: the bytes of all ranks."""
         size, hosts = data.numel(), len(self._hosts)
         part = -(-self._most * size // self._lanes)
-        block = torch.zeros(self._lanes * part, dtype=torch.uint8)  # Of this host.
+        block = _zeros(self._lanes * part, dtype=torch.uint8)  # Of this host.
         self._local.all_gather(data.data_ptr(), block.data_ptr(), size, _BYTES)
         mine = self._shared(hosts * part, torch.uint8)
         if self._lane is not None:
             start = self._position * part
             mine.copy_(self._lane.all_gather(block[start : start + part]).flatten())
-        parts = torch.empty((len(self._members), hosts, part), dtype=torch.uint8)
+        parts = _empty(len(self._members), hosts, part, dtype=torch.uint8)
         self._local.all_gather(mine.data_ptr(), parts.data_ptr(), hosts * part, _BYTES)
         blocks = parts[: self._lanes].transpose(0, 1).reshape(hosts, self._lanes * part)
         return blocks[:, : self._most * size].reshape(-1, size)[self._places]
@@ -203,7 +217,7 @@ class Hosts:
             position = self._members.index(root)
             self._local.broadcast(data.data_ptr(), data.numel(), _BYTES, position)
         part = -(-data.numel() // self._lanes)
-        padded = torch.zeros(len(self._members) * part, dtype=torch.uint8)
+        padded = _zeros(len(self._members) * part, dtype=torch.uint8)
         padded[: data.numel()] = data
         mine = padded[self._position * part :][:part]
         if self._lane is not None:
@@ -215,10 +229,10 @@ class Hosts:
 
     def _exchange(self, call: _Call) -> list[_Call]:
         """What all ranks call, in rank order."""
-        own = torch.tensor(call)
-        block = torch.zeros((self._most, len(call)), dtype=torch.int64)
+        own = torch.tensor(call, device="cpu")
+        block = _zeros(self._most, len(call), dtype=torch.int64)
         self._local.all_gather(own.data_ptr(), block.data_ptr(), own.numel(), _INTEGERS)
-        table = torch.empty((len(self._hosts), *block.shape), dtype=torch.int64)
+        table = _empty(len(self._hosts), *block.shape, dtype=torch.int64)
         problem = None
         if self._position == 0:
             assert self._lane is not None
@@ -263,35 +277,38 @@ class Hosts:
     def _check_usable(self) -> None:
         if self._failure is None:
             return
-        message = (
-            f"this communicator cannot be used after a failure ({self._failure}); make a new one"
-        )
-        if isinstance(self._failure, PeerError):
-            raise PeerError(message, self._failure.rank)
-        raise RuntimeError(message)
+        message, by_peer, rank = self._failure
+        message = f"this communicator cannot be used after a failure ({message}); make a new one"
+        raise PeerError(message, rank) if by_peer else RuntimeError(message)
 
     @contextlib.contextmanager
     def _failing(self, call: _Call) -> Iterator[None]:
         """Ends this communicator if its body raises, so that no peer waits for this rank."""
         try:
             yield
-        except BaseException as error:
-            self._failure = self._explain(error, call)
+        except (LaneError, PeerError, TimeoutError) as error:
+            told = self._explain(error, call)
+            by_peer = isinstance(told, PeerError)
+            self._failure = _Failure(str(told), by_peer, getattr(told, "rank", None))
             self.abort()
-            if self._failure is error:
-                raise
-            raise self._failure from None
+            raise told from None
+        except BaseException:  # Closed or interrupted.
+            self.abort()
+            raise
 
-    def _explain(self, error: BaseException, call: _Call) -> BaseException:
+    def _explain(
+        self, error: LaneError | PeerError | TimeoutError, call: _Call
+    ) -> PeerError | TimeoutError:
         """``error``, from the point of view of the whole communicator."""
         if isinstance(error, LaneError):
             message = f"{error}, in {call}"
             return TimeoutError(message) if error.late else PeerError(message, None)
         numbers = ", ".join(f"{i} is rank {rank}" for i, rank in enumerate(self._members))
         message = f"in {call}, counting the ranks of this host alone ({numbers}): {error}"
-        if isinstance(error, PeerError):
-            return PeerError(message, None if error.rank is None else self._members[error.rank])
-        return TimeoutError(message) if isinstance(error, TimeoutError) else error
+        if isinstance(error, TimeoutError):
+            return TimeoutError(message)
+        assert error.rank is not None, "shared memory knows its ranks"
+        return PeerError(message, self._members[error.rank])
 
     def _hang_up(self) -> None:
         if self._lane is not None:

@@ -40,6 +40,7 @@ class Lane:
         self._gloo: Any = gloo
         self._size = gloo.size()
         self._pending: Any = None  # What Gloo is at work on.
+        self._lock = threading.Lock()  # Held to start an operation, or to close.
         self._process = os.getpid()
 
     def sum(self, tensor: Tensor) -> None:
@@ -60,8 +61,9 @@ class Lane:
         """Hang up, which the other hosts notice as soon as Gloo is not at work any more."""
         if os.getpid() != self._process:
             return  # A forked child has no threads of Gloo's to end.
-        gloo, self._gloo = self._gloo, None
-        if self._pending is not None:  # Then the end of `gloo` takes until its timeout.
+        with self._lock:
+            gloo, self._gloo = self._gloo, None
+        if gloo is not None and self._pending is not None:  # Its end may take until its timeout.
             threading.Thread(target=_outlive, args=(gloo, self._pending), daemon=True).start()
 
     def _run(self, call: Callable[[Any], Any]) -> None:
@@ -75,11 +77,12 @@ class Lane:
 
     def _attempt(self, call: Callable[[Any], Any]) -> str:
         """Why Gloo has failed, or nothing; the traceback of its error would keep the connections."""
-        if self._gloo is None:
-            return ""
         ended = threading.Event()
         try:
-            self._pending = call(self._gloo)
+            with self._lock:
+                if self._gloo is None:
+                    return ""
+                self._pending = call(self._gloo)
             self._pending.get_future().then(lambda _: ended.set())
             while not ended.wait(_SLICE):
                 if self._gloo is None:
