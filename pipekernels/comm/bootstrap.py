@@ -81,7 +81,8 @@ def join_processes(
         processes[rank] = process  # Itself, not a copy.
         _check_distinct(processes)
         hosts = _group_by_host(processes)
-        neighbours = next([processes[m] for m in members] for members in hosts if rank in members)
+        members = next(members for members in hosts if rank in members)
+        neighbours = [processes[member] for member in members]
 
         undo = stack.enter_context(contextlib.ExitStack())
         segment, pidfds, lane, problem = None, [], None, ""
