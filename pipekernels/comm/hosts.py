@@ -233,19 +233,17 @@ class Hosts:
         block = _zeros(self._most, len(call), dtype=torch.int64)
         self._local.all_gather(own.data_ptr(), block.data_ptr(), own.numel(), _INTEGERS)
         table = _empty(len(self._hosts), *block.shape, dtype=torch.int64)
-        problem = None
+        reason = "as its peer here has noticed"
         if self._position == 0:
             assert self._lane is not None
             try:
                 table = self._lane.all_gather(block)
             except LaneError as error:  # The ranks of this host must hear of it.
-                problem = error
+                reason = error.reason
                 table.fill_(_LATE if error.late else _GONE)
         self._local.broadcast(table.data_ptr(), table.numel(), _INTEGERS, 0)
-        if problem is not None:
-            raise problem
         if table[0, 0, 0] < 0:
-            raise LaneError("as its peer here has noticed", late=bool(table[0, 0, 0] == _LATE))
+            raise LaneError(reason, late=bool(table[0, 0, 0] == _LATE))
         return [_Call(*row) for row in table.flatten(0, 1)[self._places].tolist()]
 
     def _shared(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -291,7 +289,10 @@ class Hosts:
             by_peer = isinstance(told, PeerError)
             self._failure = _Failure(str(told), by_peer, getattr(told, "rank", None))
             self.abort()
-            raise told from None
+            try:
+                raise told from None
+            finally:
+                del told  # Or it would keep this frame, which would keep it.
         except BaseException:  # Closed or interrupted.
             self.abort()
             raise

@@ -20,12 +20,14 @@ class LaneError(RuntimeError):
     """A rank of another host is gone, or late; which one, only the transport knows.
 
     Attributes:
+        reason: how that was noticed.
         late: whether it has not arrived in time.
     """
 
     def __init__(self, reason: str, *, late: bool) -> None:
         what = "did not arrive in time" if late else "is gone"
         super().__init__(f"a rank of another host {what} ({reason})")
+        self.reason = reason
         self.late = late
 
 
