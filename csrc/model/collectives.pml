@@ -1,0 +1,439 @@
+/* The collectives: does every rank read what it should, in any endless row of calls?
+ *
+ * Every rank makes one call after another: any operation, of any number of rounds up to ROUNDS, on
+ * tensors that its peers can read in place or not; it overwrites its tensor after each. With THREADS > 1
+ * the calls of a rank come from several threads that take turns by the mutex. With MISMATCH the ranks may
+ * call different things.
+ *
+ *   begin()                      Collective::Collective(), the first copy_in(), the first signal()
+ *   compare()                    Collective::compare_descriptors(), data_of(), direct_ranks()
+ *   ARRIVED                      Collective::wait(); that of a rank that fails is in failure.pml
+ *   signal()                     Collective::signal(); how a sleeper learns of it is in signal.pml
+ *   copy_in(), reduce(), gather() of all_reduce.cpp, reduce_scatter.cpp, all_gather.cpp, broadcast.cpp;
+ *   ONE_SHOT .. BROADCAST        the functions of these names, and barrier() and empty tensors (BARRIER)
+ *   leave()                      finish_rounds(), Collective::~Collective(); then the user frees the data
+ *
+ * A step of the model is what a rank does after a wait() and up to its next signal(), since all it orders
+ * lies in these two. Memory holds tags: which call's and which block of data is there. Wherever a read and
+ * a write are not ordered, some run has them the wrong way round, and the read meets a wrong tag.
+ *
+ * Numbers that only grow are kept as far as they matter, so the search covers runs without end: arrivals as
+ * what a rank is ahead of the last one, calls modulo 2, rounds as what a rank is ahead of rank 0, modulo 6
+ * (sets are taken modulo 2 and 3).
+ *
+ * To be found out: INPUT_SETS=1, RESULT_SETS=2, DESCRIPTORS=1; BREAK_SIGNAL (a rank signals before it has
+ * copied in), BREAK_LEAVE (a rank whose data are read in place does not wait for its peers),
+ * BREAK_COMPARE (only the next rank's descriptor is compared), BREAK_MUTEX (threads do not take turns).
+ */
+
+#ifndef RANKS
+#define RANKS 2
+#endif
+#ifndef THREADS
+#define THREADS 1
+#endif
+#ifndef ROUNDS
+#define ROUNDS 4
+#endif
+#ifndef INPUT_SETS
+#define INPUT_SETS 2
+#endif
+#ifndef RESULT_SETS
+#define RESULT_SETS 3
+#endif
+#ifndef DESCRIPTORS
+#define DESCRIPTORS 2
+#endif
+
+#define BARRIER 0
+#define ONE_SHOT 1
+#define TWO_SHOT 2
+#define REDUCE_SCATTER 3
+#define ALL_GATHER 4
+#define BROADCAST 5 /* BROADCAST + r: from rank r, the first or the last. */
+
+/* Tags: of block k of a call's input in staging, of a call's input and output in a tensor; 0: nothing. */
+#define TAG(call, k) (1 + (call) * 8 + (k))
+#define INPUT(call) (1 + (call) * 2)
+#define OUTPUT(call) (2 + (call) * 2)
+
+typedef Descriptor {
+  byte operation;
+  byte rounds;
+  bool direct;
+  byte call; /* Which call's it is; the C++ has no need of it. */
+};
+
+typedef Rank {
+  byte arrivals;
+  byte call;
+  byte base; /* Rounds before this call. */
+  bool locked;
+  Descriptor descriptors[DESCRIPTORS];
+  byte input[INPUT_SETS];
+  byte result[RESULT_SETS];
+  byte tensor[RANKS * ROUNDS]; /* Block k of the slice of rank s at [s * ROUNDS + k]. */
+};
+Rank rank[RANKS];
+
+/* What the ranks are to call, and find of it, in the calls of either parity. */
+byte entered[2], operations[2], blocks[2], compared[2];
+bool verdicts[2];
+
+hidden byte p, q, i; /* Of loops within a step. */
+
+#define CALL rank[me].call
+#define MINE rank[me].descriptors[CALL % DESCRIPTORS]
+#define OF(peer) rank[peer].descriptors[CALL % DESCRIPTORS]
+#define INPUT_OF(peer, k) rank[peer].input[(rank[me].base + (k)) % INPUT_SETS]
+#define RESULT_OF(peer, k) rank[peer].result[(rank[me].base + (k)) % RESULT_SETS]
+#define BLOCK(peer, slice, k) rank[peer].tensor[(slice) * ROUNDS + (k)]
+
+#define REACHED(peer) (rank[peer].arrivals >= rank[me].arrivals)
+#if RANKS == 2
+#define ARRIVED (REACHED(0) && REACHED(1))
+#elif RANKS == 3
+#define ARRIVED (REACHED(0) && REACHED(1) && REACHED(2))
+#else
+#define ARRIVED (REACHED(0) && REACHED(1) && REACHED(2) && REACHED(3))
+#endif
+
+inline signal() {
+  rank[me].arrivals++;
+  q = 0;
+  for (p : 0 .. RANKS - 1) { q = q + (rank[p].arrivals > 0) }
+  if
+  :: q == RANKS -> for (p : 0 .. RANKS - 1) { rank[p].arrivals-- }
+  :: else
+  fi
+}
+
+/* Which call it is to be: the first rank to make it decides, the others may differ with MISMATCH. */
+inline choose() {
+  CALL = (CALL + 1) % 2;
+  if
+  :: entered[CALL] == 0 -> pick()
+  :: else ->
+    operation = operations[CALL];
+    rounds = blocks[CALL]
+#ifdef MISMATCH
+  :: entered[CALL] != 0 -> pick()
+#endif
+  fi;
+  entered[CALL] = (entered[CALL] + 1) % RANKS;
+  operations[CALL] = (entered[CALL] == 0 -> 0 : operation);
+  blocks[CALL] = (entered[CALL] == 0 -> 0 : rounds);
+  /* Only where it matters. */
+  if
+  :: operation >= TWO_SHOT && (operation < BROADCAST || operation - BROADCAST == me) -> direct = true
+  :: direct = false
+  fi
+}
+
+inline pick() {
+  if
+  :: operation = BARRIER
+  :: operation = TWO_SHOT
+  :: operation = ALL_GATHER
+#ifndef MISMATCH /* Few, as there are so many ways to differ. */
+  :: operation = ONE_SHOT
+  :: operation = REDUCE_SCATTER
+  :: operation = BROADCAST
+  :: operation = BROADCAST + RANKS - 1
+#endif
+  fi;
+  if
+  :: operation != BARRIER -> select(rounds : 1 .. ROUNDS)
+  :: else -> rounds = 0
+  fi
+}
+
+inline begin() {
+  MINE.operation = operation;
+  MINE.rounds = rounds;
+  MINE.direct = direct;
+  MINE.call = CALL;
+  operation = 0; rounds = 0; direct = false;
+  for (i : 0 .. RANKS * ROUNDS - 1) { rank[me].tensor[i] = INPUT(CALL) }
+#ifndef BREAK_SIGNAL
+  copy_in(0);
+#endif
+  signal()
+}
+
+inline compare() {
+  same = true;
+#ifdef BREAK_COMPARE
+  p = (me + 1) % RANKS;
+#else
+  for (p : 0 .. RANKS - 1) {
+#endif
+    assert(OF(p).call == CALL);
+    same = same && OF(p).operation == MINE.operation && OF(p).rounds == MINE.rounds;
+#ifndef BREAK_COMPARE
+  }
+#endif
+  /* All find the same. */
+  assert(compared[CALL] == 0 || verdicts[CALL] == same);
+  compared[CALL] = (compared[CALL] + 1) % RANKS;
+  verdicts[CALL] = same && compared[CALL] > 0;
+  direct_ranks = 0;
+  if
+  :: same -> for (p : 0 .. RANKS - 1) { direct_ranks = direct_ranks + OF(p).direct }
+  :: else
+  fi;
+  forget()
+}
+
+/* What this rank has left of the call before can be needed by nobody now. */
+inline forget() {
+  for (i : 0 .. INPUT_SETS - 1) {
+    if
+    :: rank[me].input[i] != 0 && (rank[me].input[i] - 1) / 8 != CALL -> rank[me].input[i] = 0
+    :: else
+    fi
+  }
+  for (i : 0 .. RESULT_SETS - 1) {
+    if
+    :: rank[me].result[i] != 0 && (rank[me].result[i] - 1) / 8 != CALL -> rank[me].result[i] = 0
+    :: else
+    fi
+  }
+#if DESCRIPTORS == 2
+  rank[me].descriptors[1 - CALL].operation = 0;
+  rank[me].descriptors[1 - CALL].rounds = 0;
+  rank[me].descriptors[1 - CALL].direct = false
+#endif
+}
+
+inline copy_in(k) {
+  if
+  :: MINE.direct || (k) >= MINE.rounds
+  :: else ->
+    if
+    :: MINE.operation == BARRIER
+    :: MINE.operation == ALL_GATHER || MINE.operation == BROADCAST + me -> RESULT_OF(me, k) = TAG(CALL, k)
+    :: MINE.operation >= ONE_SHOT && MINE.operation <= REDUCE_SCATTER -> INPUT_OF(me, k) = TAG(CALL, k)
+    :: else
+    fi
+  fi
+}
+
+/* Block k of this rank's slice, from what all ranks have. */
+inline reduce(k) {
+  for (p : 0 .. RANKS - 1) {
+    if
+    :: MINE.operation == ONE_SHOT -> assert(INPUT_OF(p, k) == TAG(CALL, k))
+    :: else ->
+      if
+      :: p == me || OF(p).direct -> assert(BLOCK(p, me, k) == INPUT(CALL))
+      :: else -> assert(INPUT_OF(p, k) == TAG(CALL, k))
+      fi
+    fi
+  }
+  if
+  :: MINE.operation == TWO_SHOT -> BLOCK(me, me, k) = OUTPUT(CALL); RESULT_OF(me, k) = TAG(CALL, k)
+  :: else
+  fi
+}
+
+/* Block k of the others, or of the root. */
+inline gather(k) {
+  for (p : 0 .. RANKS - 1) {
+    if
+    :: p == me || (MINE.operation >= BROADCAST && p != MINE.operation - BROADCAST)
+    :: else ->
+      if
+      :: MINE.operation == TWO_SHOT ->
+        assert(RESULT_OF(p, k) == TAG(CALL, k));
+        BLOCK(me, p, k) = OUTPUT(CALL)
+      :: else ->
+        if
+        :: OF(p).direct -> assert(BLOCK(p, me, k) == INPUT(CALL))
+        :: else -> assert(RESULT_OF(p, k) == TAG(CALL, k))
+        fi
+      fi
+    fi
+  }
+}
+
+/* Reads and writes this rank's slice of all tensors. */
+inline two_shot_in_place() {
+  for (i : 0 .. MINE.rounds - 1) {
+    for (p : 0 .. RANKS - 1) {
+      assert(BLOCK(p, me, i) == INPUT(CALL));
+      BLOCK(p, me, i) = OUTPUT(CALL)
+    }
+  }
+}
+
+inline read_in_place() {
+  for (i : 0 .. MINE.rounds - 1) {
+    if
+    :: MINE.operation == REDUCE_SCATTER -> reduce(i)
+    :: else -> gather(i)
+    fi
+  }
+}
+
+/* Numbers the sets of all ranks anew, so that those that rank 0 takes next are sets 0. */
+inline turn_sets(count) {
+  for (p : 0 .. RANKS - 1) {
+    rank[p].base = (rank[p].base + 6 - count) % 6;
+    i = count;
+    do
+    :: i == 0 -> break
+    :: else ->
+      i--;
+      q = rank[p].input[0];
+#if INPUT_SETS == 2
+      rank[p].input[0] = rank[p].input[1];
+#endif
+      rank[p].input[INPUT_SETS - 1] = q;
+      q = rank[p].result[0];
+      rank[p].result[0] = rank[p].result[1];
+#if RESULT_SETS == 3
+      rank[p].result[1] = rank[p].result[2];
+#endif
+      rank[p].result[RESULT_SETS - 1] = q
+    od
+  }
+}
+
+inline leave(count) {
+  if
+  :: MINE.operation == TWO_SHOT && same ->
+    for (p : 0 .. RANKS - 1) {
+      for (i : 0 .. MINE.rounds - 1) { assert(BLOCK(me, p, i) == OUTPUT(CALL)) }
+    }
+  :: else
+  fi;
+  rank[me].base = (rank[me].base + count) % 6;
+  if
+  :: me == 0 -> turn_sets(count)
+  :: else
+  fi;
+  for (i : 0 .. RANKS * ROUNDS - 1) { rank[me].tensor[i] = 0 }
+  same = false; direct_ranks = 0; k = 0;
+  rank[me].locked = false
+}
+
+active [RANKS * THREADS] proctype thread() {
+  byte me = _pid / THREADS;
+  byte operation, rounds, k, direct_ranks;
+  bool direct, same;
+next:
+  skip;
+  atomic {
+#ifndef BREAK_MUTEX
+    !rank[me].locked ->
+#endif
+    rank[me].locked = true;
+    choose();
+    d_step { begin() }
+  }
+#ifdef BREAK_SIGNAL
+  d_step { copy_in(0) }
+#endif
+  d_step { ARRIVED -> compare() }
+  if
+  :: !same || MINE.operation == BARRIER -> goto left_without_rounds
+  :: else
+  fi;
+
+  if
+  :: MINE.operation == ONE_SHOT ->
+    do
+    :: d_step {
+      ARRIVED && k + 1 < MINE.rounds ->
+      reduce(k);
+      k++;
+      copy_in(k);
+      signal()
+    }
+    :: d_step { ARRIVED && k + 1 == MINE.rounds -> reduce(k); leave(MINE.rounds) };
+      skip -> break
+    od
+
+  :: MINE.operation == TWO_SHOT && direct_ranks == RANKS ->
+    d_step { two_shot_in_place(); signal() };
+    skip -> goto left_without_rounds
+
+  :: MINE.operation == TWO_SHOT && direct_ranks < RANKS ->
+    do
+    :: d_step {
+      ARRIVED && k < MINE.rounds ->
+      reduce(k);
+      copy_in(k + 1);
+      signal();
+      k++
+    }
+      if
+      :: d_step { k > 1 -> gather(k - 2); skip }
+      :: k <= 1
+      fi
+    :: d_step { ARRIVED && k == MINE.rounds -> gather(k - 1); leave(MINE.rounds) };
+      skip -> break
+    od
+
+  :: MINE.operation == REDUCE_SCATTER && direct_ranks < RANKS ->
+    do
+    :: d_step {
+      ARRIVED && k + 1 < MINE.rounds ->
+      reduce(k);
+      k++;
+      copy_in(k);
+      signal()
+    }
+    :: d_step { ARRIVED && k + 1 == MINE.rounds && direct_ranks > 0 -> reduce(k); signal() };
+      skip -> goto left
+    :: d_step {
+      ARRIVED && k + 1 == MINE.rounds && direct_ranks == 0 ->
+      reduce(k);
+      leave(MINE.rounds)
+    };
+      skip -> break
+    od
+
+  :: MINE.operation >= ALL_GATHER && direct_ranks < (MINE.operation == ALL_GATHER -> RANKS : 1) ->
+    do
+    :: d_step { ARRIVED && k + 1 < MINE.rounds -> copy_in(k + 1); signal() }
+      d_step { gather(k); k++ }
+    :: d_step { ARRIVED && k + 1 == MINE.rounds && direct_ranks > 0 -> gather(k); signal() };
+      skip -> goto left
+    :: d_step {
+      ARRIVED && k + 1 == MINE.rounds && direct_ranks == 0 ->
+      gather(k);
+      leave(MINE.rounds)
+    };
+      skip -> break
+    od
+
+  :: else -> /* Every rank reads all data where they are. */
+    d_step { read_in_place(); signal() };
+    skip -> goto left_without_rounds
+  fi;
+  goto next;
+
+left: /* Peers read in place until here. */
+  skip;
+#ifndef BREAK_LEAVE
+  d_step { ARRIVED -> leave(MINE.rounds) };
+  skip;
+#else
+  d_step { leave(MINE.rounds) };
+  skip;
+#endif
+  goto next;
+
+left_without_rounds:
+  skip;
+#ifndef BREAK_LEAVE
+  d_step { ARRIVED -> leave(0) };
+  skip;
+#else
+  d_step { leave(0) };
+  skip;
+#endif
+  goto next
+}

@@ -1,0 +1,151 @@
+/* The ring all-reduce: is every chunk taken before its slot is written anew, and does no rank wait forever?
+ *
+ * Every rank makes one call after another, each of 1 .. CHUNKS chunks.
+ *
+ *   meet()                       the signal() and wait() at the beginning and at the end of ring()
+ *   reduce(), gather(), send_result()   those of ring() in all_reduce.cpp
+ *   ring()                       ring(), ring_schedule(), and finish_chunks()
+ *
+ * A step of the model is a reduce() or gather() with its wait() and its raise(). Mailboxes hold the numbers of
+ * their chunks. Numbers are kept modulo CYCLE, which is far more than ranks can be apart, so the search covers
+ * runs without end.
+ *
+ * To be found out: SLOTS=LAG (one slot fewer than needed), BREAK_RAISE (reduce() raises before it writes),
+ * BREAK_SCHEDULE (rank 0 waits for a result before it has begun the chunk).
+ */
+
+#ifndef RANKS
+#define RANKS 2
+#endif
+#ifndef LAG
+#define LAG RANKS
+#endif
+#ifndef SLOTS
+#define SLOTS (LAG + 1) /* As few as ring_schedule.h asks for. */
+#endif
+#ifndef CHUNKS
+#define CHUNKS (SLOTS + 2)
+#endif
+#define CYCLE (4 * SLOTS)
+
+typedef Rank {
+  byte arrivals;
+  byte reduce_sent, gather_sent; /* How many chunks are sent, modulo CYCLE. */
+  byte reduce_mailbox[SLOTS], gather_mailbox[SLOTS];
+};
+Rank rank[RANKS];
+byte entered, length; /* Of the call that ranks are entering. */
+
+hidden byte p, q;
+
+#define LAST (RANKS - 1)
+#define BEFORE ((me + LAST) % RANKS)
+#define NUMBER(i) ((first + (i)) % CYCLE)
+#define SENT(counter, i) ((counter + CYCLE - NUMBER(i) - 1) % CYCLE < CYCLE / 2)
+
+#define REACHED(peer) (rank[peer].arrivals >= rank[me].arrivals)
+#if RANKS == 2
+#define ARRIVED (REACHED(0) && REACHED(1))
+#elif RANKS == 3
+#define ARRIVED (REACHED(0) && REACHED(1) && REACHED(2))
+#else
+#define ARRIVED (REACHED(0) && REACHED(1) && REACHED(2) && REACHED(3))
+#endif
+
+inline meet() {
+  d_step {
+    rank[me].arrivals++;
+    q = 0;
+    for (p : 0 .. LAST) { q = q + (rank[p].arrivals > 0) }
+    if
+    :: q == RANKS -> for (p : 0 .. LAST) { rank[p].arrivals-- }
+    :: else
+    fi;
+    skip
+  }
+  ARRIVED
+}
+
+inline send_result(i) {
+  rank[me].gather_mailbox[NUMBER(i) % SLOTS] = NUMBER(i) + 1;
+  rank[me].gather_sent = NUMBER(i + 1)
+}
+
+inline reduce(i) {
+#ifdef BREAK_RAISE
+  d_step {
+    me == 0 || SENT(rank[BEFORE].reduce_sent, i);
+    if
+    :: me != LAST -> rank[me].reduce_sent = NUMBER(i + 1)
+    :: else
+    fi;
+    skip
+  }
+#endif
+  d_step {
+    me == 0 || SENT(rank[BEFORE].reduce_sent, i);
+    assert(me == 0 || rank[BEFORE].reduce_mailbox[NUMBER(i) % SLOTS] == NUMBER(i) + 1);
+    if
+    :: me == LAST -> send_result(i)
+    :: else ->
+      rank[me].reduce_mailbox[NUMBER(i) % SLOTS] = NUMBER(i) + 1;
+      rank[me].reduce_sent = NUMBER(i + 1)
+    fi;
+    skip
+  }
+}
+
+inline gather(i) {
+  if
+  :: me == LAST
+  :: else ->
+    d_step {
+      SENT(rank[BEFORE].gather_sent, i);
+      assert(rank[BEFORE].gather_mailbox[NUMBER(i) % SLOTS] == NUMBER(i) + 1);
+      if
+      :: me != LAST - 1 -> send_result(i)
+      :: else
+      fi;
+      skip
+    }
+  fi
+}
+
+active [RANKS] proctype ring() {
+  byte me = _pid;
+  byte first, chunks, i;
+  do
+  :: atomic { /* The first to come decides on the length. */
+      if
+      :: entered == 0 -> select(chunks : 1 .. CHUNKS)
+      :: else -> chunks = length
+      fi;
+      entered = (entered + 1) % RANKS;
+      length = (entered == 0 -> 0 : chunks)
+    }
+    meet();
+    do
+    :: i < chunks + LAG ->
+#ifdef BREAK_SCHEDULE
+      if
+      :: me == 0 && i < chunks -> gather(i)
+      :: else
+      fi;
+#endif
+      if
+      :: i < chunks -> reduce(i)
+      :: else
+      fi;
+      if
+      :: i >= LAG -> gather(i - LAG)
+      :: else
+      fi;
+      i++
+    :: else -> break
+    od;
+    first = (first + chunks) % CYCLE;
+    chunks = 0;
+    i = 0;
+    meet()
+  od
+}
