@@ -1,0 +1,229 @@
+"""Lost ranks: one of 2 to 4 processes is killed, or stopped for too long, at a random moment of random
+collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from bench.soak.calls import ALGORITHMS, Call, check
+from bench.soak.workers import Pool, Worker, joined, now, run_on_all, traces
+from pipekernels import Communicator, PeerError
+
+WORLD_SIZES = (2, 3, 4)
+ELEMENTS = 50_000
+CALLS = 8  # Prepared ones, which are made over and over.
+SPREAD = 0.02  # Seconds in which a rank is lost.
+TIMEOUT = 120.0  # Seconds; a death is noticed long before.
+STOPPED_TIMEOUT = 1.0
+SOON = 1.0  # Seconds within which survivors must hear of a death.
+
+
+class Loss(NamedTuple):
+    """What a survivor has seen."""
+
+    error: str  # The name of its class.
+    rank: int | None  # Who is named, if that is an attribute.
+    message: str
+    time: float  # By now().
+    calls: int  # Right ones before.
+
+
+class Member:
+    """What a worker keeps between tasks."""
+
+    stack: contextlib.ExitStack
+    before: dict[str, int]
+    comm: Communicator
+    calls: list[tuple[Call, Tensor, str]]
+    held: Tensor
+
+
+_me = Member()
+
+
+def join(rank: int, world_size: int, store: str, timeout: float, seed: int) -> None:
+    """Form a group and try it, and prepare random calls."""
+    _me.before = traces()
+    _me.stack = contextlib.ExitStack()
+    _me.comm = _me.stack.enter_context(joined(rank, world_size, store, timeout))
+    _me.calls = []
+    for i in range(CALLS):
+        call = Call.draw(seed * CALLS + i, world_size, ELEMENTS)
+        algorithm = random.Random(call.seed).choice(ALGORITHMS)
+        _me.calls.append((call, call.expected(rank, world_size), algorithm))
+    total = _me.comm.all_reduce(torch.ones(1000))
+    if total.ne(world_size).any():
+        raise AssertionError(f"a new group has a wrong sum: {total}")
+
+
+def work(rank: int, _world_size: int, seed: int) -> Loss:
+    """Make calls until one raises."""
+    own = random.Random(f"{seed} {rank}")
+    tensors = [call.tensor(_me.comm, own) for call, _, _ in _me.calls]
+    inputs = [tensor.clone() for tensor in tensors]
+    count = 0
+    while True:
+        i = count % CALLS
+        call, expected, algorithm = _me.calls[i]
+        tensors[i].copy_(inputs[i])
+        try:
+            result = call.run(_me.comm, tensors[i], algorithm)
+        except (PeerError, TimeoutError) as error:
+            raised = now()
+            _me.held = tensors[i]
+            return Loss(
+                type(error).__name__, getattr(error, "rank", None), str(error), raised, count
+            )
+        check(result, expected, call.special)
+        count += 1
+
+
+def refill(_rank: int, _world_size: int) -> None:
+    """Use the tensor of the call that failed for something else."""
+    _me.held.fill_(7)
+
+
+def leave(rank: int, _world_size: int, refilled: bool) -> None:
+    """Leave the group, and leave nothing behind."""
+    if refilled and _me.held.ne(7).any():
+        raise AssertionError(f"a rank that came late has overwritten a tensor of rank {rank}")
+    for attribute in ("held", "calls"):
+        if hasattr(_me, attribute):
+            delattr(_me, attribute)
+    try:
+        _me.comm.barrier()
+    except RuntimeError as error:
+        if "make a new one" not in str(error):
+            raise
+    else:
+        raise AssertionError(f"rank {rank} can go on with a communicator that has failed")
+    del _me.comm
+    _me.stack.close()
+    if (after := traces()) != _me.before:
+        raise AssertionError(f"rank {rank} leaves something behind: {_me.before}, then {after}")
+
+
+class Trial:
+    """One rank that is lost: who and when."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        generator = random.Random(f"{seed} {number}")
+        self.seed = generator.randrange(1 << 40)
+        self.world_size = generator.choice(WORLD_SIZES)
+        self.victim = generator.randrange(self.world_size)
+        self.delay = generator.uniform(0, SPREAD)
+
+    def lose(self, workers: list[Worker], store: str, timeout: float, number: int) -> float:
+        """Let the ranks work and send the victim a signal; returns when."""
+        run_on_all(workers, join, store, timeout, self.seed)
+        for rank, worker in enumerate(workers):
+            worker.start(work, rank, self.world_size, self.seed)
+        time.sleep(self.delay)
+        moment = now()
+        os.kill(workers[self.victim].pid, number)
+        return moment
+
+
+def kill(seed: int, kills: int) -> list[dict[str, Any]]:
+    """A row for all kills.
+
+    Raises:
+        AssertionError: something is not as it should be; the message names the kill.
+        WrongResult: a collective returned a wrong sum.
+    """
+    delays: list[float] = []
+    collectives = 0
+    begin = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Pool(max(WORLD_SIZES) + 1) as pool,
+        tqdm(total=kills, desc="kills", unit="kill", mininterval=1) as bar,
+    ):
+        for number in range(kills):
+            trial = Trial(seed, number)
+            workers = pool.take(trial.world_size)
+            killed = trial.lose(workers, f"{folder}/{number}", TIMEOUT, signal.SIGKILL)
+            survivors = [w for rank, w in enumerate(workers) if rank != trial.victim]
+            losses = [worker.result() for worker in survivors]
+            for loss in losses:
+                if loss.error != "PeerError" or loss.rank != trial.victim:
+                    raise AssertionError(f"kill {number}: rank {trial.victim} was killed: {loss}")
+                delays.append(loss.time - killed)
+                collectives += loss.calls
+            run_on_all(survivors, leave, False)
+            pool.replace(workers[trial.victim])
+            bar.update()
+    late = sum(delay >= SOON for delay in delays)
+    return [
+        {
+            "trial": "a rank of 2 to 4 is killed",
+            "runs": kills,
+            "collectives": collectives,
+            "outcome": "named by all survivors, no wrong sum, nothing left behind"
+            + (f"; {late} of {len(delays)} reports took {SOON} s or longer" if late else ""),
+            **_times(delays),
+            "late": late,
+            "seconds": time.perf_counter() - begin,
+        }
+    ]
+
+
+def stop(seed: int, stops: int) -> list[dict[str, Any]]:
+    """A row for all stops; raises as :func:`kill` does."""
+    delays: list[float] = []
+    collectives = 0
+    begin = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Pool(max(WORLD_SIZES)) as pool,
+        tqdm(total=stops, desc="stops", unit="stop", mininterval=1) as bar,
+    ):
+        for number in range(stops):
+            trial = Trial(seed, number)
+            workers = pool.take(trial.world_size)
+            store = f"{folder}/{number}"
+            stopped = trial.lose(workers, store, STOPPED_TIMEOUT, signal.SIGSTOP)
+            survivors = [w for rank, w in enumerate(workers) if rank != trial.victim]
+            losses = [worker.result() for worker in survivors]
+            run_on_all(survivors, refill)
+            os.kill(workers[trial.victim].pid, signal.SIGCONT)
+            losses.append(workers[trial.victim].result())
+            for loss in losses:
+                if loss.error != "TimeoutError":
+                    raise AssertionError(f"stop {number}: rank {trial.victim} was stopped: {loss}")
+                collectives += loss.calls
+            delays += [loss.time - stopped for loss in losses[:-1]]
+            run_on_all(survivors, leave, True)
+            run_on_all([workers[trial.victim]], leave, False)
+            bar.update()
+    return [
+        {
+            "trial": f"a rank of 2 to 4 is stopped, timeout {STOPPED_TIMEOUT:g} s",
+            "runs": stops,
+            "collectives": collectives,
+            "outcome": "TimeoutError on all ranks, which then form a new group",
+            **_times(delays),
+            "seconds": time.perf_counter() - begin,
+        }
+    ]
+
+
+def _times(delays: list[float]) -> dict[str, float]:
+    if len(delays) < 2:
+        return {}
+    return {
+        "p50": statistics.median(delays),
+        "p99": statistics.quantiles(delays, n=100, method="inclusive")[-1],
+        "max": max(delays),
+    }

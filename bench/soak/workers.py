@@ -1,0 +1,171 @@
+"""Processes that live long, form groups and leave them, and may be killed.
+
+They come from a server that has imported torch, so a new one takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pipekernels import Communicator, PeerError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LIMIT = 300.0  # Seconds for any one task.
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["bench.soak.sums", "bench.soak.losses", "bench.soak.mismatches"])
+
+
+class Worker:
+    """A process that runs tasks, one at a time."""
+
+    def __init__(self) -> None:
+        self._pipe, other = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def start(self, task: Callable[..., Any], *args: Any) -> None:
+        """Begin ``task(*args)`` in the process; a function at the top level of a module."""
+        self._pipe.send((task, args))
+
+    def result(self) -> Any:
+        """What the task returned; raises what it raised.
+
+        Raises:
+            TimeoutError: it has not ended within the limit.
+            EOFError: the process has died.
+        """
+        if not wait([self._pipe], timeout=LIMIT):
+            raise TimeoutError(f"a task did not end within {LIMIT} s")
+        answer, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return answer
+
+    def end(self) -> None:
+        """Kill the process, if it is not dead yet."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+class Pool:
+    """Workers that are there before they are needed."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._workers = [Worker() for _ in range(size)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def take(self, count: int) -> list[Worker]:
+        """The first ``count`` workers, which stay in the pool."""
+        return self._workers[:count]
+
+    def replace(self, worker: Worker) -> None:
+        """Put a new one at the end in place of one that has been killed."""
+        worker.end()
+        self._workers.remove(worker)
+        self._workers.append(Worker())
+
+
+def run_threads(world_size: int, body: Callable[[Communicator], Any], timeout: float) -> list[Any]:
+    """``body(communicator)`` on a thread of this process per rank; the results in rank order."""
+
+    def run(comm: Communicator) -> Any:
+        with comm:
+            return body(comm)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        ranks = [threads.submit(run, c) for c in Communicator.threads(world_size, timeout=timeout)]
+    errors = [error for rank in ranks if (error := rank.exception()) is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
+    return [rank.result() for rank in ranks]
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = task(*args), None
+        except Exception as error:  # noqa: BLE001
+            answer = None, error
+        pipe.send(answer)
+
+
+def run_on_all(workers: list[Worker], task: Callable[..., Any], *args: Any) -> list[Any]:
+    """``task(rank, world_size, *args)`` on every worker; the results in rank order.
+
+    Raises what a worker raised, preferably not because of another one.
+    """
+    for rank, worker in enumerate(workers):
+        worker.start(task, rank, len(workers), *args)
+    results, errors = [], []
+    for worker in workers:
+        try:
+            results.append(worker.result())
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
+    return results
+
+
+@contextlib.contextmanager
+def joined(rank: int, world_size: int, store: str, timeout: float) -> Iterator[Communicator]:
+    """A communicator over the processes that name the same new ``store`` file."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        with Communicator.from_process_group(timeout=timeout) as comm:
+            yield comm
+    finally:
+        dist.destroy_process_group()
+
+
+def traces() -> dict[str, int]:
+    """What a communicator could leave behind in this process or the system."""
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # That of the listing itself.
+            targets.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{fd}")))
+    found = {name: targets.count(name) for name in set(targets)}
+    found["mappings"] = Path("/proc/self/maps").read_text().count("/memfd:pipekernels")
+    found["/dev/shm"] = len(os.listdir("/dev/shm"))
+    return found
+
+
+def now() -> float:
+    """Seconds by a clock that all processes share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
