@@ -144,6 +144,13 @@ using Fp16 = EvenOdd<Fp16Format>;
 
 // ---- reductions --------------------------------------------------------------------------------
 
+// Which of two NaNs their sum is depends on the order in which the compiler adds them, and that on
+// the kernel. So the result is always the NaN with all bits set.
+template <class V>
+V one_nan(V v) {
+  return (V)((decltype(v == v))v | ~(v == v));
+}
+
 struct Sum {
   template <class V>
   static V combine(V a, V b) {
@@ -151,14 +158,14 @@ struct Sum {
   }
   template <class V>
   static V finish(V v, int) {
-    return v;
+    return one_nan(v);
   }
 };
 
 struct Avg : Sum {
   template <class V>
   static V finish(V v, int terms) {
-    return v / (V{} + static_cast<decltype(v[0] + v[0])>(terms));
+    return one_nan(v / (V{} + static_cast<decltype(v[0] + v[0])>(terms)));
   }
 };
 

@@ -102,11 +102,16 @@ T reduce_scalar(const std::vector<const T*>& sources, size_t i, Reduction reduct
   return Element<T>::narrow(sum);
 }
 
+template <class T>
+bool is_nan(T v) {
+  const auto x = Element<T>::widen(v);
+  return x != x;
+}
+
 // The same bits; any NaN for a NaN.
 template <class T>
 bool same(T a, T b) {
-  const auto x = Element<T>::widen(a), y = Element<T>::widen(b);
-  return (x != x && y != y) || std::memcmp(&a, &b, sizeof(T)) == 0;
+  return (is_nan(a) && is_nan(b)) || std::memcmp(&a, &b, sizeof(T)) == 0;
 }
 
 // ---- tests
@@ -128,6 +133,8 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
   for (int reduction_code = 0; reduction_code < kReductions; ++reduction_code) {
     const auto reduction = static_cast<Reduction>(reduction_code);
     if (is_integer(dtype) && reduction == Reduction::kAvg) continue;
+    const bool is_sum = reduction == Reduction::kSum || reduction == Reduction::kAvg;
+    const uint64_t all_bits = ~uint64_t{0};
     const ReduceKernels& kernels = reduce_kernels(dtype, reduction, isa);
     for (int trial = 0; trial < 30; ++trial) {
       const int terms = 1 + random() % 9;
@@ -152,6 +159,7 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
           T value;
           std::memcpy(&value, result + i * sizeof(T), sizeof(T));
           CHECK(same(value, expected[i]));
+          if (is_sum && is_nan(value)) CHECK(std::memcmp(&value, &all_bits, sizeof(T)) == 0);
         }
         CHECK(result[count * sizeof(T)] == 0xa5);
       };

@@ -3,7 +3,7 @@
 // Every variant gives the same bits: elements are combined in the order of the sources, 16-bit
 // floats in float32 and rounded once at the end (to nearest even), integers modulo 2^bits, an
 // average is the sum divided by the number of terms before that rounding, and a maximum or minimum
-// is NaN where a term is.
+// is NaN where a term is. A sum or average that is NaN has all bits set.
 #pragma once
 
 #include <cstddef>
