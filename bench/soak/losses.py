@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.soak.calls import ALGORITHMS, Call, check
-from bench.soak.workers import Pool, Worker, joined, now, run_on_all, traces
+from bench.soak.workers import Pool, Worker, joined, no_names_left, now, run_on_all, traces
 from pipekernels import Communicator, PeerError
 
 WORLD_SIZES = (2, 3, 4)
@@ -147,6 +147,7 @@ def kill(seed: int, kills: int) -> list[dict[str, Any]]:
     begin = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
+        no_names_left(),
         Pool(max(WORLD_SIZES) + 1) as pool,
         tqdm(total=kills, desc="kills", unit="kill", mininterval=1) as bar,
     ):
@@ -186,6 +187,7 @@ def stop(seed: int, stops: int) -> list[dict[str, Any]]:
     begin = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
+        no_names_left(),
         Pool(max(WORLD_SIZES)) as pool,
         tqdm(total=stops, desc="stops", unit="stop", mininterval=1) as bar,
     ):

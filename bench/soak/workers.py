@@ -155,15 +155,30 @@ def joined(rank: int, world_size: int, store: str, timeout: float) -> Iterator[C
 
 
 def traces() -> dict[str, int]:
-    """What a communicator could leave behind in this process or the system."""
+    """What a communicator could leave behind in this process."""
     targets = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # That of the listing itself.
             targets.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{fd}")))
     found = {name: targets.count(name) for name in set(targets)}
     found["mappings"] = Path("/proc/self/maps").read_text().count("/memfd:pipekernels")
-    found["/dev/shm"] = len(os.listdir("/dev/shm"))
     return found
+
+
+@contextlib.contextmanager
+def no_names_left() -> Iterator[None]:
+    """Checks that no name in ``/dev/shm`` is left; what other programs put there may go meanwhile.
+
+    Raises:
+        AssertionError: there are new names.
+    """
+    before = set(os.listdir("/dev/shm"))
+    yield
+    deadline = now() + 20
+    while left := set(os.listdir("/dev/shm")) - before:
+        if now() > deadline:
+            raise AssertionError(f"left in /dev/shm, if not by another program: {sorted(left)}")
+        time.sleep(0.5)
 
 
 def now() -> float:

@@ -166,6 +166,7 @@ void Communicator::await_arrivals(uint32_t target, int spins) const {
     if (rank == rank_) continue;
     Signal& arrivals = state(rank).arrivals;
     await(arrivals, target, rank, spins);
+    fuzz_delay();
     // A rank that failed in this collective no longer keeps its data for us, though it got so far.
     const uint32_t status = state(rank).status.load(std::memory_order_seq_cst);
     if (RankStatus::is_failed(status) &&
@@ -179,6 +180,7 @@ void Communicator::await_arrivals(uint32_t target, int spins) const {
 void Communicator::check_peers(const Signal& signal, uint32_t target) const {
   for (int rank = 0; rank < world_size_; ++rank) {
     const uint32_t status = state(rank).status.load(std::memory_order_acquire);
+    fuzz_delay();
     if (status != RankStatus::kOpen && !signal.reached(target)) throw_gone(rank, status);
   }
   if (closed_.load(std::memory_order_relaxed)) {
@@ -242,6 +244,7 @@ void Communicator::publish(uint32_t status, uint64_t failed_call) {
 void Communicator::fail(Failure failure) {
   publish(RankStatus::failed(failure.reason, failure.culprit), calls_);
   failure_ = std::move(failure);
+  fuzz_delay();
   state(rank_).inside.store(0, std::memory_order_seq_cst);
   if (!is_threads()) return;
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -275,14 +278,17 @@ Collective::Collective(Communicator& communicator, const Call& call, const void*
   }
   // Before any access to peers' memory, and before looking whether a peer has failed; see fail().
   communicator_.state(rank()).inside.store(1, std::memory_order_seq_cst);
+  fuzz_delay();
 }
 
 Collective::~Collective() {
+  fuzz_delay();
   communicator_.state(rank()).inside.store(0, std::memory_order_release);
   communicator_.mutex_.unlock();
 }
 
 void Collective::signal() {
+  fuzz_delay();
   Signal& arrivals = communicator_.state(rank()).arrivals;
   arrivals.raise(arrivals.own_value() + 1);
 }

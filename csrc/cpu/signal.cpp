@@ -15,6 +15,7 @@ void Signal::sleep(uint32_t target, std::chrono::milliseconds limit) {
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t seen = value_.load(std::memory_order_seq_cst);
   if (static_cast<int32_t>(seen - target) < 0) {
+    fuzz_delay();
     const timespec timeout = {limit.count() / 1000, limit.count() % 1000 * 1000000};
     // Returns at once if the value is no longer `seen`.
     syscall(SYS_futex, &value_, FUTEX_WAIT, seen, &timeout, nullptr, 0);

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "pipekernels/fuzz.h"
+
 namespace pipekernels {
 
 // Zeroed memory is a valid initial state. Values wrap around; two values that are compared are less
@@ -24,6 +26,7 @@ class alignas(64) Signal {
   // sleeper sees the new value and does not sleep.
   void raise(uint32_t value) {
     value_.store(value, std::memory_order_seq_cst);
+    fuzz_delay();
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
 

@@ -1,0 +1,55 @@
+"""The soak's own checks: that they would notice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from bench.soak import mismatches
+from bench.soak.calls import Call, WrongResult, bits, check, contents
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_one_wrong_bit_is_noticed(dtype: torch.dtype) -> None:
+    right = torch.arange(1, 1000).to(dtype)
+    check(right.clone(), right, special=False)
+    check(torch.stack([right, right], 1)[:, 0], right, special=False)
+    for special in (False, True):
+        wrong = right.clone()
+        wrong.view(torch.uint8)[137] ^= 1
+        with pytest.raises(WrongResult, match="1 of 999 elements differ"):
+            check(wrong, right, special)
+        with pytest.raises(WrongResult, match="shape"):
+            check(right[:, None], right, special)
+
+
+def test_only_special_values_may_differ_in_the_sign_of_zero_and_the_bits_of_nan() -> None:
+    a, b = torch.tensor([0.0, float("nan")]), torch.tensor([-0.0, -float("nan")])
+    assert not torch.equal(bits(a), bits(b))
+    check(a, b, special=True)
+    with pytest.raises(WrongResult):
+        check(a, b, special=False)
+
+
+def test_draws_are_the_same_for_the_same_seed_and_cover_everything() -> None:
+    calls = [Call.draw(seed, 3, 1000) for seed in range(300)]
+    assert calls == [Call.draw(seed, 3, 1000) for seed in range(300)]
+    assert {call.operation for call in calls} == {
+        "all_reduce", "reduce_scatter", "all_gather", "broadcast"
+    }  # fmt: skip
+    assert len({call.dtype for call in calls}) == 6 and len({call.op for call in calls}) == 4
+    assert min(torch.Size(call.shape).numel() for call in calls) == 0
+    assert any(contents(call, 0).isnan().any() for call in calls)
+    assert not torch.equal(contents(calls[1], 0), contents(calls[1], 1))
+
+
+def test_every_mismatch_differs_somewhere_in_every_call() -> None:
+    changes = set()
+    for seed in range(500):
+        calls, change = mismatches.draw(random.Random(seed))
+        changes.add(change)
+        for same_position in zip(*calls, strict=True):
+            assert len(set(same_position)) == 2
+    assert changes == set(mismatches.CHANGES)
