@@ -70,6 +70,7 @@ SEARCHES = [
     Search("ring", "RANKS=2 BREAK_SCHEDULE", True),
     Search("failure", "RANKS=2 CALLS=3 GIVE_UPS=2"),
     Search("failure", "RANKS=3 CALLS=2 GIVE_UPS=2"),
+    Search("failure", "RANKS=4 CALLS=1 GIVE_UPS=0"),
     Search("failure", "RANKS=2 CALLS=3 KILL"),
     Search("failure", "RANKS=3 CALLS=2 KILL"),
     *(
