@@ -268,13 +268,11 @@ Collective::Collective(Communicator& communicator, const Call& call, const void*
   }
   communicator_.call_ = call;
   ++communicator_.calls_;
-  Descriptor& mine = descriptor(rank());
-  mine.call = call;
-  mine.location = 0;
+  mine_.call = call;
   if (communicator_.is_threads()) {
-    mine.location = reinterpret_cast<uintptr_t>(data);
+    mine_.location = reinterpret_cast<uintptr_t>(data);
   } else if (communicator_.heap_->contains(data, bytes)) {
-    mine.location = static_cast<const std::byte*>(data) - segment().base();
+    mine_.location = static_cast<const std::byte*>(data) - segment().base();
   }
   // Before any access to peers' memory, and before looking whether a peer has failed; see fail().
   communicator_.state(rank()).inside.store(1, std::memory_order_seq_cst);
@@ -289,6 +287,9 @@ Collective::~Collective() {
 
 void Collective::signal() {
   fuzz_delay();
+  // Right before the signal, with which it shares a cache line that peers are polling.
+  if (!published_) descriptor(rank()) = mine_;
+  published_ = true;
   Signal& arrivals = communicator_.state(rank()).arrivals;
   arrivals.raise(arrivals.own_value() + 1);
 }
@@ -310,7 +311,7 @@ int Collective::spins() const {
 void Collective::compare_descriptors() {
   compared_ = true;
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (same(descriptor(peer).call, mine().call)) continue;
+    if (same(descriptor(peer).call, mine_.call)) continue;
     std::string message = "the ranks call different collectives: ";
     for (int i = 0; i < world_size(); ++i) {
       message += (i ? ", " : "") + rank_name(i) + " " + describe(descriptor(i).call);
@@ -319,8 +320,9 @@ void Collective::compare_descriptors() {
   }
 }
 
-std::byte* Collective::data_of(int peer) const {
-  const uint64_t location = descriptor(peer).location;
+std::byte* Collective::data_of(int peer) const { return address(descriptor(peer).location); }
+
+std::byte* Collective::address(uint64_t location) const {
   if (location == 0) return nullptr;
   if (communicator_.is_threads()) return reinterpret_cast<std::byte*>(location);
   return segment().base() + location;
@@ -346,7 +348,7 @@ void Collective::abandon() {
   }
   // A process that was stopped may go on one day, and write to what peers have published.
   if (direct() && !communicator_.is_threads())
-    communicator_.heap_->isolate(data_of(rank()), bytes_);
+    communicator_.heap_->isolate(address(mine_.location), bytes_);
 }
 
 void barrier(Communicator& communicator) {

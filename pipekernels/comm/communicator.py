@@ -232,13 +232,13 @@ class Communicator:
         """
         try:
             dtype = REDUCIBLE[tensor.dtype]
-            codes = dtype, REDUCTIONS[op], ALGORITHMS[algorithm]
+            reduction, way = REDUCTIONS[op], ALGORITHMS[algorithm]
         except KeyError:
             _raise_for(tensor, op, algorithm)
         dense = tensor
         if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
             dense = _dense(tensor)
-        self._core.all_reduce(dense.data_ptr(), dense.numel(), *codes)
+        self._core.all_reduce(dense.data_ptr(), dense.numel(), dtype, reduction, way)
         if dense is not tensor:
             with torch.no_grad():
                 tensor.copy_(dense)

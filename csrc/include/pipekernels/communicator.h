@@ -115,13 +115,14 @@ class Collective {
   int world_size() const { return communicator_.world_size_; }
   Segment& segment() const { return *communicator_.segment_; }
 
+  // The first one publishes what this rank calls.
   void signal();
   void wait();
   // Waits for a signal of `owner` alone.
   void wait(Signal& signal, uint32_t target, int owner);
 
   // Whether peers access this rank's data in place.
-  bool direct() const { return mine().location != 0; }
+  bool direct() const { return mine_.location != 0; }
   // After the first wait: the data of `peer`, or null if it has to stage them.
   std::byte* data_of(int peer) const;
   // After the first wait: how many ranks have their data in place.
@@ -149,12 +150,15 @@ class Collective {
   Descriptor& descriptor(int rank) const {
     return communicator_.state(rank).descriptors[communicator_.calls_ % 2];
   }
-  const Descriptor& mine() const { return descriptor(rank()); }
   void compare_descriptors();
   int spins() const;
 
   Communicator& communicator_;
+  std::byte* address(uint64_t location) const;
+
   const size_t bytes_;
+  Descriptor mine_;
+  bool published_ = false;
   bool compared_ = false;
 };
 

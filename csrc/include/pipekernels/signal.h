@@ -10,8 +10,8 @@
 namespace pipekernels {
 
 // Zeroed memory is a valid initial state. Values wrap around; two values that are compared are less
-// than 2^31 apart.
-class alignas(64) Signal {
+// than 2^31 apart. Should have a cache line without what other ranks write.
+class Signal {
  public:
   // The value that only the owner, who raises it, may rely on.
   uint32_t own_value() const { return value_.load(std::memory_order_relaxed); }
