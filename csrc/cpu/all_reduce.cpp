@@ -13,7 +13,7 @@ namespace {
 
 // Up to how many bytes one step and n reads beat two steps, where nobody has measured that. Many
 // ranks tend to share cores, where a step takes long.
-constexpr size_t one_shot_bytes(int ranks) { return ranks <= 4 ? 4 << 10 : 16 << 10; }
+constexpr size_t one_shot_bytes(int ranks) { return ranks <= 4 ? 2 << 10 : 16 << 10; }
 
 // A rank that reduces straight into its peers' memory does so in blocks that stay in its L1.
 constexpr size_t kPushBytes = 8 << 10;
