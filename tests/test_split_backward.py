@@ -171,10 +171,18 @@ def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> N
     calls.clear()
     force_way("split")
     options: dict[str, Any] = {"chunks": 4, "checkpoint": "never"}
-    Pipe(model, [1, 1], devices=["cpu"] * 2, **options)(x).sum().backward()
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, **options)
+    pipe(x).sum().backward()
     assert calls == [1] * 4
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, grad)
+    for way in ("inline", "lanes"):
+        force_way(way)
+        calls.clear()
+        model.zero_grad()
+        with pipe.timeline():  # Stages stay apart on one thread, too.
+            pipe.train_step(x, None, torch.sum, schedule="zb-h1", loss_reduction="sum")
+        assert calls == [1] * 4
 
 
 def test_a_split_pass_has_both_parts_on_its_timeline(force_way: Callable[[Way], None]) -> None:

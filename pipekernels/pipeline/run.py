@@ -81,8 +81,9 @@ class Run:
         self._program = schedule.program(
             len(self._tasks), micro_batches, split=self._way == "split"
         )
-        # Whether a backward may be done in two parts: a hook on a tensor would be called in both.
-        self._may_split = True
+        # Whether backwards may be done in two parts. Not with hooks on tensors, which would be called
+        # in both; lanes see them being made, and on one thread nobody waits for the first part.
+        self._may_split = self._way != "inline"
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         # Skips, and their gradients, between the stage that leaves them here and the one that takes
