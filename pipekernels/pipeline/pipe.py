@@ -167,7 +167,8 @@ class Pipe(nn.Module):
 
         With ``'1f1b'`` a stage holds the activations of at most as many micro-batches as there are
         stages, whatever ``chunks``; ``'gpipe'`` holds those of all; ``'zb-h1'`` holds no more than
-        ``'1f1b'`` and idles less, at the price of entering autograd once more for every layer.
+        ``'1f1b'`` and idles less, at the price of entering autograd once more for every layer; where one
+        thread runs all stages, as on CUDA devices, its backwards stay whole.
         ``'interleaved'`` deals the stages out to fewer lanes. ``1f1b``, ``interleaved`` and
         ``zb-h1`` sum gradients over micro-batches first one first, so the last bits may differ from
         those of ``loss_fn(pipe(input), target).backward()``.
