@@ -16,9 +16,8 @@ lies between take and put is an ordinary graph: its memory is freed as the backw
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipekernels.pipeline.random_state import RunRandom, preserved
+from pipekernels.pipeline.spmd_transport import (
+    Axis,
+    Features,
+    FromBatch,
+    FromNothing,
+    FromPrevious,
+    Sink,
+    Source,
+    ToNext,
+    ToWhole,
+    ranks_along,
+    zeros,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,10 +99,12 @@ def execute_pipeline(
     _check_module(module, "module")
     _check_count(num_microbatches)
     mesh = _given_or_enclosing(mesh)
-    axis = _Axis.of(mesh, model_axis_name)
+    axis = Axis.of(mesh, model_axis_name)
     key = _random_key(mesh, model_axis_name, replicated_axis_names)
-    source = _Batch(x, num_microbatches) if axis.is_first else _Previous(axis, num_microbatches)
-    sink = _Whole(num_microbatches) if axis.is_last else _Next(axis, num_microbatches)
+    source = (
+        FromBatch(x, num_microbatches) if axis.is_first else FromPrevious(axis, num_microbatches)
+    )
+    sink = ToWhole(num_microbatches) if axis.is_last else ToNext(axis, num_microbatches)
     random = RunRandom([axis.device])
 
     def stage(m: int, part: Tensor) -> Any:
@@ -111,7 +125,7 @@ def execute_pipeline(
     features = _agree(axis, failure, sink.features)
     rows, *rest = features.shape
     features = features._replace(shape=(num_microbatches * rows, *rest))
-    make = sink.take if axis.is_last else partial(_zeros, features, axis.device)
+    make = sink.take if isinstance(sink, ToWhole) else partial(zeros, features, axis.device)
     return _Output.apply(sink, make, token) if features.requires_grad else make()
 
 
@@ -155,18 +169,18 @@ def execute_pipeline_step(
     is over.
     """
     _check_module(module, "module")
-    axis = _Axis.of(_given_or_enclosing(mesh), model_axis_name)
+    axis = Axis.of(_given_or_enclosing(mesh), model_axis_name)
     differentiable = torch.is_grad_enabled() and state.is_floating_point()
-    features = _Features(tuple(state.shape), state.dtype, differentiable)
-    source = _Nothing(axis, features) if axis.is_first else _Previous(axis, 1, features)
-    sink = _Whole(1, features) if axis.is_last else _Next(axis, 1, features)
+    features = Features(tuple(state.shape), state.dtype, differentiable)
+    source = FromNothing(axis, features) if axis.is_first else FromPrevious(axis, 1, features)
+    sink = ToWhole(1, features) if axis.is_last else ToNext(axis, 1, features)
     token = _start(axis, source, input, module, args, {"state": state, **kwargs})
     result = module(input if axis.is_first else state, *args, **kwargs)
     sink.check(0, result)
     token = _Put.apply(sink, 0, token, result)
     state, token = _Take.apply(source, 0, token)
     sink.finish()
-    make = sink.take if axis.is_last else partial(_zeros, features, axis.device)
+    make = sink.take if isinstance(sink, ToWhole) else partial(zeros, features, axis.device)
     return state, _Output.apply(sink, make, token)
 
 
@@ -210,7 +224,7 @@ class PipelineModule(nn.Module):
         self.module_fn = module_fn
         self.replicated_axis_names = tuple(replicated_axis_names)
         self._mesh = _given_or_enclosing(mesh)
-        axis = _Axis.of(self._mesh, model_axis_name)
+        axis = Axis.of(self._mesh, model_axis_name)
         _random_key(self._mesh, model_axis_name, self.replicated_axis_names)
         random = RunRandom([axis.device])
         with preserved([axis.device]), random.inline(0, axis.index):
@@ -231,53 +245,6 @@ class PipelineModule(nn.Module):
         )
 
 
-class _Features(NamedTuple):
-    """What a rank must know of a tensor that it will get, or of its gradient."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Features:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def __str__(self) -> str:
-        grad = " that requires a gradient" if self.requires_grad else ""
-        return f"{self.dtype} {list(self.shape)}{grad}"
-
-
-def _zeros(features: _Features, device: torch.device) -> Tensor:
-    return torch.zeros(features.shape, dtype=features.dtype, device=device)
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """The ranks of one mesh dimension that differ from this rank in no other."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-    ranks: list[int]
-    """Their numbers in the default group, by stage."""
-    index: int
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, name: str) -> _Axis:
-        ranks = _ranks_along(mesh, [name])
-        device = torch.device(mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        return cls(mesh.get_group(name), device, ranks, ranks.index(dist.get_rank()))
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == len(self.ranks) - 1
-
-
 def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
     # torch has no public name for the mesh that `with mesh:` enters.
     from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -294,24 +261,6 @@ def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _ranks_along(mesh: DeviceMesh, names: Collection[str]) -> list[int]:
-    """Ranks whose place in the mesh differs from this rank's in the named dimensions alone."""
-    known = mesh.mesh_dim_names or ()
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"the mesh has no dimension {name!r}; its dimensions are {list(known)} "
-                "(mesh_dim_names of init_device_mesh)"
-            )
-    place = mesh.get_coordinate()
-    if place is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh}; call this on its ranks only"
-        )
-    where = [slice(None) if n in names else i for n, i in zip(known, place, strict=True)]
-    return mesh.mesh[tuple(where)].flatten().tolist()
-
-
 def _random_key(mesh: DeviceMesh, model_axis_name: str, replicated: Collection[str]) -> int:
     """The same for ranks that work on the same activations, different for others."""
     if model_axis_name in replicated:
@@ -319,7 +268,7 @@ def _random_key(mesh: DeviceMesh, model_axis_name: str, replicated: Collection[s
             f"replicated_axis_names has {model_axis_name!r}, whose ranks hold different stages; "
             "leave it out"
         )
-    return min(_ranks_along(mesh, replicated))
+    return min(ranks_along(mesh, replicated))
 
 
 def _check_module(module: object, what: str) -> None:
@@ -350,8 +299,8 @@ def _batch_error(x: Any, num_microbatches: int, *, needed: bool) -> Exception | 
 
 
 def _start(
-    axis: _Axis,
-    source: _Source,
+    axis: Axis,
+    source: Source,
     x: Any,
     module: nn.Module,
     args: tuple[Any, ...],
@@ -365,7 +314,7 @@ def _start(
 
 
 def _pass_all(
-    stage: Callable[[int, Tensor], Any], count: int, source: _Source, sink: _Sink, token: Tensor
+    stage: Callable[[int, Tensor], Any], count: int, source: Source, sink: Sink, token: Tensor
 ) -> tuple[Tensor, Exception | None]:
     """All micro-batches through this rank's stage; stops at an exception and returns it."""
     for m in range(count):
@@ -379,7 +328,7 @@ def _pass_all(
     return token, None
 
 
-def _agree(axis: _Axis, failure: Exception | None, features: _Features | None) -> _Features:
+def _agree(axis: Axis, failure: Exception | None, features: Features | None) -> Features:
     """Tell the others how this rank's forward went; what is known of the last stage's output."""
     reports: list[Any] = [None] * len(axis.ranks)
     raised = None if failure is None else repr(failure)
@@ -395,296 +344,13 @@ def _agree(axis: _Axis, failure: Exception | None, features: _Features | None) -
     return reports[-1][1]
 
 
-class _Link:
-    """Messages to and from the rank of a neighbouring stage.
-
-    They flow one way at a time: results first, gradients the other way later. The receiver is ready
-    for a message before it works on the one before it. So a rank that waits, for a message or until
-    its last one is taken, waits for the work on an earlier micro-batch of a neighbour, never for one
-    that waits for it: sends and receives need not be batched, and each starts as early as it can.
-    """
-
-    def __init__(self, axis: _Axis, stage: int) -> None:
-        self._group, self._device, self._rank = axis.group, axis.device, axis.ranks[stage]
-        self._sent: tuple[dist.Work, Tensor] | None = None
-        self._features: _Features
-        self._left = 0
-        self._coming: tuple[dist.Work, Tensor]
-
-    def send(self, tensor: Tensor) -> None:
-        """Send without waiting, except for the message before."""
-        self.flush()
-        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        self._sent = cast(dist.Work, dist.isend(dense, self._rank, self._group)), dense
-
-    def flush(self) -> None:
-        """Wait until nothing that was sent needs its memory."""
-        if self._sent is not None:
-            self._sent[0].wait()
-            self._sent = None
-
-    def announce(self, features: _Features | None) -> None:
-        """Tell the receiver what will come; None: nothing will."""
-        dist.send_object_list([features], self._rank, self._group)
-
-    def announced(self) -> _Features | None:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, self._rank, self._group)
-        return received[0]
-
-    def expect(self, features: _Features, count: int) -> None:
-        """Get ready for ``count`` tensors. While one is worked on, the next is on its way."""
-        self._features, self._left = features, count
-        self._coming = self._receive_later()
-
-    def receive(self) -> Tensor:
-        work, tensor = self._coming
-        self._left -= 1
-        if self._left:
-            self._coming = self._receive_later()
-        else:
-            del self._coming
-        work.wait()
-        return tensor
-
-    def skip(self) -> None:
-        """Receive what is still to come and drop it."""
-        while self._left:
-            self.receive()
-
-    def _receive_later(self) -> tuple[dist.Work, Tensor]:
-        shape, dtype, _ = self._features
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        return cast(dist.Work, dist.irecv(tensor, self._rank, self._group)), tensor
-
-
-class _Source:
-    """Where a stage's micro-batches come from, and where their gradients go."""
-
-    wants_grad = False
-
-    def begin(self) -> bool:
-        """Whether micro-batches will come."""
-        return True
-
-    def take(self, m: int) -> Tensor:
-        raise NotImplementedError
-
-    def give_back(self, m: int, grad: Tensor | None) -> None:
-        """Take the gradient of micro-batch ``m``, the last one first."""
-
-    def skip(self) -> None:
-        """Drop the micro-batches that were not taken."""
-
-    def finish(self) -> Tensor | None:
-        """End the backward. Returns the gradient of the batch, if any."""
-        return None
-
-
-class _Batch(_Source):
-    """The first stage's: slices of the batch."""
-
-    def __init__(self, x: Any, count: int) -> None:
-        self.wants_grad = isinstance(x, Tensor) and x.requires_grad
-        self._x = x
-        self._count = count
-        self._grad: Tensor | None = None
-
-    def take(self, m: int) -> Tensor:
-        # A copy, so that layers may work in place: slices of one tensor share its version counter.
-        return self._slice(self._x, m).clone()
-
-    def give_back(self, m: int, grad: Tensor | None) -> None:
-        if self.wants_grad and grad is not None:
-            if self._grad is None:
-                self._grad = torch.zeros_like(self._x)
-            self._slice(self._grad, m).copy_(grad)
-
-    def finish(self) -> Tensor | None:
-        grad, self._grad = self._grad, None
-        return grad
-
-    def _slice(self, x: Tensor, m: int) -> Tensor:
-        size = x.size(0) // self._count
-        return x.narrow(0, m * size, size)
-
-
-class _Previous(_Source):
-    """Any other stage's: what the previous stage sends."""
-
-    def __init__(self, axis: _Axis, count: int, features: _Features | None = None) -> None:
-        self._link = _Link(axis, axis.index - 1)
-        self._device = axis.device
-        self._count = count
-        self._features = features
-        if features is not None:
-            self._expect(features)
-
-    def begin(self) -> bool:
-        features = self._link.announced()
-        if features is not None:
-            self._expect(features)
-        return features is not None
-
-    def take(self, m: int) -> Tensor:
-        return self._link.receive()
-
-    def give_back(self, m: int, grad: Tensor | None) -> None:
-        if self.wants_grad:
-            assert self._features is not None
-            self._link.send(_zeros(self._features, self._device) if grad is None else grad)
-
-    def skip(self) -> None:
-        self._link.skip()
-
-    def finish(self) -> Tensor | None:
-        self._link.flush()
-        return None
-
-    def _expect(self, features: _Features) -> None:
-        self._features = features
-        self.wants_grad = features.requires_grad
-        self._link.expect(features, self._count)
-
-
-class _Nothing(_Source):
-    """The first stage's state in a single step, which nobody sends."""
-
-    def __init__(self, axis: _Axis, features: _Features) -> None:
-        self.wants_grad = features.requires_grad
-        self._zeros = partial(_zeros, features, axis.device)
-
-    def take(self, m: int) -> Tensor:
-        return self._zeros()
-
-
-class _Sink:
-    """Where a stage's results go, and where their gradients come from.
-
-    Args:
-        count: how many results there will be.
-        features: what was agreed on them; None to go by the first.
-    """
-
-    def __init__(self, count: int, features: _Features | None = None) -> None:
-        self.features = features
-        self._count = count
-
-    def check(self, m: int, result: Any) -> None:
-        """Raises where ``result`` is not what the receiver counts on."""
-        if not isinstance(result, Tensor):
-            raise TypeError(f"the module must return a tensor, not {type(result).__name__}")
-        features = _Features.of(result)
-        if self.features is None:
-            self.features = features
-        shape, dtype, requires_grad = self.features
-        if features[:2] != (shape, dtype) or features.requires_grad > requires_grad:
-            raise ValueError(
-                f"the module returned {features} for micro-batch {m}, not {self.features}; "
-                "every micro-batch must give the same"
-            )
-
-    def put(self, m: int, result: Tensor) -> None:
-        raise NotImplementedError
-
-    def give_up(self) -> None:
-        """Put something in place of the results that will not come."""
-
-    def finish(self) -> None:
-        """End the forward."""
-
-    def take(self) -> Tensor:
-        """All results, along dimension 0."""
-        raise NotImplementedError
-
-    def begin_backward(self, grad: Tensor | None) -> None:
-        """Take the gradient of the whole output."""
-
-    def grad_of(self, m: int) -> Tensor | None:
-        """The gradient of result ``m``; the last one is asked for first."""
-        raise NotImplementedError
-
-
-class _Whole(_Sink):
-    """The last stage's: one output, written micro-batch by micro-batch."""
-
-    _output: Tensor
-
-    def __init__(self, count: int, features: _Features | None = None) -> None:
-        super().__init__(count, features)
-        self._grads: list[Tensor] = []
-
-    def check(self, m: int, result: Any) -> None:
-        super().check(m, result)
-        if result.dim() == 0:
-            raise ValueError(
-                "the last stage returned a tensor without dimensions; outputs are joined along "
-                "dimension 0 (compute a scalar loss outside the pipeline)"
-            )
-
-    def put(self, m: int, result: Tensor) -> None:
-        rows = result.size(0)
-        if m == 0:
-            self._output = result.new_empty((self._count * rows, *result.shape[1:]))
-        self._output.narrow(0, m * rows, rows).copy_(result)
-
-    def take(self) -> Tensor:
-        # Keeps no reference: the output's graph holds this object.
-        output = self._output
-        del self._output
-        return output
-
-    def begin_backward(self, grad: Tensor | None) -> None:
-        self._grads = [] if grad is None else list(grad.tensor_split(self._count))
-
-    def grad_of(self, m: int) -> Tensor | None:
-        return self._grads.pop() if self._grads else None
-
-
-class _Next(_Sink):
-    """Any other stage's: what the next stage receives."""
-
-    def __init__(self, axis: _Axis, count: int, features: _Features | None = None) -> None:
-        super().__init__(count, features)
-        self._link = _Link(axis, axis.index + 1)
-        self._device = axis.device
-        self._announced = features is not None
-        self._done = 0
-
-    def put(self, m: int, result: Tensor) -> None:
-        if not self._announced:
-            self._link.announce(self.features)
-            self._announced = True
-        self._link.send(result)
-        self._done += 1
-
-    def give_up(self) -> None:
-        if not self._announced:
-            self._link.announce(None)
-            return
-        assert self.features is not None
-        for _ in range(self._done, self._count):
-            self._link.send(_zeros(self.features, self._device))
-
-    def finish(self) -> None:
-        self._link.flush()
-
-    def grad_of(self, m: int) -> Tensor | None:
-        assert self.features is not None
-        if not self.features.requires_grad:
-            return None
-        if m == self._count - 1:
-            self._link.expect(self.features, self._count)
-        return self._link.receive()
-
-
 class _Start(torch.autograd.Function):
     """Ties what the pipeline depends on to its chain, so that a backward for any of it runs the
     whole chain."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: _Source, anchor: Tensor, x: Tensor | None, *others: Tensor
+        ctx: Any, source: Source, anchor: Tensor, x: Tensor | None, *others: Tensor
     ) -> Tensor:
         ctx.source = source
         ctx.nothing = None if x is None else x.new_zeros(()).expand_as(x)
@@ -701,7 +367,7 @@ class _Take(torch.autograd.Function):
     """Micro-batch ``m`` from the source."""
 
     @staticmethod
-    def forward(ctx: Any, source: _Source, m: int, token: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, source: Source, m: int, token: Tensor) -> tuple[Tensor, Tensor]:
         ctx.source, ctx.m = source, m
         ctx.set_materialize_grads(False)
         part = source.take(m)
@@ -719,7 +385,7 @@ class _Put(torch.autograd.Function):
     """Result ``m`` into the sink."""
 
     @staticmethod
-    def forward(ctx: Any, sink: _Sink, m: int, token: Tensor, result: Tensor) -> Tensor:
+    def forward(ctx: Any, sink: Sink, m: int, token: Tensor, result: Tensor) -> Tensor:
         ctx.sink, ctx.m = sink, m
         ctx.set_materialize_grads(False)
         sink.put(m, result)
@@ -734,7 +400,7 @@ class _Output(torch.autograd.Function):
     """The end of the chain: the output on the last stage, zeros on the others."""
 
     @staticmethod
-    def forward(ctx: Any, sink: _Sink, make: Callable[[], Tensor], token: Tensor) -> Tensor:
+    def forward(ctx: Any, sink: Sink, make: Callable[[], Tensor], token: Tensor) -> Tensor:
         ctx.sink = sink
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)

@@ -1,0 +1,369 @@
+"""What travels between the stages of an SPMD pipeline: a stage's neighbours, where its micro-batches
+come from, and where its results go."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Features(NamedTuple):
+    """What a rank must know of a tensor that it will get, or of its gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Features:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        grad = " that requires a gradient" if self.requires_grad else ""
+        return f"{self.dtype} {list(self.shape)}{grad}"
+
+
+def zeros(features: Features, device: torch.device) -> Tensor:
+    return torch.zeros(features.shape, dtype=features.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks of one mesh dimension that differ from this rank in no other."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    ranks: list[int]
+    """Their numbers in the default group, by stage."""
+    index: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, name: str) -> Axis:
+        ranks = ranks_along(mesh, [name])
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return cls(mesh.get_group(name), device, ranks, ranks.index(dist.get_rank()))
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.ranks) - 1
+
+
+def ranks_along(mesh: DeviceMesh, names: Collection[str]) -> list[int]:
+    """Ranks whose place in the mesh differs from this rank's in the named dimensions alone."""
+    known = mesh.mesh_dim_names or ()
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"the mesh has no dimension {name!r}; its dimensions are {list(known)} "
+                "(mesh_dim_names of init_device_mesh)"
+            )
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}; call this on its ranks only"
+        )
+    where = [slice(None) if n in names else i for n, i in zip(known, place, strict=True)]
+    return mesh.mesh[tuple(where)].flatten().tolist()
+
+
+class _Link:
+    """Messages to and from the rank of a neighbouring stage.
+
+    They flow one way at a time: results first, gradients the other way later. The receiver is ready
+    for a message before it works on the one before it. So a rank that waits, for a message or until
+    its last one is taken, waits for the work on an earlier micro-batch of a neighbour, never for one
+    that waits for it: sends and receives need not be batched, and each starts as early as it can.
+    """
+
+    def __init__(self, axis: Axis, stage: int) -> None:
+        self._group, self._device, self._rank = axis.group, axis.device, axis.ranks[stage]
+        self._sent: tuple[dist.Work, Tensor] | None = None
+        self._features: Features
+        self._left = 0
+        self._coming: tuple[dist.Work, Tensor]
+
+    def send(self, tensor: Tensor) -> None:
+        """Send without waiting, except for the message before."""
+        self.flush()
+        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        self._sent = cast(dist.Work, dist.isend(dense, self._rank, self._group)), dense
+
+    def flush(self) -> None:
+        """Wait until nothing that was sent needs its memory."""
+        if self._sent is not None:
+            self._sent[0].wait()
+            self._sent = None
+
+    def announce(self, features: Features | None) -> None:
+        """Tell the receiver what will come; None: nothing will."""
+        dist.send_object_list([features], self._rank, self._group)
+
+    def announced(self) -> Features | None:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, self._rank, self._group)
+        return received[0]
+
+    def expect(self, features: Features, count: int) -> None:
+        """Get ready for ``count`` tensors. While one is worked on, the next is on its way."""
+        self._features, self._left = features, count
+        self._coming = self._receive_later()
+
+    def receive(self) -> Tensor:
+        work, tensor = self._coming
+        self._left -= 1
+        if self._left:
+            self._coming = self._receive_later()
+        else:
+            del self._coming
+        work.wait()
+        return tensor
+
+    def skip(self) -> None:
+        """Receive what is still to come and drop it."""
+        while self._left:
+            self.receive()
+
+    def _receive_later(self) -> tuple[dist.Work, Tensor]:
+        shape, dtype, _ = self._features
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        return cast(dist.Work, dist.irecv(tensor, self._rank, self._group)), tensor
+
+
+class Source(ABC):
+    """Where a stage's micro-batches come from, and where their gradients go."""
+
+    wants_grad = False
+
+    def begin(self) -> bool:
+        """Whether micro-batches will come."""
+        return True
+
+    @abstractmethod
+    def take(self, m: int) -> Tensor:
+        """Micro-batch ``m``; they are taken in order."""
+
+    def give_back(self, m: int, grad: Tensor | None) -> None:
+        """Take the gradient of micro-batch ``m``, the last one first. Some have nothing to do."""
+        return
+
+    def skip(self) -> None:
+        """Drop the micro-batches that were not taken. Some have nothing to do."""
+        return
+
+    def finish(self) -> Tensor | None:
+        """End the backward. Returns the gradient of the batch, if any."""
+        return None
+
+
+class FromBatch(Source):
+    """The first stage's: slices of the batch."""
+
+    def __init__(self, x: Any, count: int) -> None:
+        self.wants_grad = isinstance(x, Tensor) and x.requires_grad
+        self._x = x
+        self._count = count
+        self._grad: Tensor | None = None
+
+    def take(self, m: int) -> Tensor:
+        # A copy, so that layers may work in place: slices of one tensor share its version counter.
+        return self._slice(self._x, m).clone()
+
+    def give_back(self, m: int, grad: Tensor | None) -> None:
+        if self.wants_grad and grad is not None:
+            if self._grad is None:
+                self._grad = torch.zeros_like(self._x)
+            self._slice(self._grad, m).copy_(grad)
+
+    def finish(self) -> Tensor | None:
+        grad, self._grad = self._grad, None
+        return grad
+
+    def _slice(self, x: Tensor, m: int) -> Tensor:
+        size = x.size(0) // self._count
+        return x.narrow(0, m * size, size)
+
+
+class FromPrevious(Source):
+    """Any other stage's: what the previous stage sends."""
+
+    def __init__(self, axis: Axis, count: int, features: Features | None = None) -> None:
+        self._link = _Link(axis, axis.index - 1)
+        self._device = axis.device
+        self._count = count
+        self._features = features
+        if features is not None:
+            self._expect(features)
+
+    def begin(self) -> bool:
+        features = self._link.announced()
+        if features is not None:
+            self._expect(features)
+        return features is not None
+
+    def take(self, m: int) -> Tensor:
+        return self._link.receive()
+
+    def give_back(self, m: int, grad: Tensor | None) -> None:
+        if self.wants_grad:
+            assert self._features is not None
+            self._link.send(zeros(self._features, self._device) if grad is None else grad)
+
+    def skip(self) -> None:
+        self._link.skip()
+
+    def finish(self) -> Tensor | None:
+        self._link.flush()
+        return None
+
+    def _expect(self, features: Features) -> None:
+        self._features = features
+        self.wants_grad = features.requires_grad
+        self._link.expect(features, self._count)
+
+
+class FromNothing(Source):
+    """The first stage's state in a single step, which nobody sends."""
+
+    def __init__(self, axis: Axis, features: Features) -> None:
+        self.wants_grad = features.requires_grad
+        self._zeros = partial(zeros, features, axis.device)
+
+    def take(self, m: int) -> Tensor:
+        return self._zeros()
+
+
+class Sink(ABC):
+    """Where a stage's results go, and where their gradients come from.
+
+    Args:
+        count: how many results there will be.
+        features: what was agreed on them; None to go by the first.
+    """
+
+    def __init__(self, count: int, features: Features | None = None) -> None:
+        self.features = features
+        self._count = count
+
+    def check(self, m: int, result: Any) -> None:
+        """Raises where ``result`` is not what the receiver counts on."""
+        if not isinstance(result, Tensor):
+            raise TypeError(f"the module must return a tensor, not {type(result).__name__}")
+        features = Features.of(result)
+        if self.features is None:
+            self.features = features
+        shape, dtype, requires_grad = self.features
+        if features[:2] != (shape, dtype) or features.requires_grad > requires_grad:
+            raise ValueError(
+                f"the module returned {features} for micro-batch {m}, not {self.features}; "
+                "every micro-batch must give the same"
+            )
+
+    @abstractmethod
+    def put(self, m: int, result: Tensor) -> None:
+        """Pass on result ``m``, which was checked."""
+
+    def give_up(self) -> None:
+        """Put something in place of the results that will not come. Some have nothing to do."""
+        return
+
+    def finish(self) -> None:
+        """End the forward. Some have nothing to do."""
+        return
+
+    def begin_backward(self, grad: Tensor | None) -> None:
+        """Take the gradient of the whole output. Some have nothing to do."""
+        return
+
+    @abstractmethod
+    def grad_of(self, m: int) -> Tensor | None:
+        """The gradient of result ``m``; the last one is asked for first."""
+
+
+class ToWhole(Sink):
+    """The last stage's: one output, written micro-batch by micro-batch."""
+
+    _output: Tensor
+
+    def __init__(self, count: int, features: Features | None = None) -> None:
+        super().__init__(count, features)
+        self._grads: list[Tensor] = []
+
+    def check(self, m: int, result: Any) -> None:
+        super().check(m, result)
+        if result.dim() == 0:
+            raise ValueError(
+                "the last stage returned a tensor without dimensions; outputs are joined along "
+                "dimension 0 (compute a scalar loss outside the pipeline)"
+            )
+
+    def put(self, m: int, result: Tensor) -> None:
+        rows = result.size(0)
+        if m == 0:
+            self._output = result.new_empty((self._count * rows, *result.shape[1:]))
+        self._output.narrow(0, m * rows, rows).copy_(result)
+
+    def take(self) -> Tensor:
+        """All results, along dimension 0."""
+        # Keeps no reference: the output's graph holds this object.
+        output = self._output
+        del self._output
+        return output
+
+    def begin_backward(self, grad: Tensor | None) -> None:
+        self._grads = [] if grad is None else list(grad.tensor_split(self._count))
+
+    def grad_of(self, m: int) -> Tensor | None:
+        return self._grads.pop() if self._grads else None
+
+
+class ToNext(Sink):
+    """Any other stage's: what the next stage receives."""
+
+    def __init__(self, axis: Axis, count: int, features: Features | None = None) -> None:
+        super().__init__(count, features)
+        self._link = _Link(axis, axis.index + 1)
+        self._device = axis.device
+        self._announced = features is not None
+        self._done = 0
+
+    def put(self, m: int, result: Tensor) -> None:
+        if not self._announced:
+            self._link.announce(self.features)
+            self._announced = True
+        self._link.send(result)
+        self._done += 1
+
+    def give_up(self) -> None:
+        if not self._announced:
+            self._link.announce(None)
+            return
+        assert self.features is not None
+        for _ in range(self._done, self._count):
+            self._link.send(zeros(self.features, self._device))
+
+    def finish(self) -> None:
+        self._link.flush()
+
+    def grad_of(self, m: int) -> Tensor | None:
+        assert self.features is not None
+        if not self.features.requires_grad:
+            return None
+        if m == self._count - 1:
+            self._link.expect(self.features, self._count)
+        return self._link.receive()
