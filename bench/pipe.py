@@ -4,6 +4,8 @@ Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointin
 
 * ``sequential``: the bare module on the whole batch, one thread: the base of ``speed-up``.
 * ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
+* ``independent stages``: a thread per stage that runs it over 8 micro-batches of its own and waits for nobody:
+  what this machine gives before any bubble. With one, GPipe's ideal is 8/9 of that.
 * ``pipekernels``: two lanes of one thread each.
 * ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker.
 * ``torch.distributed.pipelining``: one process per stage, ScheduleGPipe, Gloo; the slower rank's time.
@@ -15,6 +17,7 @@ import argparse
 import importlib.util
 import multiprocessing
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -78,6 +81,32 @@ def loop(module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[],
         begin = time.perf_counter()
         for part, part_grad in zip(x.chunk(CHUNKS), grad.chunk(CHUNKS), strict=True):
             module(part).backward(part_grad)
+        return time.perf_counter() - begin
+
+    return run
+
+
+def independent(module: nn.Sequential, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], float]:
+    """All stages at once, as if none needed another's results."""
+    half = len(module) // STAGES
+    stages = [module[i * half : (i + 1) * half] for i in range(STAGES)]
+
+    def work(index: int) -> None:
+        torch.set_num_threads(1)
+        # The first stage's input wants no gradient, as in the pipeline.
+        inputs = [part.detach().requires_grad_(index > 0) for part in x.chunk(CHUNKS)]
+        outputs = [stages[index](part) for part in inputs]
+        for output, part_grad in zip(reversed(outputs), reversed(grad.chunk(CHUNKS)), strict=True):
+            output.backward(part_grad)
+
+    def run() -> float:
+        module.zero_grad()
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(STAGES)]
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         return time.perf_counter() - begin
 
     return run
@@ -185,6 +214,7 @@ def candidates(width: int, batch: int) -> dict[str, Callable[[], float]]:
     found: dict[str, Callable[[], float]] = {
         "sequential": step(build(width), x, grad, threads=1),
         "loop": loop(build(width), x, grad),
+        "independent stages": independent(build(width), x, grad),
         "pipekernels": step(Pipe(build(width), BALANCE, **OPTIONS), x, grad, threads=STAGES),
     }
     for name, ranks, worker in (
