@@ -131,8 +131,18 @@ def test_more_micro_batches_than_one_launch_holds(device: torch.device) -> None:
     assert_same([p[1] for p in parts], list(x.split(1)))
 
 
-def test_results_own_their_memory() -> None:
-    x = torch.zeros(6, 4)
+def test_more_elements_than_32_bits_count(device: torch.device) -> None:
+    rows = 2**31 // 1024 + 3 if device.type == "cuda" else 67
+    x = torch.randint(0, 255, (rows, 1024), dtype=torch.uint8, device=device)
+    for dim in (0, 1):
+        parts = split_micro_batches(x, 3, dim)
+        for part, expected in zip(parts, x.tensor_split(3, dim), strict=True):
+            assert torch.equal(part, expected)
+        assert torch.equal(concat_micro_batches(parts, dim), x)  # type: ignore[arg-type]
+
+
+def test_results_own_their_memory(device: torch.device) -> None:
+    x = torch.zeros(6, 4, device=device)
     parts = split_micro_batches(x, 3)
     parts[0].add_(1)
     assert x.sum() == 0 and parts[1].sum() == 0
@@ -147,6 +157,20 @@ def test_sizes_follow_tensor_split(batch: int, chunks: int) -> None:
     sizes = micro_batch.micro_batch_sizes(batch, chunks)
     count = max(1, min(chunks, batch))
     assert sizes == [len(part) for part in torch.empty(batch).tensor_split(count)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_copies_are_ordered_on_the_current_stream(device: torch.device) -> None:
+    side = torch.cuda.Stream(device)
+    x = torch.zeros(64, 1000, device=device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        x.fill_(1)
+        whole = concat_micro_batches(split_micro_batches(x, 4, 1), 1)
+    torch.cuda.current_stream(device).wait_stream(side)
+    assert torch.equal(whole, x) and whole.sum() == x.numel()  # type: ignore[arg-type, union-attr]
 
 
 def test_conjugate_and_negative_views(device: torch.device) -> None:
@@ -197,24 +221,25 @@ def test_gradients_where_only_some_tensors_need_one(device: torch.device) -> Non
     assert a.grad is not None and torch.equal(a.grad, weight[:2]) and b.grad is None
 
 
-def test_a_leaf_may_be_modified_in_place_after_the_split() -> None:
-    x = torch.ones(4, 2, requires_grad=True)
+def test_a_leaf_may_be_modified_in_place_after_the_split(device: torch.device) -> None:
+    x = torch.ones(4, 2, device=device, requires_grad=True)
     parts = split_micro_batches(x, 2)
     total = sum((p.relu_() * p).sum() for p in parts)
     assert isinstance(total, Tensor)
     total.backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.full((4, 2), 2.0))
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_registration(needs_grad: bool) -> None:
-    x = torch.randn(5, 4, requires_grad=needs_grad)
-    torch.library.opcheck(micro_batch._split_op, ([x, torch.arange(5)], [3, 2], 0))
+def test_registration(needs_grad: bool, device: torch.device) -> None:
+    x = torch.randn(5, 4, device=device, requires_grad=needs_grad)
+    index = torch.arange(5, device=device)
+    torch.library.opcheck(micro_batch._split_op, ([x, index], [3, 2], 0))
     torch.library.opcheck(micro_batch._concat_op, ([x[:2], x[2:]], 1, 0))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph(dynamic: bool) -> None:
+def test_compiles_into_one_graph(dynamic: bool, device: torch.device) -> None:
     def model(x: Tensor, y: Tensor) -> Tensor:
         rows = split_micro_batches((x, y), 3)
         whole = concat_micro_batches([a * 2 + b for a, b in rows])
@@ -223,8 +248,8 @@ def test_compiles_into_one_graph(dynamic: bool) -> None:
 
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for batch in (7, 8):
-        x = torch.randn(batch, 4, requires_grad=True)
-        y = torch.randn(batch, 4)
+        x = torch.randn(batch, 4, device=device, requires_grad=True)
+        y = torch.randn(batch, 4, device=device)
         out = compiled(x, y)
         out.sum().backward()
         assert torch.equal(out, x * 2 + y)

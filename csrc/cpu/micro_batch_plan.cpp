@@ -119,11 +119,14 @@ class Planner {
  private:
   void emit(const char* src, char* dst, int32_t unit, Dimensions dims) {
     constexpr size_t kDims = 4;
-    if (dims.size() > kDims) {  // peel the outermost dimension
-      const Dimension outermost = dims.front();
-      dims.erase(dims.begin());
-      for (int64_t i = 0; i < outermost.size; ++i) {
-        emit(src + i * outermost.src, dst + i * outermost.dst, unit, dims);
+    if (dims.size() > kDims) {  // peel the smallest dimension, but never the columns
+      const auto smallest =
+          std::min_element(dims.begin(), dims.end() - 1,
+                           [](const Dimension& a, const Dimension& b) { return a.size < b.size; });
+      const Dimension peeled = *smallest;
+      dims.erase(smallest);
+      for (int64_t i = 0; i < peeled.size; ++i) {
+        emit(src + i * peeled.src, dst + i * peeled.dst, unit, dims);
       }
       return;
     }
@@ -156,6 +159,8 @@ class Planner {
                    rows.dst,
                    cols.src,
                    cols.dst,
+                   (rows.size + tile_rows - 1) / tile_rows,
+                   (cols.size + tile_cols - 1) / tile_cols,
                    plan_.tiles,
                    static_cast<int32_t>(tile_rows),
                    static_cast<int32_t>(tile_cols),

@@ -6,10 +6,16 @@
 
 #include "pipekernels/micro_batch.h"
 #include "pipekernels/micro_batch_plan.h"
+#include "pipekernels/micro_batch_tile.h"
 
 namespace pipekernels {
 namespace {
 
+// A thread holds four units, so a tile of 16-byte units is one round of loads and one of stores. On
+// sm_90 four blocks fit on a multiprocessor, with 64 KiB under way: several times bandwidth x
+// latency (an H200 reads some 16 bytes per ns and multiprocessor, and waits less than 1000 ns).
+// Neither loads nor stores ask to bypass the L2 cache: what is written is what the next kernel
+// reads.
 constexpr int kThreads = 256;
 constexpr TileShape kTiles{16 * 1024, 16 * 1024};
 
@@ -21,74 +27,29 @@ struct Launch {
   int64_t first_tile, end_tile;
 };
 
-constexpr int kFewCopies = 28;
-constexpr int kManyCopies = CUDART_VERSION >= 12010 ? 240 : kFewCopies;
+constexpr int kFewCopies = 26;
+constexpr int kManyCopies = CUDART_VERSION >= 12010 ? 215 : kFewCopies;
 static_assert(sizeof(Launch<kFewCopies>) <= 4096, "the limit of kernel parameters");
 static_assert(sizeof(Launch<kManyCopies>) <= 32764, "the limit since CUDA 12.1");
 
-// Neighbouring threads take neighbouring units of a row: reads and writes coalesce.
-template <typename Unit>
-__device__ void copy_runs(const TiledCopy& copy, const Tile& tile) {
-  constexpr int kInFlight = 4;  // loads that a thread issues before its first store
-  const int units = tile.rows * tile.cols;
-  for (int first = threadIdx.x; first < units; first += kInFlight * kThreads) {
-    Unit held[kInFlight];
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      const int i = first + k * kThreads;
-      const int row = i / tile.cols, col = i - row * tile.cols;
-      if (i < units) {
-        held[k] =
-            *reinterpret_cast<const Unit*>(tile.src + row * copy.src_row + col * copy.src_col);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      const int i = first + k * kThreads;
-      const int row = i / tile.cols, col = i - row * tile.cols;
-      if (i < units) {
-        *reinterpret_cast<Unit*>(tile.dst + row * copy.dst_row + col * copy.dst_col) = held[k];
-      }
-    }
-  }
-}
-
-// Reads along the source's fastest dimension and writes along the destination's, through shared
-// memory.
-template <typename Unit>
-__device__ void copy_transposed(const TiledCopy& copy, const Tile& tile, char* memory) {
-  auto* staged = reinterpret_cast<Unit*>(memory);
-  const int pitch = tile.rows | 1;  // odd, so that columns fall into different banks
-  const int units = tile.rows * tile.cols;
-  __syncthreads();  // the previous tile has left shared memory
-  for (int i = threadIdx.x; i < units; i += kThreads) {
-    const int col = i / tile.rows, row = i - col * tile.rows;
-    staged[col * pitch + row] =
-        *reinterpret_cast<const Unit*>(tile.src + row * copy.src_row + col * copy.src_col);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < units; i += kThreads) {
-    const int row = i / tile.cols, col = i - row * tile.cols;
-    *reinterpret_cast<Unit*>(tile.dst + row * copy.dst_row + col * copy.dst_col) =
-        staged[col * pitch + row];
-  }
-}
-
 template <typename Unit>
 __device__ void copy_tile(const TiledCopy& copy, const Tile& tile, char* memory) {
-  if (copy.transposed) {
-    copy_transposed<Unit>(copy, tile, memory);
-  } else {
-    copy_runs<Unit>(copy, tile);
+  if (!copy.transposed) {
+    copy_rows<Unit>(copy, tile, threadIdx.x, kThreads);
+    return;
   }
+  auto* staged = reinterpret_cast<Unit*>(memory);
+  __syncthreads();  // the previous tile has left shared memory
+  stage_columns(copy, tile, staged, threadIdx.x, kThreads);
+  __syncthreads();
+  write_rows(copy, tile, static_cast<const Unit*>(staged), threadIdx.x, kThreads);
 }
 
 // A block takes one tile at a time; all its threads see the same tile, so branches do not diverge.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     copy_micro_batches_kernel(const __grid_constant__ Launch<kCapacity> launch) {
-  // Tiles have at least two rows, so one unit of padding per column is at most half as much again.
-  __shared__ __align__(16) char memory[kTiles.transposed_bytes * 3 / 2];
+  __shared__ __align__(16) char memory[staged_bytes(kTiles.transposed_bytes)];
   for (int64_t index = launch.first_tile + blockIdx.x; index < launch.end_tile;
        index += gridDim.x) {
     const TiledCopy& copy = launch.copies[copy_of_tile(launch.copies, launch.count, index)];
@@ -104,10 +65,10 @@ __global__ void __launch_bounds__(kThreads)
         copy_tile<uint32_t>(copy, tile, memory);
         break;
       case 8:
-        copy_tile<uint2>(copy, tile, memory);
+        copy_tile<uint64_t>(copy, tile, memory);
         break;
       default:
-        copy_tile<uint4>(copy, tile, memory);
+        copy_tile<Unit16>(copy, tile, memory);
         break;
     }
   }

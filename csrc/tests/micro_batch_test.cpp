@@ -16,6 +16,7 @@
 
 #include "check.h"
 #include "pipekernels/micro_batch_plan.h"
+#include "pipekernels/micro_batch_tile.h"
 #include "pipekernels/thread_pool.h"
 
 namespace {
@@ -135,9 +136,23 @@ struct Case {
   }
 };
 
-// Copies a plan tile by tile and unit by unit, as a CUDA block does.
-void copy_by_tiles(const Plan& plan, const TileShape& shape) {
+template <typename Unit>
+void copy_tile(const TiledCopy& copy, const Tile& tile, std::vector<char>& memory, int threads) {
+  if (!copy.transposed) {
+    for (int i = 0; i < threads; ++i) copy_rows<Unit>(copy, tile, i, threads);
+    return;
+  }
+  CHECK(((tile.cols - 1) * staged_pitch(tile) + tile.rows) * sizeof(Unit) <= memory.size());
+  std::vector<Unit> staged(memory.size() / sizeof(Unit));
+  for (int i = 0; i < threads; ++i) stage_columns(copy, tile, staged.data(), i, threads);
+  const Unit* read = staged.data();
+  for (int i = 0; i < threads; ++i) write_rows(copy, tile, read, i, threads);
+}
+
+// Copies a plan tile by tile as CUDA blocks do, one thread of them after another.
+void copy_by_tiles(const Plan& plan, const TileShape& shape, int threads) {
   const int count = static_cast<int>(plan.copies.size());
+  std::vector<char> memory(staged_bytes(shape.transposed_bytes));
   int64_t bytes = 0;
   for (int64_t index = 0; index < plan.tiles; ++index) {
     const TiledCopy& copy = plan.copies[copy_of_tile(plan.copies.data(), count, index)];
@@ -145,15 +160,30 @@ void copy_by_tiles(const Plan& plan, const TileShape& shape) {
     CHECK(tile.rows >= 1 && tile.cols >= 1);
     const int64_t tile_bytes = static_cast<int64_t>(tile.rows) * tile.cols * copy.unit;
     CHECK(tile_bytes <= (copy.transposed ? shape.transposed_bytes : shape.run_bytes));
-    CHECK(!copy.transposed || copy.rows >= 2);  // the padding of the CUDA kernel's shared memory
     for (int32_t r = 0; r < tile.rows; ++r) {
       for (int32_t c = 0; c < tile.cols; ++c) {
         const char* src = tile.src + r * copy.src_row + c * copy.src_col;
-        char* dst = tile.dst + r * copy.dst_row + c * copy.dst_col;
+        const char* dst = tile.dst + r * copy.dst_row + c * copy.dst_col;
         CHECK(reinterpret_cast<uintptr_t>(src) % copy.unit == 0);
         CHECK(reinterpret_cast<uintptr_t>(dst) % copy.unit == 0);
-        std::memcpy(dst, src, copy.unit);
       }
+    }
+    switch (copy.unit) {
+      case 1:
+        copy_tile<uint8_t>(copy, tile, memory, threads);
+        break;
+      case 2:
+        copy_tile<uint16_t>(copy, tile, memory, threads);
+        break;
+      case 4:
+        copy_tile<uint32_t>(copy, tile, memory, threads);
+        break;
+      case 8:
+        copy_tile<uint64_t>(copy, tile, memory, threads);
+        break;
+      default:
+        copy_tile<Unit16>(copy, tile, memory, threads);
+        break;
     }
     bytes += tile_bytes;
   }
@@ -171,10 +201,103 @@ void test_against_oracle() {
       copy_micro_batches(ours.request(direction), 3);
       CHECK(ours.same_bytes(expected));
       const TileShape shape{64 << uniform(random, 0, 4), 64 << uniform(random, 0, 4)};
-      copy_by_tiles(plan_tiles(tiled.request(direction), shape), shape);
+      const int threads = static_cast<int>(uniform(random, 1, 40));
+      copy_by_tiles(plan_tiles(tiled.request(direction), shape), shape, threads);
       CHECK(tiled.same_bytes(expected));
     }
   }
+}
+
+// Every place of every small table, by every number of threads.
+void test_walk() {
+  for (int32_t cols = 1; cols <= 12; ++cols) {
+    for (int32_t rows = 1; rows <= 5; ++rows) {
+      for (int32_t step = 1; step <= 40; ++step) {
+        int32_t places = 0;
+        for (int32_t first = 0; first < step; ++first) {
+          Walk walk(first, step, cols);
+          for (int32_t place = first; place < rows * cols; place += step, walk.advance()) {
+            CHECK(walk.row == place / cols && walk.col == place % cols);
+            ++places;
+          }
+          CHECK(walk.row >= rows);
+        }
+        CHECK(places == rows * cols);
+      }
+    }
+  }
+}
+
+// Tensors that no test could hold: their tiles' addresses, told apart by what a plain loop says.
+void test_offsets_beyond_32_bits() {
+  constexpr TileShape kShape{16 * 1024, 16 * 1024};
+  constexpr int64_t kRows = int64_t{1} << 20, kCols = 3 << 13;  // 96 GiB of float32
+  const auto address = [](uintptr_t value) { return reinterpret_cast<char*>(value); };
+  const uintptr_t whole = uintptr_t{1} << 40, parts = uintptr_t{1} << 44;
+  constexpr int64_t kBytes = 4 * kRows * kCols;
+  for (const int64_t dim : {0, 1}) {
+    const bool transposed = dim == 1;  // the whole tensor lies with its columns first
+    const Integers strides = transposed ? Integers{1, kRows} : Integers{kCols, 1};
+    MicroBatchCopy request{Direction::kSplit, dim, {}, {}, {}};
+    request.sizes.assign(3, (dim == 0 ? kRows : kCols) / 3);
+    request.sizes[0] += dim == 0 ? kRows % 3 : 0;
+    request.wholes.push_back({address(whole), 4, {kRows, kCols}, strides});
+    int64_t before = 0;
+    for (const int64_t size : request.sizes) {
+      request.micro_batches.push_back(
+          {address(parts + 4 * before * (dim == 0 ? kCols : kRows)), {dim == 0 ? kCols : size, 1}});
+      before += size;
+    }
+    const Plan plan = plan_tiles(request, kShape);
+    CHECK(plan.bytes == kBytes);
+    CHECK(plan.copies.size() == 3);
+    Random random(5);
+    for (int i = 0; i < 2000; ++i) {
+      const int64_t index =
+          i == 0 ? 0 : (i == 1 ? plan.tiles - 1 : uniform(random, 0, plan.tiles - 1));
+      const int number = copy_of_tile(plan.copies.data(), 3, index);
+      const TiledCopy& copy = plan.copies[number];
+      CHECK(copy.transposed == transposed);
+      const Tile tile = tile_at(copy, index);
+      // Where the tile's first element is in its micro-batch, and so in the whole.
+      const int64_t begin =
+          std::accumulate(request.sizes.begin(), request.sizes.begin() + number, int64_t{0});
+      const int64_t width = dim == 0 ? kCols : request.sizes[number];
+      const int64_t place = (tile.dst - request.micro_batches[number].data) / 4;
+      const int64_t row = place / width + (dim == 0 ? begin : 0);
+      const int64_t col = place % width + (dim == 1 ? begin : 0);
+      CHECK(row >= 0 && row < kRows && col >= 0 && col < kCols);
+      CHECK(tile.src == address(whole) + 4 * (row * strides[0] + col * strides[1]));
+      if (index == plan.tiles - 1) {
+        const int64_t last = (tile.rows - 1) * copy.dst_row + (tile.cols - 1) * copy.dst_col;
+        CHECK(reinterpret_cast<uintptr_t>(tile.dst) + last + copy.unit == parts + kBytes);
+      }
+    }
+  }
+}
+
+// More copies than one launch holds, empty ones among them.
+void test_many_copies() {
+  constexpr int64_t kCopies = 700;
+  std::vector<float> whole(3 * kCopies), parts(whole.size());
+  std::iota(whole.begin(), whole.end(), 0.0f);
+  MicroBatchCopy request{Direction::kSplit, 0, {}, {}, {}};
+  int64_t rows = 0;
+  for (int64_t i = 0; i < kCopies; ++i) {
+    request.sizes.push_back(i % 3);
+    request.micro_batches.push_back({reinterpret_cast<char*>(&parts[rows]), {1}});
+    rows += i % 3;
+  }
+  request.wholes.push_back({reinterpret_cast<char*>(whole.data()), 4, {rows}, {1}});
+  const TileShape shape{64, 64};
+  const Plan plan = plan_tiles(request, shape);
+  const int count = static_cast<int>(plan.copies.size());
+  for (int64_t index = 0, i = 0; index < plan.tiles; ++index) {
+    while (i + 1 < count && plan.copies[i + 1].first_tile <= index) ++i;
+    CHECK(copy_of_tile(plan.copies.data(), count, index) == i);
+  }
+  copy_by_tiles(plan, shape, 32);
+  CHECK(std::equal(whole.begin(), whole.begin() + rows, parts.begin()));
 }
 
 void test_broadcast_source() {
@@ -290,6 +413,9 @@ void test_rejects() {
 
 int main() {
   test_against_oracle();
+  test_walk();
+  test_offsets_beyond_32_bits();
+  test_many_copies();
   test_broadcast_source();
   test_every_piece_once();
   test_concurrent_callers();

@@ -26,16 +26,13 @@ struct TiledCopy {
   int64_t rows, cols;
   int64_t src_row, dst_row;
   int64_t src_col, dst_col;
+  int64_t row_tiles, col_tiles;
   int64_t first_tile;  // tiles of a plan are numbered through all of its copies
   int32_t tile_rows, tile_cols;
   int32_t unit;
   int32_t transposed;  // rows are the source's fastest dimension: tiles are read along them
 
-  PK_HOST_DEVICE int64_t row_tiles() const { return (rows + tile_rows - 1) / tile_rows; }
-  PK_HOST_DEVICE int64_t col_tiles() const { return (cols + tile_cols - 1) / tile_cols; }
-  PK_HOST_DEVICE int64_t tiles() const {
-    return outer_size[0] * outer_size[1] * row_tiles() * col_tiles();
-  }
+  int64_t tiles() const { return outer_size[0] * outer_size[1] * row_tiles * col_tiles; }
 };
 
 struct Tile {
@@ -47,10 +44,10 @@ struct Tile {
 // Tile `index` of the plan, which must be one of this copy's.
 PK_HOST_DEVICE inline Tile tile_at(const TiledCopy& copy, int64_t index) {
   index -= copy.first_tile;
-  const int64_t col = index % copy.col_tiles() * copy.tile_cols;
-  index /= copy.col_tiles();
-  const int64_t row = index % copy.row_tiles() * copy.tile_rows;
-  index /= copy.row_tiles();
+  const int64_t col = index % copy.col_tiles * copy.tile_cols;
+  index /= copy.col_tiles;
+  const int64_t row = index % copy.row_tiles * copy.tile_rows;
+  index /= copy.row_tiles;
   const int64_t inner = index % copy.outer_size[1];
   const int64_t outer = index / copy.outer_size[1];
   const int64_t rows_left = copy.rows - row, cols_left = copy.cols - col;
