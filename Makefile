@@ -9,7 +9,8 @@
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
-#   make gpu-check  CUDA tests and benchmarks on this machine's GPU, with the Python that is there
+#   make gpu-check  tests, memory checks and benchmarks on this machine's GPU, in 8 minutes, with the
+#                   Python that is there (PYTHON=...)
 #   make wheel      an ordinary isolated build, into build/wheel
 
 SHELL := /bin/bash
@@ -94,7 +95,7 @@ cuda-check: $(BUILT)
 	$(BIN)/python csrc/cmake/kernel_report.py build/cuda-check/log.txt --require 80 90 100
 
 gpu-check:
-	PYTHON='$(PYTHON)' bench/gpu_check.sh
+	$(PYTHON) -m bench.gpu.check
 
 wheel: $(TOOLS)
 	rm -rf build/wheel build/lib*

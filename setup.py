@@ -1,7 +1,7 @@
 """Build ``pipekernels._C`` by CMake and Ninja; torch is not needed for that.
 
 Environment: ``PIPEKERNELS_CUDA`` = auto | 0 | 1, ``CUDAARCHS`` or ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
-``PIPEKERNELS_WERROR`` = 0 | 1.
+``PIPEKERNELS_WERROR`` and ``PIPEKERNELS_KERNEL_REPORT`` = 0 | 1.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class CMakeBuild(build_ext):
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "PIPEKERNELS_CUDA": os.environ.get("PIPEKERNELS_CUDA", "auto"),
             "PIPEKERNELS_WERROR": os.environ.get("PIPEKERNELS_WERROR", "0"),
+            "PIPEKERNELS_KERNEL_REPORT": os.environ.get("PIPEKERNELS_KERNEL_REPORT", "0"),
         }
         definitions = [f"-D{name}={value}" for name, value in options.items()]
         subprocess.run(

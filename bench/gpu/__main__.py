@@ -1,0 +1,50 @@
+"""``python -m bench.gpu NAME [--quick] [--device cpu]``: run a GPU benchmark, print and keep its results.
+
+A case that fails is a row with its error, and the others go on. Results are written after every row, so
+that a run which is stopped leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+import torch
+
+from bench import harness
+
+NAMES = ["micro_batch", "pipe", "all_reduce", "p2p_copy", "sharded_gemm"]
+
+
+def main() -> int:
+    """Returns the exit status: whether a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny cases, to see that it runs; nothing is kept"
+    )
+    parser.add_argument(
+        "--device", default="cuda", type=torch.device, help="cpu with --quick alone"
+    )
+    args = parser.parse_args()
+    if args.device.type != "cuda" and not args.quick:
+        parser.error(f"results on {args.device.type} mean nothing; add --quick to see that it runs")
+    module = importlib.import_module(f"bench.gpu.{args.name}")
+    print(f"{args.name}: {module.__doc__.splitlines()[0]}\n", flush=True)
+    rows = []
+    path: Path | None = None
+    for row in module.run(args):
+        rows.append(row)
+        print({k: v for k, v in row.items() if not isinstance(v, (dict, list))}, flush=True)
+        if not args.quick:
+            path = harness.save(f"gpu.{args.name}", rows, module.CONDITIONS)
+    failed = [row for row in rows if "error" in row]
+    print(f"\n{module.table(rows)}\n\n{path or ''}", flush=True)
+    for row in failed:
+        print(f"failed: {row['error'].strip().splitlines()[-1]}", flush=True)
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,194 @@
+"""``make gpu-check``: builds for the GPU at hand, then tests, checks and measures there, in 8 minutes.
+
+Runs with the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
+pybind11, CMake and Ninja, but no network. Whatever a step does, the others are run; the summary at the
+end and the exit status tell. Results go to ``$OUT`` if set, else to ``bench/results/<gpu>``:
+
+* ``gpu_check.log``: all that was printed; ``gpu_check.json``: the outcome of every step and test.
+* ``gpu.NAME.json``: the results of a benchmark, complete up to where it may have been stopped.
+* what the tuner measured of this GPU, to be shipped with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.gpu import cuda_tests
+from bench.gpu.steps import Log, Outcome, run_step
+
+ROOT = Path(__file__).parent.parent.parent
+# Seconds of each step. What one leaves over goes to those after it; all together are 8 minutes.
+SHARES = {
+    "environment": 20,
+    "build": 75,
+    "kernels": 5,
+    "info": 10,
+    "tests": 130,
+    "gpu.micro_batch": 30,
+    "gpu.pipe": 45,
+    "gpu.all_reduce": 50,
+    "gpu.p2p_copy": 25,
+    "gpu.sharded_gemm": 90,
+}
+TOGETHER = 4  # processes that test at the same time, those under compute-sanitizer included
+# Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is an
+# allocation of its own, so that memcheck sees every access beyond one; but ranks must not allocate
+# while others wait.
+SANITIZERS: list[tuple[str, str, list[str], dict[str, str]]] = [
+    ("memcheck", "memcheck", ["copies", "gemm"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    ("memcheck, collectives", "memcheck", ["collectives"], {}),
+    ("racecheck", "racecheck", ["copies", "gemm", "collectives"], {}),
+]
+
+
+class Check:
+    """One run of all steps.
+
+    Args:
+        folder: where results go.
+        architecture: of the GPU, such as ``'90'``.
+    """
+
+    def __init__(self, folder: Path, architecture: str) -> None:
+        self.log = Log(folder / "gpu_check.log")
+        self.outcomes: list[Outcome] = []
+        self.files: list[cuda_tests.FileResult] = []
+        self._folder = folder
+        self._architecture = architecture
+        self._begin = time.monotonic()
+
+    def run(self) -> bool:
+        """Run all steps; whether all is well."""
+        python = [sys.executable, "-u"]
+        self.step("environment", [*python, "-m", "bench.gpu.environment"])
+        built = self.step(
+            "build",
+            [*python, "setup.py", "-q", "build_ext", "--inplace"],
+            {
+                "CUDAARCHS": self._architecture,
+                "PIPEKERNELS_CUDA": "1",
+                "PIPEKERNELS_KERNEL_REPORT": "1",
+            },
+        )
+        if built.good:
+            compiled = ROOT / "build" / "gpu-check.log"  # those that were compiled anew
+            compiled.write_text(built.output)
+            self.step("kernels", [*python, "csrc/cmake/kernel_report.py", str(compiled)])
+            self.step("info", [*python, "-m", "pipekernels", "info"])
+            self.tests()
+            for name in SHARES:
+                if name.startswith("gpu."):
+                    self.step(name, [*python, "-m", "bench.gpu", name.removeprefix("gpu.")])
+        return self.finish()
+
+    def step(
+        self, name: str, command: list[str], environment: dict[str, str] | None = None
+    ) -> Outcome:
+        """Run one command until the end of its share."""
+        outcome = run_step(name, command, environment or {}, self._deadline(name), self.log)
+        self.outcomes.append(outcome)
+        return outcome
+
+    def tests(self) -> None:
+        """The tests, and compute-sanitizer beside them, several processes at a time."""
+        begin = time.monotonic()
+        deadline = self._deadline("tests")
+        pytest = [sys.executable, "-m", "pytest"]
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            checks = [pool.submit(self._sanitize, *check, deadline) for check in SANITIZERS]
+            found = cuda_tests.collect(pytest, self.log)
+            # Files with the most tests first, so that none that takes long is left for the end.
+            files = [
+                pool.submit(cuda_tests.run_file, pytest, file, tests, deadline, self.log)
+                for file, tests in sorted(found.items(), key=lambda item: -len(item[1]))
+            ]
+        self.files = [file.result() for file in files]
+        tests = sum(len(file.outcomes) for file in self.files)
+        bad = sum(len(file.named("failed", "error", "crashed", "not run")) for file in self.files)
+        note = f"{bad} of {tests} tests did not pass" if bad else f"{tests} tests"
+        status = "failed" if bad or not tests else "passed"
+        self.outcomes.append(Outcome("tests", status, time.monotonic() - begin, note))
+        self.outcomes += [check.result() for check in checks]
+
+    def _sanitize(
+        self, name: str, tool: str, parts: list[str], environment: dict[str, str], deadline: float
+    ) -> Outcome:
+        sanitizer = _sanitizer()
+        if sanitizer is None:
+            return Outcome(name, "skipped", 0.0, "there is no compute-sanitizer")
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "86"]
+        command += [sys.executable, "-u", "-m", "bench.gpu.sanitized", *parts]
+        outcome = run_step(name, command, environment, deadline, self.log, live=False)
+        if "Device not supported" in outcome.output:
+            return Outcome(name, "skipped", outcome.seconds, "it does not support this machine")
+        return outcome
+
+    def finish(self) -> bool:
+        """Write and print the summary; whether all is well."""
+        record = {
+            "steps": [
+                {key: value for key, value in asdict(outcome).items() if key != "output"}
+                for outcome in self.outcomes
+            ],
+            "tests": [asdict(file) for file in self.files],
+        }
+        (self._folder / "gpu_check.json").write_text(json.dumps(record, indent=1) + "\n")
+        seconds = time.monotonic() - self._begin
+        lines = [
+            f"{outcome.name:<26} {outcome.status:<10} {outcome.seconds:4.0f} s  {outcome.note}"
+            for outcome in self.outcomes
+        ]
+        self.log.write(
+            f"\n==== summary\n{cuda_tests.summary(self.files)}\n\n" + "\n".join(lines)
+            + f"\n\n{seconds:.0f} s; results are in {self._folder}\n"
+        )  # fmt: skip
+        return all(outcome.good for outcome in self.outcomes)
+
+    def _deadline(self, name: str) -> float:
+        seconds = 0
+        for step, share in SHARES.items():
+            seconds += share
+            if step == name:
+                break
+        return self._begin + seconds
+
+
+def _sanitizer() -> str | None:
+    """compute-sanitizer's path."""
+    places = [os.environ.get("PATH", "")]
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        places.append(str(Path(nvcc).resolve().parent))
+    places += [
+        f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
+    ]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([*places, "/usr/local/cuda/bin"]))
+
+
+def main() -> int:
+    """Returns the exit status."""
+    os.chdir(ROOT)
+    command = [sys.executable, "-m", "bench.gpu.environment", "--brief"]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if asked.returncode:
+        print(
+            f"gpu-check: {asked.stderr.strip()}\n{sys.executable} has no torch that sees a CUDA GPU. Run it "
+            "on a machine with one, with PYTHON=<a Python whose torch has CUDA>; make cuda-check "
+            "compiles without a GPU.",
+            file=sys.stderr,
+        )
+        return 1
+    found = json.loads(asked.stdout.splitlines()[-1])
+    return 0 if Check(Path(found["folder"]), found["architecture"]).run() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The tests marked ``cuda``, a process per file, so that what one breaks the others do not see.
+
+A test that hangs or crashes ends its process; the rest of its file goes on in another one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.gpu.steps import Log, Process
+
+TEST_SECONDS = 60  # for one test; a few start processes that each load torch and CUDA
+COLLECT_SECONDS = 60.0
+OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+OPTIONS = ["-m", "cuda", "-p", "no:cacheprovider"]
+
+
+@dataclass
+class FileResult:
+    """What became of the tests of one file.
+
+    Attributes:
+        outcomes: by test: ``'passed'``, ``'failed'``, ``'skipped'``, ``'error'``, ``'crashed'`` (it
+            ended its process, or hung) or ``'not run'``.
+        seconds: how long the file took.
+    """
+
+    file: str
+    outcomes: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def named(self, *outcomes: str) -> list[str]:
+        return [test for test, outcome in self.outcomes.items() if outcome in outcomes]
+
+
+def collect(pytest: Sequence[str], log: Log) -> dict[str, list[str]]:
+    """All tests marked ``cuda``, by file.
+
+    Args:
+        pytest: the command.
+
+    Raises:
+        RuntimeError: pytest did not end.
+    """
+    command = [*pytest, *OPTIONS, "--collect-only", "-q"]
+    process = Process(command, {})
+    if process.wait(COLLECT_SECONDS) not in (0, 5):  # 5: nothing is marked
+        log.write(process.output)  # files that cannot be imported; the others are run
+    files: dict[str, list[str]] = {}
+    for line in process.output.splitlines():
+        file, separator, _ = line.partition("::")
+        if separator and file.endswith(".py"):
+            files.setdefault(file, []).append(line)
+    return files
+
+
+def run_file(
+    pytest: Sequence[str],
+    file: str,
+    tests: Sequence[str],
+    deadline: float,
+    log: Log,
+    test_seconds: int = TEST_SECONDS,
+) -> FileResult:
+    """Run the tests of one file until ``deadline`` (of ``time.monotonic``) at most."""
+    begin = time.monotonic()
+    result = FileResult(file)
+    while len(result.outcomes) < len(tests) and time.monotonic() < deadline:
+        done = [f"--deselect={test}" for test in result.outcomes]
+        limits = ["--timeout", str(test_seconds), "--timeout-method", "thread"]
+        process = Process([*pytest, *OPTIONS, "-v", "-rfE", *limits, *done, file], {})
+        status = process.wait(deadline - time.monotonic())
+        log.write(f"\n---- {file}\n{process.output}")
+        found, running = parse(process.output, set(tests))
+        result.outcomes |= found
+        if status in (None, 0, 1):  # out of time, or through
+            break
+        if running is not None:
+            result.outcomes[running] = "crashed"
+        elif not found:
+            break
+    result.outcomes |= {test: "not run" for test in tests if test not in result.outcomes}
+    result.seconds = time.monotonic() - begin
+    return result
+
+
+def parse(output: str, tests: set[str]) -> tuple[dict[str, str], str | None]:
+    """What ``pytest -v`` says of each test, and the one that had begun last and has no outcome."""
+    outcomes: dict[str, str] = {}
+    running = None
+    for line in output.splitlines():
+        if "::" not in line:
+            continue
+        match = OUTCOME.search(line)
+        test = line[: match.start()] if match else line.rstrip()
+        if test not in tests:
+            # Output of a dying process may follow the name on its line.
+            test = next((t for t in sorted(tests, key=len, reverse=True) if line.startswith(t)), "")
+            match = None
+        if not test:
+            continue
+        if match is None:
+            running = test
+            continue
+        running = None
+        outcome = match[1].lower().replace("xfail", "passed").replace("xpass", "failed")
+        if outcomes.get(test) not in ("failed", "error"):  # an error of its teardown comes after
+            outcomes[test] = outcome
+    return outcomes, running
+
+
+def summary(results: Sequence[FileResult]) -> str:
+    """A line per file, and every test that is neither passed nor skipped."""
+    lines = []
+    for result in results:
+        counts = {
+            outcome: len(result.named(outcome)) for outcome in sorted(set(result.outcomes.values()))
+        }
+        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        lines.append(f"{result.file}: {told} in {result.seconds:.0f} s")
+        lines += [
+            f"  {result.outcomes[test]}: {test}"
+            for test in result.named("failed", "error", "crashed", "not run")
+        ]
+    return "\n".join(lines)

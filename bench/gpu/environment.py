@@ -1,0 +1,93 @@
+"""What a GPU's figures depend on: the device, its clocks, and the versions of everything."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+
+import torch
+
+from bench import harness
+
+PACKAGES = (
+    "triton",
+    "numpy",
+    "pytest",
+    "pytest-timeout",
+    "hypothesis",
+    "pybind11",
+    "cmake",
+    "ninja",
+)
+CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw,power.limit"
+QUERY = f"driver_version,pstate,{CLOCKS},ecc.mode.current,compute_mode,mig.mode.current,memory.used"
+
+
+def answer(*command: str) -> str:
+    """What ``command`` prints, or why it prints nothing."""
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} is not installed"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} did not answer in 20 s"
+    return (done.stdout + done.stderr).strip()
+
+
+def nccl() -> tuple[int, ...] | None:
+    """The version of NCCL that torch uses, if it has any."""
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def report() -> str:
+    """All of it, for people."""
+    properties = torch.cuda.get_device_properties(0)
+    rows = [
+        f"{properties}",
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl()}",
+        f"TF32 in matmul: {torch.backends.cuda.matmul.allow_tf32}",
+        *(f"{name} {_version(name)}" for name in PACKAGES),
+        f"{len(os.sched_getaffinity(0))} cores, {os.cpu_count()} in the machine",
+        answer("nvcc", "--version").splitlines()[-1],
+        answer("compute-sanitizer", "--version").splitlines()[-1],
+        answer("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"),
+        answer("nvidia-smi"),
+        *(f"{name}={value}" for name, value in sorted(os.environ.items()) if _matters(name)),
+    ]
+    return "\n".join(rows)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
+
+
+def _matters(name: str) -> bool:
+    return name.startswith(("CUDA", "NCCL", "PIPEKERNELS", "PYTORCH", "TORCH", "TRITON", "OMP"))
+
+
+def main() -> None:
+    """Print the report, or with ``--brief`` what `make gpu-check` needs to begin, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--brief", action="store_true")
+    if not parser.parse_args().brief:
+        print(report())
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} sees no CUDA GPU")
+    major, minor = torch.cuda.get_device_capability()
+    folder = harness.results_folder()
+    print(json.dumps({"architecture": f"{major}{minor}", "folder": str(folder)}))
+
+
+if __name__ == "__main__":
+    main()

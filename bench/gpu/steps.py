@@ -1,0 +1,146 @@
+"""Steps that cannot harm each other: each is a process with a time limit, a log and an outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+PATIENCE = 5.0  # seconds that a process gets to say where it is, once its time is up
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step.
+
+    Attributes:
+        name: the step's.
+        status: ``'passed'``, ``'failed'``, ``'timed out'`` or ``'skipped'``.
+        seconds: how long it took.
+        note: one line: why, or what came of it.
+        output: all that it printed.
+    """
+
+    name: str
+    status: str
+    seconds: float
+    note: str = ""
+    output: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.status in ("passed", "skipped")
+
+
+class Log:
+    """Writes to a file and to the terminal, whole pieces at a time from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> None:
+        with self._lock:
+            for stream in (self._file, sys.stdout):
+                stream.write(text)
+                stream.flush()
+
+
+class Process:
+    """A command in a session of its own, so that it ends with all that it has started.
+
+    When its time is up it is sent SIGABRT first, on which Python's fault handler (switched on for all
+    of them) prints the stacks of all threads.
+
+    Args:
+        command: what to run.
+        environment: added to this process's own.
+        log: where each line of its output goes at once, as well as to ``output``; None: not.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Log | None = None
+    ) -> None:
+        self.output = ""
+        self._log = log
+        defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env=os.environ | defaults | environment,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,))
+        self._reader.start()
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, or None if it did not end in time and was killed."""
+        status = None
+        try:
+            status = self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(PATIENCE)
+        self._signal(signal.SIGKILL)  # what is left of its session
+        self._process.wait()
+        self._reader.join()
+        return status
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self.output += line
+            if self._log is not None:
+                self._log.write(line)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def run_step(
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    deadline: float,
+    log: Log,
+    *,
+    live: bool = True,
+) -> Outcome:
+    """Run one command until ``deadline`` (of ``time.monotonic``) at most.
+
+    Args:
+        live: log its output line by line, rather than at its end, as beside other steps.
+    """
+    begin = time.monotonic()
+    if deadline <= begin:
+        return Outcome(name, "skipped", 0.0, "no time was left for it")
+    title = f"\n==== {name}\n"
+    if live:
+        log.write(title)
+    process = Process(command, environment, log if live else None)
+    status = process.wait(deadline - begin)
+    if not live:
+        log.write(title + process.output)
+    seconds = time.monotonic() - begin
+    lines = process.output.strip().splitlines() or [""]
+    if status is None:
+        return Outcome(name, "timed out", seconds, lines[-1], process.output)
+    if status:
+        note = f"exit status {status}: {lines[-1]}"
+        return Outcome(name, "failed", seconds, note, process.output)
+    return Outcome(name, "passed", seconds, output=process.output)

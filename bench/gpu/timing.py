@@ -1,0 +1,108 @@
+"""How long work takes on a device, and how long a caller waits for it; cases that may fail.
+
+Two clocks. *Device*: work is queued behind a kernel that only waits, and timed by events around it, so
+that what Python and launches cost stays out. *Call*: the caller's time until the device is idle again,
+which has all of that in it. On a CPU both are the caller's time, which shows that a benchmark runs.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from bench import harness
+
+Row = dict[str, Any]
+HEAD_START = 8_000_000  # cycles that the device waits at first while work is queued; some 5 ms
+SAMPLE = 1e-3  # seconds that a sample lasts at least; short work is repeated
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def call_seconds(work: Callable[[], Any], device: torch.device, repeat: int = 1) -> float:
+    """The caller's seconds for ``work`` on an idle device until it is idle again; of many in a row,
+    per one."""
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    synchronize(device)
+    return (time.perf_counter() - begin) / repeat
+
+
+def device_seconds(work: Callable[[], Any], device: torch.device, repeat: int = 1) -> float:
+    """Seconds of ``work`` on the current stream, launches aside; of many in a row, per one.
+
+    ``work`` must not wait for the device.
+    """
+    if device.type != "cuda":
+        return call_seconds(work, device, repeat)
+    cycles = HEAD_START
+    while True:
+        torch.cuda.synchronize(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        begin.record()
+        for _ in range(repeat):
+            work()
+        queued_in_time = not begin.query()
+        end.record()
+        end.synchronize()
+        if queued_in_time or cycles > 1_000_000_000:
+            return begin.elapsed_time(end) * 1e-3 / repeat
+        cycles *= 4
+
+
+def sampler(
+    work: Callable[[], Any],
+    device: torch.device,
+    seconds: Callable[..., float] = device_seconds,
+    sample: float = SAMPLE,
+) -> Callable[[], float]:
+    """A candidate for :func:`bench.harness.alternate`: warmed up, repeated until a sample is long
+    enough to be timed."""
+    seconds(work, device, 3)
+    count = max(1, min(1000, round(sample / max(seconds(work, device, 3), 1e-9))))
+    return lambda: seconds(work, device, count)
+
+
+def compare(
+    candidates: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: Callable[..., float] = device_seconds,
+    sample: float = SAMPLE,
+) -> dict[str, dict[str, float]]:
+    """Summaries of all candidates, which take turns."""
+    ready = {name: sampler(work, device, seconds, sample) for name, work in candidates.items()}
+    samples = harness.alternate(ready, warmup=1, rounds=rounds)
+    return {name: harness.summary(times) for name, times in samples.items()}
+
+
+def attempt(case: Mapping[str, Any], measure: Callable[[], Row]) -> Iterator[Row]:
+    """A row of ``case`` and what ``measure`` returns, or with the traceback of why it does not."""
+    try:
+        yield {**case, **measure()}
+    except Exception:  # noqa: BLE001 - it is part of the result
+        print(traceback.format_exc(), flush=True)
+        yield {**case, "error": traceback.format_exc()}
+
+
+def errors(rows: list[Row], *keys: str) -> str:
+    """Lines for a page about the cases that failed, named by these keys; empty if there are none."""
+    lines = [
+        f"* {', '.join(str(row[key]) for key in keys if key in row)}: "
+        f"{row['error'].strip().splitlines()[-1]}"
+        for row in rows
+        if "error" in row
+    ]
+    return "\n\nFailed:\n\n" + "\n".join(lines) if lines else ""
