@@ -106,3 +106,24 @@ def errors(rows: list[Row], *keys: str) -> str:
         if "error" in row
     ]
     return "\n\nFailed:\n\n" + "\n".join(lines) if lines else ""
+
+
+class HostEvent:
+    """A CUDA event's interface on the host's clock."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from this one to ``end``."""
+        return (end._seconds - self._seconds) * 1e3
+
+
+def events(device: torch.device, count: int) -> list[Any]:
+    """Events that can be timed."""
+    if device.type == "cuda":
+        return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    return [HostEvent() for _ in range(count)]

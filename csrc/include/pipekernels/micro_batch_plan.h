@@ -4,13 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "pipekernels/host_device.h"
 #include "pipekernels/micro_batch.h"
-
-#ifdef __CUDACC__
-#define PK_HOST_DEVICE __host__ __device__
-#else
-#define PK_HOST_DEVICE
-#endif
 
 namespace pipekernels {
 

@@ -5,13 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "pipekernels/host_device.h"
 #include "pipekernels/micro_batch_plan.h"
-
-#ifdef __CUDACC__
-#define PK_UNROLL _Pragma("unroll")
-#else
-#define PK_UNROLL
-#endif
 
 namespace pipekernels {
 
