@@ -33,19 +33,18 @@ SHARES = {
     "info": 10,
     "tests": 130,
     "gpu.micro_batch": 30,
-    "gpu.pipe": 45,
+    "gpu.pipe": 40,
     "gpu.all_reduce": 50,
-    "gpu.p2p_copy": 25,
-    "gpu.sharded_gemm": 90,
+    "gpu.soak": 60,
 }
 TOGETHER = 4  # processes that test at the same time, those under compute-sanitizer included
 # Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is an
 # allocation of its own, so that memcheck sees every access beyond one; but ranks must not allocate
 # while others wait.
 SANITIZERS: list[tuple[str, str, list[str], dict[str, str]]] = [
-    ("memcheck", "memcheck", ["copies", "gemm"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    ("memcheck", "memcheck", ["copies"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     ("memcheck, collectives", "memcheck", ["collectives"], {}),
-    ("racecheck", "racecheck", ["copies", "gemm", "collectives"], {}),
+    ("racecheck", "racecheck", ["copies", "collectives"], {}),
 ]
 
 

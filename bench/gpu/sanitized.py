@@ -1,0 +1,85 @@
+"""``python -m bench.gpu.sanitized PART ...``: every CUDA operation on small sizes, for compute-sanitizer.
+
+A call to a kernel takes a thousand times as long there, so the sizes are the smallest that reach every
+branch: ragged, empty, misaligned and transposed. Results are compared, since a checker's silence
+says nothing of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from bench.gpu.all_reduce import ALGORITHMS, Threads, contents, expected
+from bench.gpu.timing import synchronize
+from pipekernels import reference
+from pipekernels.ops import concat_micro_batches, split_micro_batches
+
+
+def check(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Print what is compared; raise AssertionError where bits differ."""
+    print(name, flush=True)
+    assert torch.equal(ours, theirs), name
+
+
+def copies(device: torch.device) -> None:
+    """Micro-batches: units of every width, rows and transposed, tiles that are not full."""
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128):
+        whole = torch.arange(131 * 67, device=device).remainder(251).to(dtype).view(131, 67)
+        for view in (whole, whole.t(), whole[1:, 1:], whole[:0]):
+            for dim in (0, 1):
+                parts = split_micro_batches(view, 3, dim)
+                for part, row in zip(
+                    parts, reference.split_micro_batches([view], 3, dim), strict=True
+                ):
+                    check(f"split {dtype} {tuple(view.shape)} {dim}", part, row[0])  # type: ignore[arg-type]
+                joined = concat_micro_batches(parts, dim)
+                check("concat", joined, view.contiguous())  # type: ignore[arg-type]
+
+
+def collectives(device: torch.device) -> None:
+    """All-reduces by one rank and by two, which are threads."""
+    for ranks in (1, 2):
+        with contextlib.closing(Threads(ranks, device)) as threads:
+            for dtype in (torch.float32, torch.bfloat16):
+                for count in (0, 5, 3001):
+                    all_reduce(threads, count, dtype)
+
+
+def all_reduce(threads: Threads, count: int, dtype: torch.dtype) -> None:
+    """By every algorithm. Everything is allocated before any rank waits for another."""
+    device, ranks = threads.device, threads.ranks
+    total = expected(ranks, count, dtype, device)
+    sources = [contents(rank, count, dtype, device) for rank in range(ranks)]
+    tensors = [torch.empty_like(source) for source in sources]
+    synchronize(device)
+    for algorithm in ALGORITHMS:
+
+        def body(rank: int, algorithm: str = algorithm) -> None:
+            tensors[rank].copy_(sources[rank])
+            threads.communicators[rank].all_reduce(tensors[rank], algorithm=algorithm)
+
+        threads.run(body)
+        for tensor in tensors:
+            check(f"{ranks} ranks, {algorithm} {dtype} {count}", tensor, total)
+
+
+PARTS: dict[str, Callable[[torch.device], None]] = {"copies": copies, "collectives": collectives}
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=sorted(PARTS), metavar="PART")
+    parser.add_argument("--device", default="cuda", type=torch.device)
+    args = parser.parse_args()
+    for part in args.parts:
+        PARTS[part](args.device)
+        synchronize(args.device)
+
+
+if __name__ == "__main__":
+    main()

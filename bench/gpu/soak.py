@@ -1,0 +1,86 @@
+"""A hundred thousand all-reduces of random sizes by ranks that share one GPU: none hangs, no bit is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.gpu.all_reduce import ALGORITHMS, RANKS, Threads, contents, expected
+from bench.gpu.timing import Row, attempt, errors
+from bench.report import markdown
+
+CALLS = 100_000
+SECONDS = {2: 12.0, 4: 18.0, 8: 30.0}  # in which as many are made as there is time for
+BATCH = 50  # calls between two looks at the clock and at the results
+LARGEST = 1 << 18  # elements
+CONDITIONS = {
+    "ranks": "threads of one process, on one GPU",
+    "calls": f"random sizes up to {LARGEST} elements, random dtypes and algorithms; {CALLS} or as "
+    "many as there was time for; every element is compared",
+}
+
+
+def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
+    """So many calls, or as many as there is time for."""
+    deadline = time.monotonic() + seconds
+    dtypes = (torch.float32, torch.bfloat16, torch.int32)
+    with contextlib.closing(Threads(ranks, device)) as threads:
+        sources = [{d: contents(rank, LARGEST, d, device) for d in dtypes} for rank in range(ranks)]
+        sums = {d: expected(ranks, LARGEST, d, device) for d in dtypes}
+        tensors = [{d: torch.empty_like(sums[d]) for d in dtypes} for _ in range(ranks)]
+        wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(ranks)]
+
+        def body(rank: int, batch: list[tuple[int, torch.dtype, str]]) -> None:
+            for count, dtype, algorithm in batch:
+                tensor = tensors[rank][dtype][:count]
+                tensor.copy_(sources[rank][dtype][:count])
+                threads.communicators[rank].all_reduce(tensor, algorithm=algorithm)
+                wrong[rank] += (tensor != sums[dtype][:count]).sum()
+
+        generator = random.Random(ranks)
+        calls = 0
+        while calls < limit and time.monotonic() < deadline:
+            # Small ones as often as large ones.
+            batch = [
+                (
+                    int(2 ** generator.uniform(0, LARGEST.bit_length() - 1)),
+                    generator.choice(dtypes),
+                    generator.choice(ALGORITHMS),
+                )
+                for _ in range(BATCH)
+            ]
+            threads.run(lambda rank, batch=batch: body(rank, batch))
+            calls += len(batch)
+        return {"calls": calls, "wrong": sum(int(count) for count in wrong)}
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """A row per number of ranks."""
+    for ranks in RANKS[:1] if args.quick else RANKS:
+        limit, seconds = (2 * BATCH, 20.0) if args.quick else (CALLS, SECONDS[ranks])
+        begin = time.monotonic()
+        for row in attempt(
+            {"ranks": ranks},
+            lambda ranks=ranks, limit=limit, seconds=seconds: soak(
+                ranks, limit, seconds, args.device
+            ),
+        ):
+            yield row | {"seconds": time.monotonic() - begin}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per number of ranks."""
+    return markdown(
+        ["ranks", "all-reduces", "wrong elements", "time (s)"],
+        [
+            [str(row["ranks"]), str(row["calls"]), str(row["wrong"]), f"{row['seconds']:.0f}"]
+            for row in rows
+            if "error" not in row
+        ],
+    ) + errors(rows, "ranks")
