@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -22,12 +22,23 @@ def _why_no_cuda() -> str | None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that operations run on; skips CUDA, saying why, where there is none."""
-    reason = _why_no_cuda() if request.param == "cuda" else None
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Each device that operations run on; skips CUDA, saying why, where there is none.
+
+    An error on the GPU comes up with some later call, and from then on every call fails: a test that
+    ends with one has caused it, and ends the session.
+    """
+    if request.param != "cuda":
+        yield torch.device(request.param)
+        return
+    reason = _why_no_cuda()
     if reason is not None:
         pytest.skip(reason)
-    return torch.device(request.param)
+    yield torch.device("cuda")
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.exit(f"{request.node.nodeid} has broken the CUDA context: {error}", returncode=3)
 
 
 @pytest.fixture

@@ -210,7 +210,9 @@ def streaming(size: int, device: torch.device, rounds: int) -> float:
 # ---- ranks that are processes ----
 
 
-def process(rank: int, ranks: int, folder: str, device: str, answers: Any, backend: str) -> None:
+def process(
+    rank: int, ranks: int, folder: str, device: str, sizes: list[int], backend: str, answers: Any
+) -> None:
     """One rank: times its calls and puts them into ``answers``."""
     try:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
@@ -222,7 +224,7 @@ def process(rank: int, ranks: int, folder: str, device: str, answers: Any, backe
         if backend == "gloo":
             communicator = Communicator.from_process_group(timeout=TIMEOUT)
         rows = []
-        for size in PROCESS_SIZES:
+        for size in sizes:
             source = contents(rank, size // 4, torch.float32, on)
             total = expected(ranks, size // 4, torch.float32, on)
             tensor = torch.empty_like(source)
@@ -246,19 +248,21 @@ def process(rank: int, ranks: int, folder: str, device: str, answers: Any, backe
         answers.put((rank, None, traceback.format_exc()))
 
 
-def by_processes(ranks: int, device: torch.device, backend: str) -> dict[str, Any]:
+def by_processes(ranks: int, args: argparse.Namespace, backend: str) -> Row:
     """The answers of all ranks, put together.
 
     Raises:
         RuntimeError: a rank failed or did not answer.
     """
+    sizes = PROCESS_SIZES[:1] if args.quick else PROCESS_SIZES
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     found: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
-                target=process, args=(rank, ranks, folder, str(device), answers, backend)
+                target=process,
+                args=(rank, ranks, folder, str(args.device), sizes, backend, answers),
             )
             for rank in range(ranks)
         ]
@@ -280,13 +284,13 @@ def by_processes(ranks: int, device: torch.device, backend: str) -> dict[str, An
             for started in processes:
                 started.kill()
                 started.join()
-    sizes = {}
-    for index, size in enumerate(PROCESS_SIZES):
+    summaries = {}
+    for index, size in enumerate(sizes):
         rows = [found[rank][index] for rank in range(ranks)]
         slowest = [max(times) for times in zip(*(row["seconds"] for row in rows), strict=True)]
         wrong = sum(row["wrong"] for row in rows)
-        sizes[str(size)] = {**harness.summary(slowest), "wrong": wrong}
-    return {"sizes": sizes}
+        summaries[str(size)] = {**harness.summary(slowest), "wrong": wrong}
+    return {"sizes": summaries}
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
@@ -302,12 +306,12 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     for ranks in PROCESS_RANKS[:1] if args.quick else PROCESS_RANKS:
         yield from attempt(
             {"part": "processes", "ranks": ranks, "system": "pipekernels"},
-            functools.partial(by_processes, ranks, args.device, "gloo"),
+            functools.partial(by_processes, ranks, args, "gloo"),
         )
         if version is not None and version >= NCCL_SHARES_GPUS:
             yield from attempt(
                 {"part": "processes", "ranks": ranks, "system": f"NCCL {_dotted(version)}"},
-                functools.partial(by_processes, ranks, args.device, "nccl"),
+                functools.partial(by_processes, ranks, args, "nccl"),
             )
     if version is not None and version < NCCL_SHARES_GPUS:
         yield {"part": "left out", "system": f"NCCL {_dotted(version)}"}

@@ -76,11 +76,9 @@ def run_file(
         log.write(f"\n---- {file}\n{process.output}")
         found, running = parse(process.output, set(tests))
         result.outcomes |= found
-        if status in (None, 0, 1):  # out of time, or through
-            break
-        if running is not None:
+        if status is not None and running is not None:
             result.outcomes[running] = "crashed"
-        elif not found:
+        elif status in (None, 0, 1) or not found:  # out of time, through, or no way to begin
             break
     result.outcomes |= {test: "not run" for test in tests if test not in result.outcomes}
     result.seconds = time.monotonic() - begin

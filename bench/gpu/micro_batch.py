@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
+from bench.gpu.timing import SAMPLE, Row, attempt, call_seconds, compare, errors
 from bench.report import duration, markdown
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
@@ -96,10 +96,16 @@ def measure(
     )
     del mine, theirs
 
-    rounds = 3 if args.quick else 15
+    rounds, sample = (2, 0.0) if args.quick else (15, SAMPLE)
     candidates = {"ours": ours, "torch": by_torch, "copy": lambda: copy.copy_(whole)}
-    found = compare(candidates, device, rounds=rounds)
-    calls = compare({"ours": ours, "torch": by_torch}, device, rounds=rounds, seconds=call_seconds)
+    found = compare(candidates, device, rounds=rounds, sample=sample)
+    calls = compare(
+        {"ours": ours, "torch": by_torch},
+        device,
+        rounds=rounds,
+        seconds=call_seconds,
+        sample=sample,
+    )
     size = whole.numel() * whole.itemsize
     median = found["ours"]["median"]
     return {

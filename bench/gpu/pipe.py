@@ -35,7 +35,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 CHECKPOINTS = ("never", "except_last", "always")
 # Width, blocks, heads, bytes of a sequence, sequences.
 MODELS = {"large": (1024, 14, 16, 512, 32), "small": (256, 14, 4, 128, 16)}
-TINY = {"tiny": (16, 6, 2, 8, 8)}
+TINY = {"tiny": (8, 2, 2, 4, 4)}
 DTYPE = torch.bfloat16
 CONDITIONS = {
     "models": "byte-level GPTs in bfloat16: "
@@ -140,7 +140,7 @@ def times(case: Case, chunks: int, quick: bool) -> Row:
     if chunks > 1:
         ways |= {name: case.train_step(chunks, name) for name in SCHEDULES}
     runners = {name: timed(*way, case.device) for name, way in ways.items()}
-    samples = harness.alternate(runners, warmup=3, rounds=3 if quick else 20)
+    samples = harness.alternate(runners, warmup=1 if quick else 3, rounds=2 if quick else 20)
     found = {name: harness.summary(seconds) for name, seconds in samples.items()}
     losses = {}
     for name, (module, step) in ways.items():

@@ -1,0 +1,279 @@
+"""What `make gpu-check` is made of, run here on the CPU: steps, tests in processes, benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as gpu
+from bench.gpu import check, cuda_tests, sanitized, steps, timing
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> steps.Log:
+    return steps.Log(tmp_path / "log")
+
+
+def in_seconds(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+# ---- steps ----
+
+
+def test_a_step_tells_how_it_ended_and_logs_what_it_printed(log: steps.Log, tmp_path: Path) -> None:
+    code = "import os, sys; print('out'); print(os.environ['X'], file=sys.stderr); sys.exit({})"
+    good = steps.run_step("good", python(code.format(0)), {"X": "there"}, in_seconds(60), log)
+    bad = steps.run_step("bad", python(code.format(3)), {"X": "y"}, in_seconds(60), log, live=False)
+    assert (good.status, good.good, good.output) == ("passed", True, "out\nthere\n")
+    assert (bad.status, bad.good, bad.note) == ("failed", False, "exit status 3: y")
+    assert (tmp_path / "log").read_text() == "\n==== good\nout\nthere\n\n==== bad\nout\ny\n"
+
+
+def test_a_step_that_hangs_says_where_and_ends_with_all_that_it_started(
+    log: steps.Log, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "def stuck(): time.sleep(600)\n"
+        "stuck()"
+    )
+    outcome = steps.run_step("hang", python(code), {}, in_seconds(5), log)
+    assert outcome.status == "timed out" and not outcome.good
+    assert "in stuck" in outcome.output
+    deadline = in_seconds(20)
+    while Path(f"/proc/{pid.read_text()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = Path(f"/proc/{pid.read_text()}/stat")
+    assert not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z")
+
+
+def test_a_step_without_time_is_skipped(log: steps.Log) -> None:
+    outcome = steps.run_step("late", python(""), {}, in_seconds(-1), log)
+    assert (outcome.status, outcome.note) == ("skipped", "no time was left for it")
+
+
+# ---- tests in processes ----
+
+TESTS = """
+import os, time, pytest
+
+pytestmark = pytest.mark.cuda
+
+def test_good(): pass
+
+@pytest.mark.parametrize("x", ["a b", "c"])
+def test_bad(x): assert x == "c"
+
+def test_crash(): os._exit(7)
+
+def test_hang(): time.sleep(600)
+
+def test_after(): pass
+
+def test_skipped(): pytest.skip("no reason")
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("teardown")
+
+def test_teardown(broken): pass
+
+def test_last(): pass
+"""
+
+
+def test_what_one_test_breaks_the_others_do_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: steps.Log
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = cuda\n")
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_none.py").write_text("def test_on_the_cpu(): pass")
+    pytest_command = [sys.executable, "-m", "pytest"]
+    found = cuda_tests.collect(pytest_command, log)
+    assert list(found) == ["test_some.py"] and len(found["test_some.py"]) == 9
+    result = cuda_tests.run_file(
+        pytest_command, "test_some.py", found["test_some.py"], in_seconds(90), log, test_seconds=3
+    )
+    assert {test.partition("::")[2]: outcome for test, outcome in result.outcomes.items()} == {
+        "test_good": "passed",
+        "test_bad[a b]": "failed",
+        "test_bad[c]": "passed",
+        "test_crash": "crashed",
+        "test_hang": "crashed",
+        "test_after": "passed",
+        "test_skipped": "skipped",
+        "test_teardown": "error",
+        "test_last": "passed",
+    }
+    told = cuda_tests.summary([result])
+    assert "test_some.py: 2 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in told
+    assert "  crashed: test_some.py::test_hang" in told and "test_good" not in told
+    late = cuda_tests.run_file(
+        pytest_command, "test_some.py", found["test_some.py"], in_seconds(-1), log
+    )
+    assert set(late.outcomes.values()) == {"not run"}
+
+
+# ---- the whole ----
+
+
+class Calls:
+    """Stands in for the processes of all steps: which there were, and what becomes of each."""
+
+    def __init__(self, failing: set[str]) -> None:
+        self.commands: dict[str, list[str]] = {}
+        self.environments: dict[str, dict[str, str]] = {}
+        self._failing = failing
+
+    def __call__(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        deadline: float,
+        log: steps.Log,
+        *,
+        live: bool = True,
+    ) -> steps.Outcome:
+        assert time.monotonic() < deadline < in_seconds(sum(check.SHARES.values()))
+        self.commands[name] = command
+        self.environments[name] = environment
+        status = "failed" if name in self._failing else "passed"
+        return steps.Outcome(name, status, 1.0, output=f"of {name}")
+
+
+def run_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: set[str], outcome: str = "passed"
+) -> tuple[bool, Calls, dict]:
+    calls = Calls(failing)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    (tmp_path / "build").mkdir()
+    monkeypatch.setattr(check, "run_step", calls)
+    monkeypatch.setattr(check, "_sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, log: {"a.py": ["a.py::t"]})
+
+    def run_file(
+        pytest: list[str], file: str, tests: list[str], deadline: float, log: steps.Log
+    ) -> cuda_tests.FileResult:
+        return cuda_tests.FileResult(file, dict.fromkeys(tests, outcome), 1.0)
+
+    monkeypatch.setattr(check.cuda_tests, "run_file", run_file)
+    good = check.Check(tmp_path, "90").run()
+    return good, calls, json.loads((tmp_path / "gpu_check.json").read_text())
+
+
+def test_all_steps_are_run_for_the_gpu_at_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, calls, record = run_check(tmp_path, monkeypatch, failing=set())
+    assert good
+    assert calls.environments["build"]["CUDAARCHS"] == "90"
+    assert {f"gpu.{name}" for name in gpu.NAMES} <= set(calls.commands)
+    assert calls.commands["racecheck"][:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    assert {step["status"] for step in record["steps"]} == {"passed"}
+    assert record["tests"][0]["outcomes"] == {"a.py::t": "passed"}
+    assert sum(check.SHARES.values()) <= 480
+    assert "gpu.micro_batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("failing", ["gpu.micro_batch", "memcheck", "environment"])
+def test_a_step_that_fails_stops_no_other_and_is_told(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, calls, record = run_check(tmp_path, monkeypatch, failing={failing})
+    assert not good
+    assert list(calls.commands)[-1] == f"gpu.{gpu.NAMES[-1]}"
+    assert [s["name"] for s in record["steps"] if s["status"] == "failed"] == [failing]
+
+
+def test_tests_that_fail_stop_no_benchmark_and_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, calls, record = run_check(tmp_path, monkeypatch, failing=set(), outcome="failed")
+    assert not good and f"gpu.{gpu.NAMES[-1]}" in calls.commands
+    (tests,) = (step for step in record["steps"] if step["name"] == "tests")
+    assert (tests["status"], tests["note"]) == ("failed", "1 of 1 tests did not pass")
+
+
+def test_without_a_build_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, calls, _ = run_check(tmp_path, monkeypatch, failing={"build"})
+    assert not good and set(calls.commands) == {"environment", "build"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(os.getcwd())  # which main() leaves
+    assert check.main() == 1
+    assert "sees no CUDA GPU" in capsys.readouterr().err
+
+
+# ---- benchmarks ----
+
+
+@pytest.mark.parametrize("name", gpu.NAMES)
+def test_every_gpu_benchmark_runs_on_a_cpu(name: str) -> None:
+    module = importlib.import_module(f"bench.gpu.{name}")
+    rows = list(module.run(argparse.Namespace(quick=True, device=torch.device("cpu"))))
+    assert rows and not any("error" in row for row in rows)
+    json.dumps(rows)
+    assert "|" in module.table(rows) and "Failed" not in module.table(rows)
+    assert all(row.get("wrong", 0) == 0 for row in rows)
+    assert module.CONDITIONS
+
+
+@pytest.mark.parametrize("part", sanitized.PARTS)
+def test_what_the_sanitizer_runs_is_right(part: str, device: torch.device) -> None:
+    sanitized.PARTS[part](device)
+
+
+def test_a_case_that_fails_is_a_row_and_in_the_table() -> None:
+    def fail() -> timing.Row:
+        raise ValueError("no such case")
+
+    rows = [*timing.attempt({"case": "a"}, lambda: {"x": 1}), *timing.attempt({"case": "b"}, fail)]
+    assert rows[0] == {"case": "a", "x": 1}
+    assert rows[1]["case"] == "b" and "ValueError: no such case" in rows[1]["error"]
+    assert timing.errors(rows, "case") == "\n\nFailed:\n\n* b: ValueError: no such case"
+    assert timing.errors(rows[:1], "case") == ""
+
+
+def test_results_are_kept_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> Iterator[timing.Row]:
+        yield {"x": 1}
+        raise KeyboardInterrupt  # as good as any end
+
+    module = SimpleNamespace(__doc__="What it does.", CONDITIONS={"a": 1}, run=run)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(gpu.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "micro_batch"])
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    assert json.loads((tmp_path / "gpu.micro_batch.json").read_text())["rows"] == [{"x": 1}]
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "micro_batch", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "results on cpu mean nothing" in capsys.readouterr().err
