@@ -15,7 +15,7 @@ import torch
 
 from bench import harness
 
-NAMES = ["micro_batch", "pipe", "all_reduce", "soak"]
+NAMES = ["micro_batch", "pipe", "all_reduce", "p2p_copy", "soak", "sharded_gemm"]
 
 
 # Ranks that share a GPU wait for each other on it: no two streams may share one of its queues.
@@ -31,6 +31,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--device", default="cuda", type=torch.device, help="cpu with --quick alone"
+    )
+    parser.add_argument(
+        "--seconds", default=120.0, type=float, help="for what takes as long as it may: %(default)s"
     )
     args = parser.parse_args()
     if args.device.type != "cuda" and not args.quick:

@@ -15,7 +15,7 @@ import torch
 
 from bench.gpu.all_reduce import ALGORITHMS, Threads, contents, expected
 from bench.gpu.timing import synchronize
-from pipekernels import reference
+from pipekernels import ops, reference
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 
@@ -49,6 +49,22 @@ def collectives(device: torch.device) -> None:
                     all_reduce(threads, count, dtype)
 
 
+def gemm(device: torch.device) -> None:
+    """The Triton kernel on ragged sizes and odd strides, and its library on CPUs, near enough."""
+    algorithm = "triton" if device.type == "cuda" else "auto"
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for m, n, k in ((1, 64, 512), (37, 65, 130), (0, 8, 8), (128, 128, 64)):
+            x, weight = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
+            for a, b in ((x, weight), (x.t().contiguous().t(), weight.t().contiguous().t())):
+                exact = a.double() @ b.double().t()
+                result = ops.sharded_gemm(a, b, algorithm=algorithm).double()
+                print(f"gemm {dtype} {m} x {n} x {k}", flush=True)
+                # Rounding of the result, and of k products that are summed.
+                unit = torch.finfo(dtype).eps + k * torch.finfo(torch.float32).eps
+                bound = unit * (a.double().abs() @ b.double().abs().t())
+                assert ((result - exact).abs() <= bound).all(), f"{dtype} {m} x {n} x {k}"
+
+
 def all_reduce(threads: Threads, count: int, dtype: torch.dtype) -> None:
     """By every algorithm. Everything is allocated before any rank waits for another."""
     device, ranks = threads.device, threads.ranks
@@ -67,7 +83,11 @@ def all_reduce(threads: Threads, count: int, dtype: torch.dtype) -> None:
             check(f"{ranks} ranks, {algorithm} {dtype} {count}", tensor, total)
 
 
-PARTS: dict[str, Callable[[torch.device], None]] = {"copies": copies, "collectives": collectives}
+PARTS: dict[str, Callable[[torch.device], None]] = {
+    "copies": copies,
+    "gemm": gemm,
+    "collectives": collectives,
+}
 
 
 def main() -> None:

@@ -1,0 +1,195 @@
+"""How much of the copies between host and GPU is hidden behind compute that takes longer.
+
+A model's micro-batches come from the host, or go there, and the GPU computes on each of them for longer
+than its copy takes. ``hidden`` is (copies + compute - both) / copies, where the three are the times of
+the copies alone, of the compute alone and of the whole: 100% if the copies cost nothing, 0% if
+they and the compute take turns. ``.to`` is torch's own, on one stream.
+
+* To the GPU, to the host: ``ops.p2p_copy`` of each micro-batch, from ordinary and from pinned memory.
+* ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
+* Device map: a model on the CPU with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench import harness
+from bench.gpu.timing import Row, attempt, call_seconds, errors
+from bench.report import duration, markdown
+from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
+
+CHUNKS = 8
+WIDTH = 4096
+ROWS = (256, 4096)  # of a micro-batch
+LONGER = 1.5  # times as long as its copy, the compute on a micro-batch
+CONDITIONS = {
+    "micro-batches": f"{CHUNKS}, of [rows, {WIDTH}] in bfloat16",
+    "compute": f"products with [{WIDTH}, {WIDTH}], {LONGER} times as long as the copies or longer",
+    "timing": "the caller's time until the device is idle, candidates in turn, medians",
+}
+
+
+class Body(nn.Module):
+    """So many products with one matrix."""
+
+    def __init__(self, width: int, products: int, device: torch.device) -> None:
+        super().__init__()
+        self.products = products
+        matrix = torch.randn(width, width, device=device) / math.sqrt(width)
+        self.register_buffer("matrix", matrix.to(torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.products):
+            x = x @ self.matrix
+        return x
+
+
+def calibrated(
+    copy: Callable[[], Any], x: Tensor, width: int, device: torch.device
+) -> tuple[Body, float, float]:
+    """A body that takes long enough on ``x``; seconds of the copy, and of it."""
+    copying = min(call_seconds(copy, device) for _ in range(3))
+    body = Body(width, 1, device)
+    once = min(call_seconds(lambda: body(x), device) for _ in range(3))
+    body.products = max(1, math.ceil(LONGER * copying / once))
+    return body, copying, once * body.products
+
+
+def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespace) -> Row:
+    """Of ``ops.p2p_copy`` in one direction."""
+    device, width = args.device, 64 if args.quick else WIDTH
+    pinned = memory == "pinned" and device.type == "cuda"
+    make = functools.partial(torch.randn, rows, width)
+    on_host = [make().to(torch.bfloat16) for _ in range(CHUNKS)]
+    on_host = [x.pin_memory() if pinned else x for x in on_host]
+    on_device = [x.to(device) for x in on_host]
+    host = torch.device("cpu")
+    to_device = direction == "to the GPU"
+    sources, target = (on_host, device) if to_device else (on_device, host)
+    body, *_ = calibrated(lambda: ops.p2p_copy(sources[0], target), on_device[0], width, device)
+
+    def copies() -> None:
+        for x in sources:
+            ops.p2p_copy(x, target)
+
+    def compute() -> None:
+        for x in on_device:
+            body(x)
+
+    def both(copy: Callable[[Tensor], Tensor]) -> None:
+        if to_device:
+            for x in sources:
+                body(copy(x))
+            return
+        # The next micro-batch is under way while the host waits for this one.
+        behind = body(sources[0])
+        for x in sources[1:]:
+            ahead = body(x)
+            copy(behind)
+            behind = ahead
+        copy(behind)
+
+    return _hidden(
+        {
+            "copies": copies,
+            "compute": compute,
+            "both": lambda: both(lambda x: ops.p2p_copy(x, target)),
+            ".to": lambda: both(lambda x: x.to(target, non_blocking=to_device)),
+        },
+        args,
+    )
+
+
+def of_model(way: str, rows: int, args: argparse.Namespace) -> Row:
+    """Of a model whose first module is on the CPU and whose second is on the GPU."""
+    device, width = args.device, 64 if args.quick else WIDTH
+    x = torch.randn(CHUNKS * rows, width).to(torch.bfloat16)
+    micro_batches = list(x.to(device).chunk(CHUNKS))
+    body, *_ = calibrated(lambda: ops.p2p_copy(x[:rows], device), micro_batches[0], width, device)
+    model = nn.Sequential(nn.Identity(), body)
+    model_on_gpu: nn.Module = model
+    if way == "Pipe":
+        model_on_gpu = Pipe(
+            model, [1, 1], devices=["cpu", device], chunks=CHUNKS, checkpoint="never"
+        )
+    else:
+        parallelize_pipeline(model, {"": ("cpu", device), "1": device}, chunks=CHUNKS)
+
+    def copies() -> None:
+        for part in x.chunk(CHUNKS):
+            ops.p2p_copy(part, device)
+
+    def compute() -> None:
+        for part in micro_batches:
+            body.forward(part)
+
+    try:
+        with torch.no_grad():
+            return _hidden(
+                {"copies": copies, "compute": compute, "both": lambda: model_on_gpu(x)}, args
+            )
+    finally:
+        if way != "Pipe":
+            unparallelize_pipeline(model)
+
+
+def _hidden(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> Row:
+    runners = {
+        name: functools.partial(call_seconds, way, args.device) for name, way in ways.items()
+    }
+    samples = harness.alternate(runners, warmup=2, rounds=2 if args.quick else 9)
+    found = {name: harness.summary(seconds) for name, seconds in samples.items()}
+    medians = {name: figures["median"] for name, figures in found.items()}
+    apart = medians["copies"] + medians["compute"]
+    return {
+        "ways": found,
+        "hidden": {
+            name: (apart - medians[name]) / medians["copies"]
+            for name in ("both", ".to")
+            if name in medians
+        },
+    }
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """A row per way and size."""
+    for rows in (4,) if args.quick else ROWS:
+        for direction in ("to the GPU", "to the host"):
+            for memory in ("ordinary", "pinned") if direction == "to the GPU" else ("ordinary",):
+                yield from attempt(
+                    {"case": f"p2p_copy {direction}", "memory": memory, "rows": rows},
+                    functools.partial(of_operation, direction, memory, rows, args),
+                )
+        for way in ("Pipe", "device map"):
+            yield from attempt(
+                {"case": way, "memory": "ordinary", "rows": rows},
+                functools.partial(of_model, way, rows, args),
+            )
+
+
+def table(rows: list[Row]) -> str:
+    """A row per case."""
+    header = ["case", "host memory", "rows", "copies", "compute", "both", "hidden", "hidden by .to"]
+    return markdown(
+        header,
+        [
+            [
+                *(row["case"], row["memory"], str(row["rows"])),
+                *(duration(row["ways"][way]["median"]) for way in ("copies", "compute", "both")),
+                *(
+                    f"{row['hidden'][way]:.0%}" if way in row["hidden"] else ""
+                    for way in ("both", ".to")
+                ),
+            ]
+            for row in rows
+            if "error" not in row
+        ],
+    ) + errors(rows, "case", "memory", "rows")

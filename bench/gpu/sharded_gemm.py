@@ -1,0 +1,411 @@
+"""The sharded GEMM against cuBLAS, and its overlap with the all-reduce, for row-parallel layers of Llamas.
+
+* Products: forward, the input's and the weight's gradients of o_proj (k = hidden / degree) and down_proj
+  (k = inner / degree), by ``ops.sharded_gemm``. Device time; as many copies of the operands as the L2
+  cache cannot hold take turns. Errors are relative to float64, of sampled rows and columns, in the
+  norm.
+* Overlap: two ranks on one GPU, which are threads, run ``row_linear``; the all-reduce has so few thread
+  blocks that it is about as slow as a link. What counts is the time over that of the slower of the two.
+* Forecast for 2, 4 and 8 GPUs by an alpha-beta model, from the times measured here and an assumed NVLink.
+
+Before anything else the tuner measures for a while, so that ``auto`` knows this GPU. Its table is left
+beside the results, under the name that it has in ``pipekernels/kernels/tables``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import harness
+from bench.gpu.all_reduce import Threads, symmetric_on
+from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
+from bench.report import duration, markdown
+from pipekernels import ops
+from pipekernels.kernels import table as tables
+from pipekernels.kernels.config import Config, candidates
+from pipekernels.ops import overlap
+from pipekernels.ops.sharded_gemm import gpu_of, has_triton
+from pipekernels.ops.tensor_parallel import row_linear
+
+MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # hidden and inner features
+DEGREES = (8, 1, 4, 2)
+TOKENS = (4096, 16, 1, 1024, 256, 16384, 64)
+TINY_MODELS = {"tiny": (32, 64)}
+TINY_TOKENS = (3,)
+KIND = torch.bfloat16
+ALGORITHMS = ("auto", "triton", "cublas")
+CACHED = 128 << 20  # bytes of operands that no cache holds
+SAMPLED = 64  # rows and columns whose errors are computed
+OVERLAP_RANKS = 2
+OVERLAP_TOKENS = (2048, 8192)
+# Of the time there is.
+TUNING, PRODUCTS = 0.5, 0.8
+CONDITIONS = {
+    "dtype": "bfloat16, random operands",
+    "products": "device time, candidates in turn, medians; operands not in the cache",
+    "overlap": f"{OVERLAP_RANKS} ranks on one GPU, so that each has half of it; no link between them",
+}
+
+
+class Product(NamedTuple):
+    """One product of a layer, ``[m, k] x [k, n]``.
+
+    Attributes:
+        model, layer, degree: which layer, and how many ranks share it.
+        way: ``'forward'``, ``'grad_input'`` or ``'grad_weight'``.
+        tokens: rows of the layer's input.
+        m, n, k: sizes.
+    """
+
+    model: str
+    layer: str
+    degree: int
+    way: str
+    tokens: int
+    m: int
+    n: int
+    k: int
+
+
+def products(quick: bool) -> Iterator[Product]:
+    """All of them, those first that tell most."""
+    models, all_tokens = (TINY_MODELS, TINY_TOKENS) if quick else (MODELS, TOKENS)
+    for tokens, degree in itertools.product(all_tokens, DEGREES[:1] if quick else DEGREES):
+        for model, (hidden, inner) in models.items():
+            for layer, features in (("o_proj", hidden), ("down_proj", inner)):
+                part = features // degree
+                name = (model, layer, degree)
+                yield Product(*name, "forward", tokens, tokens, hidden, part)
+                if tokens >= 256 or quick:
+                    yield Product(*name, "grad_input", tokens, tokens, part, hidden)
+                    yield Product(*name, "grad_weight", tokens, hidden, part, tokens)
+
+
+def operands(product: Product, device: torch.device, least: int) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of ``a`` and ``b`` of ``a @ b.T``, laid out as in a layer, of ``least`` bytes together."""
+
+    def make(rows: int, columns: int, transposed: bool) -> Tensor:
+        shape = (columns, rows) if transposed else (rows, columns)
+        data = torch.randn(shape, device=device, dtype=KIND)
+        return data.t() if transposed else data
+
+    m, n, k = product.m, product.n, product.k
+    count = min(8, max(1, math.ceil(least / (2 * k * (m + n)))))
+    return [
+        (make(m, k, product.way == "grad_weight"), make(n, k, product.way != "forward"))
+        for _ in range(count)
+    ]
+
+
+def measure(product: Product, args: argparse.Namespace) -> Row:
+    """Times by algorithm, and errors."""
+    device = args.device
+    pairs = operands(product, device, 0 if args.quick else CACHED)
+    algorithms = [name for name in ALGORITHMS if name != "triton" or device.type == "cuda"]
+
+    def run(algorithm: str) -> Callable[[], Any]:
+        turn = itertools.cycle(pairs)
+
+        def work() -> None:
+            a, b = next(turn)
+            ops.sharded_gemm(a, b, algorithm=algorithm)
+
+        return work
+
+    found = compare({name: run(name) for name in algorithms}, device, rounds=2 if args.quick else 9)
+    rate = 2e-12 * product.m * product.n * product.k
+    return {
+        "ways": found,
+        "TFLOP/s": {name: rate / figures["median"] for name, figures in found.items()},
+        "errors": {name: error(*pairs[0], name) for name in algorithms},
+    }
+
+
+def error(a: Tensor, b: Tensor, algorithm: str) -> float:
+    """Of a result, relative to float64."""
+    rows = torch.randint(len(a), (min(SAMPLED, len(a)),), device=a.device)
+    columns = torch.randint(len(b), (min(SAMPLED, len(b)),), device=a.device)
+    exact = a[rows].double() @ b[columns].double().t()
+    result = ops.sharded_gemm(a, b, algorithm=algorithm)[rows][:, columns].double()
+    return float((result - exact).norm() / exact.norm())
+
+
+# ---- the overlap ----
+
+
+def overlapped(tokens: int, args: argparse.Namespace) -> Row:
+    """Of one layer on thread ranks: its product, its all-reduce, one after the other, and both at once."""
+    hidden, inner = next(reversed((TINY_MODELS if args.quick else MODELS).values()))
+    device, part = args.device, inner // 8
+    on_gpu = device.type == "cuda"
+    repeat = 2 if args.quick else 10
+    with contextlib.closing(Threads(OVERLAP_RANKS, device)) as threads:
+        xs, weights = (
+            [torch.randn(rows, part, device=device, dtype=KIND) for _ in range(threads.ranks)]
+            for rows in (tokens, hidden)
+        )
+        sums = [
+            communicator.empty(tokens, hidden, dtype=KIND, **symmetric_on(device)).zero_()
+            for communicator in threads.communicators
+        ]
+        plan = blocks = None
+        if on_gpu:
+            plan = overlap.plan_for(xs[0], weights[0], sums[0], threads.ranks, "overlapped")
+            assert plan is not None
+            blocks = plan.reducing_blocks
+        ready = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(threads.ranks)]
+
+        def product(rank: int) -> None:
+            ops.sharded_gemm(xs[rank], weights[rank], algorithm="triton" if on_gpu else "auto")
+
+        def reduce(rank: int) -> None:
+            communicator = threads.communicators[rank]
+            if blocks is None:
+                communicator.all_reduce(sums[rank])
+            else:  # all rows of one block, complete from the start
+                communicator.all_reduce_when_ready(
+                    sums[rank], ready[rank], 0, tokens, blocks=blocks
+                )
+
+        def layer(rank: int, algorithm: str) -> Tensor:
+            return row_linear(
+                xs[rank], weights[rank], threads.communicators[rank], algorithm=algorithm
+            )
+
+        def slowed(rank: int) -> None:
+            """The product beside an all-reduce that has nothing to do with it."""
+            stream = beside[rank]
+            if stream is None:
+                return product(rank)
+            with torch.cuda.stream(stream):
+                reduce(rank)
+            product(rank)
+            return None
+
+        beside = [torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in sums]
+        ways: dict[str, Callable[[int], Any]] = {
+            "product": product,
+            "all-reduce": reduce,
+            "one after the other": functools.partial(
+                layer, algorithm="triton" if on_gpu else "auto"
+            ),
+            "overlapped": functools.partial(layer, algorithm="overlapped" if on_gpu else "auto"),
+            "product beside an all-reduce": slowed,
+        }
+
+        def runner(way: Callable[[int], Any]) -> Callable[[], float]:
+            def body(rank: int) -> None:
+                for _ in range(repeat):
+                    way(rank)
+
+            return lambda: call_seconds(lambda: threads.run(body), device) / repeat
+
+        samples = harness.alternate(
+            {name: runner(way) for name, way in ways.items()},
+            warmup=1,
+            rounds=2 if args.quick else 7,
+        )
+        one, other = (
+            threads.run(lambda rank, name=name: ways[name](rank))
+            for name in ("one after the other", "overlapped")
+        )
+        wrong = sum(int((a != b).sum()) for a, b in zip(one, other, strict=True))
+    found = {name: harness.summary(times) for name, times in samples.items()}
+    medians = {name: figures["median"] for name, figures in found.items()}
+    return {
+        "ways": found,
+        "reducing blocks": blocks,
+        "wrong": wrong,
+        "over the slower": medians["overlapped"] / max(medians["product"], medians["all-reduce"]),
+        "slow-down": medians["product beside an all-reduce"] / medians["product"],
+    }
+
+
+# ---- the forecast ----
+
+
+def forecast(rows: list[Row], generation: int, sms: int) -> Iterator[Row]:
+    """What the plan expects of ranks on GPUs of their own, from the forward products measured here."""
+    link = overlap.LINKS[generation]
+    for row in rows:
+        if row.get("way") != "forward" or "ways" not in row or row["degree"] == 1:
+            continue
+        m, n, k, ranks = row["m"], row["n"], row["k"], row["degree"]
+        medians = {name: figures["median"] for name, figures in row["ways"].items()}
+        plain = medians["auto"]
+        config: Config = candidates(generation, "bfloat16", m, n, k, sms)[0]
+        if config.split_k > 1:
+            continue
+        size = m * n * KIND.itemsize
+        planned = overlap.plan(
+            m, size, config, medians.get("triton", plain), plain, ranks=ranks, sms=sms, link=link
+        )
+        yield {
+            **{key: row[key] for key in ("model", "layer", "tokens", "degree")},
+            "part": "forecast",
+            "product": plain,
+            "all-reduce": overlap.all_reduce_seconds(size, ranks, link),
+            "one after the other": planned.plain_seconds,
+            "overlapped": planned.seconds,
+        }
+
+
+# ---- all ----
+
+
+def tune(args: argparse.Namespace, seconds: float) -> Row:
+    """Measure this GPU for so long; the table is kept in the user's cache and with the results."""
+    from pipekernels.kernels import tuner
+    from pipekernels.ops.gemm_tuning import by_library
+
+    shapes = itertools.chain.from_iterable(
+        tuner.row_parallel_shapes([tokens], [degree])
+        for tokens, degree in itertools.product(TOKENS, DEGREES)
+    )
+    report = functools.partial(print, flush=True)
+    found = tuner.measure(shapes, by_library, seconds=seconds, report=report)
+    path = tables.save(found)
+    folder = harness.results_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{harness.machine_name({'gpu': found.gpu})}.json").write_text(path.read_text())
+    faster = sum(entry.speedup >= tables.MARGIN for entry in found.entries.values())
+    return {"shapes": len(found.entries), "faster": faster, "launch": found.launch_seconds}
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Tuning, then products, the overlap and the forecast, in the time there is."""
+    begin = time.monotonic()
+    on_gpu = args.device.type == "cuda"
+    if on_gpu and has_triton() and not args.quick:
+        yield from attempt({"part": "tuning"}, functools.partial(tune, args, TUNING * args.seconds))
+    rows: list[Row] = []
+    left_out = 0
+    for product in products(args.quick):
+        if time.monotonic() - begin > PRODUCTS * args.seconds:
+            left_out += 1
+            continue
+        for row in attempt(
+            {"part": "product", **product._asdict()}, functools.partial(measure, product, args)
+        ):
+            rows.append(row)
+            yield row
+    if left_out:
+        yield {"part": "left out", "products": left_out}
+    for tokens in TINY_TOKENS if args.quick else OVERLAP_TOKENS:
+        yield from attempt(
+            {"part": "overlap", "tokens": tokens}, functools.partial(overlapped, tokens, args)
+        )
+    gpu = gpu_of(args.device) if on_gpu else None
+    yield from forecast(rows, gpu.generation if gpu else 90, gpu.sms if gpu else 132)
+
+
+def table(rows: list[Row]) -> str:
+    """Products by layer; means; the overlap; the forecast."""
+    found = [row for row in rows if row["part"] == "product" and "ways" in row]
+    parts = [f"**Products, TFLOP/s**\n\n{_products(found)}", _means(found)]
+    parts += [
+        f"{row['products']} products are left out: there was no time for them."
+        for row in rows
+        if row["part"] == "left out"
+    ]
+    parts += [
+        f"Tuned: {row['shapes']} shapes, for {row['faster']} of them Triton is taken; a launch takes "
+        f"{duration(row['launch'])}."
+        for row in rows
+        if row["part"] == "tuning" and "shapes" in row
+    ]
+    parts.append(
+        f"**Product and all-reduce, {OVERLAP_RANKS} ranks on one GPU**\n\n"
+        + _overlap([row for row in rows if row["part"] == "overlap" and "ways" in row])
+    )
+    parts.append(
+        "**Forecast for GPUs on NVLink, forward.** Not measured: the products' times are those above, "
+        "the link is assumed, and nothing else slows either.\n\n"
+        + _forecast([row for row in rows if row["part"] == "forecast"])
+    )
+    return "\n\n".join(parts) + errors(rows, "part", "model", "layer", "degree", "way", "tokens")
+
+
+def _products(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        rates, wrong = row["TFLOP/s"], row["errors"]
+        line = [str(row[key]) for key in ("model", "layer", "degree", "way", "tokens")]
+        line += [f"{rates[name]:.1f}" if name in rates else "" for name in ALGORITHMS]
+        line += [_over_cublas(rates, name) for name in ALGORITHMS[:2]]
+        lines.append(line + [_over_cublas(wrong, name) for name in ALGORITHMS[:2]])
+    header = ["model", "layer", "degree", "product", "tokens", *ALGORITHMS]
+    header += [f"{name} / cublas" for name in ALGORITHMS[:2]]
+    return markdown([*header, *(f"error of {name} / cublas" for name in ALGORITHMS[:2])], lines)
+
+
+def _over_cublas(figures: dict[str, float], name: str) -> str:
+    return f"{figures[name] / figures['cublas']:.2f}" if name in figures else ""
+
+
+def _means(rows: list[Row]) -> str:
+    """Geometric means of the speed over cuBLAS's."""
+    told = []
+    for text, chosen in (
+        ("256 tokens and more", [row for row in rows if row["tokens"] >= 256]),
+        ("fewer", [row for row in rows if row["tokens"] < 256]),
+    ):
+        for name in ALGORITHMS[:2]:
+            ratios = [
+                row["TFLOP/s"][name] / row["TFLOP/s"]["cublas"]
+                for row in chosen
+                if name in row["TFLOP/s"]
+            ]
+            if ratios:
+                mean = math.exp(statistics.fmean(map(math.log, ratios)))
+                told.append(f"{name}, {text}: {mean:.2f} (least {min(ratios):.2f})")
+    return "Speed over cuBLAS's, geometric means: " + "; ".join(told) + "."
+
+
+def _overlap(rows: list[Row]) -> str:
+    names = ["product", "all-reduce", "one after the other", "overlapped"]
+    return markdown(
+        [
+            "tokens",
+            "blocks that reduce",
+            *names,
+            "over the slower",
+            "product's slow-down",
+            "#wrong",
+        ],
+        [
+            [
+                *(str(row["tokens"]), str(row["reducing blocks"])),
+                *(duration(row["ways"][name]["median"]) for name in names),
+                *(f"{row['over the slower']:.2f}", f"{row['slow-down']:.2f}", str(row["wrong"])),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _forecast(rows: list[Row]) -> str:
+    names = ["product", "all-reduce", "one after the other", "overlapped"]
+    return markdown(
+        ["model", "layer", "tokens", "GPUs", *names, "speed-up"],
+        [
+            [
+                *(str(row[key]) for key in ("model", "layer", "tokens", "degree")),
+                *(duration(row[name]) for name in names),
+                f"{row['one after the other'] / row['overlapped']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
