@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import math
 import statistics
 import time
