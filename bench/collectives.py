@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import groups, harness
-from bench.report import duration, markdown
+from bench.report import duration, markdown, svg
 from bench.systems import Pipekernels
 
 RANKS = 2
@@ -295,29 +295,19 @@ def _crowded(found: dict[str, Row]) -> str:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Bus bandwidth over size, an axis per dtype, as an SVG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "pipekernels"  # The same file for the same rows.
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(DTYPES), figsize=(11, 4.5), sharey=True)
-    for axis, dtype in zip(axes, DTYPES, strict=True):
-        for index, name in enumerate([*KINDS, *PEERS]):
-            found = [
-                r for r in rows
-                if (r["part"], r["type"], r["candidate"]) == ("sizes", dtype, name)
-            ]  # fmt: skip
-            style: dict[str, Any] = {"linewidth": 2.5} if name in KINDS else {"linestyle": "--"}
-            if found:
-                sizes, speeds = [r["size"] for r in found], [r["busbw"] for r in found]
-                axis.plot(sizes, speeds, marker=".", color=f"C{index}", label=name, **style)
-        axis.set(title=f"all-reduce, {dtype}, {RANKS} ranks", xlabel="bytes")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("bus bandwidth in GB/s")
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+    with svg(path, len(DTYPES)) as axes:
+        for axis, dtype in zip(axes, DTYPES, strict=True):
+            for index, name in enumerate([*KINDS, *PEERS]):
+                found = [
+                    r for r in rows
+                    if (r["part"], r["type"], r["candidate"]) == ("sizes", dtype, name)
+                ]  # fmt: skip
+                style: dict[str, Any] = {"linewidth": 2.5} if name in KINDS else {"linestyle": "--"}
+                if found:
+                    sizes, speeds = [r["size"] for r in found], [r["busbw"] for r in found]
+                    axis.plot(sizes, speeds, marker=".", color=f"C{index}", label=name, **style)
+            axis.set(title=f"all-reduce, {dtype}, {RANKS} ranks", xlabel="bytes")
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+        axes[0].set_ylabel("bus bandwidth in GB/s")
+        axes[0].legend()

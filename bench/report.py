@@ -1,17 +1,19 @@
 """Turns result files into plots beside them, and into the tables of README.md and docs/, between
-``<!-- bench:NAME -->`` markers."""
+``<!-- bench:NAME -->`` markers. Those of GPU benchmarks, ``gpu.NAME``, may have no results yet."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS
 
+UNMEASURED = "*Not measured on any GPU yet.*"
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -50,16 +52,35 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
     """``text`` with the body of every known marker replaced.
 
     Raises:
-        ValueError: a marker names a benchmark without a result file.
+        ValueError: a marker names a benchmark of CPUs without a result file.
     """
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
-        if name not in rendered:
+        body = rendered.get(name, UNMEASURED if name.startswith("gpu.") else None)
+        if body is None:
             raise ValueError(f"no result file for bench:{name}; run `make bench ARGS={name}`")
-        return f"<!-- bench:{name} -->\n{rendered[name]}\n<!-- /bench -->"
+        return f"<!-- bench:{name} -->\n{body}\n<!-- /bench -->"
 
     return re.sub(r"<!-- bench:(\S+) -->\n.*?<!-- /bench -->", replace, text, flags=re.DOTALL)
+
+
+@contextlib.contextmanager
+def svg(path: Path, count: int) -> Iterator[Any]:
+    """So many axes beside each other, written to an SVG file that is the same for the same data."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "pipekernels"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, count, figsize=(5.5 * count, 4.5), sharey=True, squeeze=False)
+    yield axes[0]
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -67,6 +88,8 @@ def main() -> None:
     bodies: dict[str, list[str]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         record = json.loads(path.read_text())
+        if "rows" not in record:  # what a tuner measured
+            continue
         bodies.setdefault(record["name"], []).append(render(record))
         plot = getattr(importlib.import_module(f"bench.{record['name']}"), "plot", None)
         if plot is not None:

@@ -289,3 +289,23 @@ def test_a_marker_without_results_says_what_to_run() -> None:
     assert report.update(page, {"x": "new"}) == page.replace("old", "new")
     with pytest.raises(ValueError, match="make bench ARGS=x"):
         report.update(page, {})
+    of_gpu = page.replace(":x", ":gpu.x")
+    assert report.update(of_gpu, {}) == of_gpu.replace("old", "*Not measured on any GPU yet.*")
+
+
+def test_pages_are_written_from_the_results_of_all_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:gpu.soak -->\n<!-- /bench -->")
+    for gpu in ("one", "other"):
+        monkeypatch.setenv("OUT", str(tmp_path / gpu))
+        harness.save(
+            "gpu.soak", [{"ranks": 2, "calls": 7, "wrong": 0, "seconds": 1.0}], {"on": gpu}
+        )
+        (tmp_path / gpu / f"{gpu}.json").write_text('{"format": 1, "entries": []}')
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "PAGES", [page])
+    report.main()
+    assert page.read_text().count("| 2 | 7 | 0 | 1 |") == 2
+    assert "on: one" in page.read_text() and "on: other" in page.read_text()

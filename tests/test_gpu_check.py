@@ -233,7 +233,7 @@ def test_without_a_gpu_it_says_what_to_do(
 
 
 @pytest.mark.parametrize("name", gpu.NAMES)
-def test_every_gpu_benchmark_runs_on_a_cpu(name: str) -> None:
+def test_every_gpu_benchmark_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     if name in ("p2p_copy", "sharded_gemm"):
         pytest.importorskip(f"pipekernels.ops.{name}")
     module = importlib.import_module(f"bench.gpu.{name}")
@@ -244,6 +244,10 @@ def test_every_gpu_benchmark_runs_on_a_cpu(name: str) -> None:
     assert "|" in module.table(rows) and "Failed" not in module.table(rows)
     assert all(row.get("wrong", 0) == 0 for row in rows)
     assert module.CONDITIONS
+    if hasattr(module, "plot"):
+        pytest.importorskip("matplotlib")
+        module.plot(rows, tmp_path / "plot.svg")
+        assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize("part", sanitized.PARTS)

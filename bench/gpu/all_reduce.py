@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from torch import Tensor
 from bench import harness
 from bench.gpu.environment import nccl
 from bench.gpu.timing import Row, attempt, call_seconds, compare, errors, events
-from bench.report import markdown
+from bench.report import markdown, svg
 from pipekernels import Communicator
 
 RANKS = (2, 4, 8)
@@ -363,3 +364,22 @@ def table(rows: list[Row]) -> str:
 def microseconds(figures: dict[str, Any]) -> str:
     """The median."""
     return f"{figures['median'] * 1e6:.2f}"
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Share of the bound over size, an axis per number of ranks, as an SVG file."""
+    with svg(path, len(RANKS)) as axes:
+        for axis, ranks in zip(axes, RANKS, strict=True):
+            found = [r for r in rows if r.get("ranks") == ranks and "candidates" in r]
+            for index, dtype in enumerate(sorted({row["type"] for row in found})):
+                chosen = [row for row in found if row["type"] == dtype]
+                for kind, style in (("symmetric", "-"), ("ordinary", "--")):
+                    shares = [
+                        row["bound"] / row["candidates"][f"{kind} auto"]["median"] for row in chosen
+                    ]
+                    sizes = [row["size"] for row in chosen]
+                    label = f"{kind}, {dtype}"
+                    axis.plot(sizes, shares, style, marker=".", color=f"C{index}", label=label)
+            axis.set(title=f"{ranks} ranks, one GPU", xlabel="bytes", ylabel="of the memory bound")
+            axis.set_xscale("log", base=2)
+            axis.legend()

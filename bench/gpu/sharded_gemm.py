@@ -22,6 +22,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from bench import harness
 from bench.gpu.all_reduce import Threads, symmetric_on
 from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
-from bench.report import duration, markdown
+from bench.report import duration, markdown, svg
 from pipekernels import ops
 from pipekernels.kernels import table as tables
 from pipekernels.kernels.config import Config, candidates
@@ -128,17 +129,20 @@ def measure(product: Product, args: argparse.Namespace) -> Row:
     return {
         "ways": found,
         "TFLOP/s": {name: rate / figures["median"] for name, figures in found.items()},
-        "errors": {name: error(*pairs[0], name) for name in algorithms},
+        "errors": relative_errors(*pairs[0], algorithms),
     }
 
 
-def error(a: Tensor, b: Tensor, algorithm: str) -> float:
-    """Of a result, relative to float64."""
+def relative_errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, float]:
+    """Of each algorithm's result, relative to float64, in the same sample."""
     rows = torch.randint(len(a), (min(SAMPLED, len(a)),), device=a.device)
     columns = torch.randint(len(b), (min(SAMPLED, len(b)),), device=a.device)
     exact = a[rows].double() @ b[columns].double().t()
-    result = ops.sharded_gemm(a, b, algorithm=algorithm)[rows][:, columns].double()
-    return float((result - exact).norm() / exact.norm())
+
+    def error(result: Tensor) -> float:
+        return float((result[rows][:, columns].double() - exact).norm() / exact.norm())
+
+    return {name: error(ops.sharded_gemm(a, b, algorithm=name)) for name in algorithms}
 
 
 # ---- the overlap ----
@@ -408,3 +412,23 @@ def _forecast(rows: list[Row]) -> str:
             for row in rows
         ],
     )
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Speed over cuBLAS's by tokens, as an SVG file."""
+    ways = ("forward", "grad_input", "grad_weight")
+    with svg(path, len(ways)) as axes:
+        for axis, way in zip(axes, ways, strict=True):
+            found = [r for r in rows if r.get("way") == way and "TFLOP/s" in r]
+            for index, name in enumerate(ALGORITHMS[:2]):
+                points = [
+                    (r["tokens"], r["TFLOP/s"][name] / r["TFLOP/s"]["cublas"])
+                    for r in found
+                    if name in r["TFLOP/s"]
+                ]
+                if points:
+                    axis.scatter(*zip(*points, strict=True), s=12, color=f"C{index}", label=name)
+            axis.axhline(1.0, color="gray", linewidth=0.8)
+            axis.set(title=way, xlabel="tokens", ylabel="speed over cuBLAS")
+            axis.set_xscale("log", base=2)
+            axis.legend()
