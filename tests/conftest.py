@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     reason = _why_no_cuda()
     if reason is not None:
         pytest.skip(reason)
-    yield torch.device("cuda")
+    yield torch.device("cuda", torch.cuda.current_device())
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:

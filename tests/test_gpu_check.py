@@ -97,6 +97,13 @@ def broken():
 
 def test_teardown(broken): pass
 
+@pytest.fixture
+def ending():
+    yield
+    pytest.exit("the context is broken", returncode=3)
+
+def test_end(ending): pass
+
 def test_last(): pass
 """
 
@@ -110,7 +117,7 @@ def test_what_one_test_breaks_the_others_do_not_see(
     (tmp_path / "test_none.py").write_text("def test_on_the_cpu(): pass")
     pytest_command = [sys.executable, "-m", "pytest"]
     found = cuda_tests.collect(pytest_command, log)
-    assert list(found) == ["test_some.py"] and len(found["test_some.py"]) == 9
+    assert list(found) == ["test_some.py"] and len(found["test_some.py"]) == 10
     result = cuda_tests.run_file(
         pytest_command, "test_some.py", found["test_some.py"], in_seconds(90), log, test_seconds=3
     )
@@ -123,10 +130,11 @@ def test_what_one_test_breaks_the_others_do_not_see(
         "test_after": "passed",
         "test_skipped": "skipped",
         "test_teardown": "error",
+        "test_end": "crashed",
         "test_last": "passed",
     }
     told = cuda_tests.summary([result])
-    assert "test_some.py: 2 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in told
+    assert "test_some.py: 3 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in told
     assert "  crashed: test_some.py::test_hang" in told and "test_good" not in told
     late = cuda_tests.run_file(
         pytest_command, "test_some.py", found["test_some.py"], in_seconds(-1), log

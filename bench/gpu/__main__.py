@@ -38,6 +38,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.device.type != "cuda" and not args.quick:
         parser.error(f"results on {args.device.type} mean nothing; add --quick to see that it runs")
+    if args.device == torch.device("cuda"):
+        args.device = torch.device("cuda", torch.cuda.current_device())
     module = importlib.import_module(f"bench.gpu.{args.name}")
     print(f"{args.name}: {module.__doc__.splitlines()[0]}\n", flush=True)
     rows = []

@@ -38,7 +38,7 @@ from bench import harness
 from bench.gpu.environment import nccl
 from bench.gpu.timing import Row, attempt, call_seconds, compare, errors, events
 from bench.report import markdown, svg
-from pipekernels import Communicator
+from pipekernels import Communicator, PeerError
 
 RANKS = (2, 4, 8)
 SIZES = [1 << 10, 1 << 15, 1 << 20, 1 << 23, 1 << 26, 1 << 28]  # bytes
@@ -47,9 +47,9 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
 CALLS = 4  # queued together
 PROCESS_RANKS = (2, 4)
 PROCESS_SIZES = [1 << 15, 1 << 20, 1 << 26]
-PROCESS_SECONDS = 40.0
+PROCESS_SECONDS = 30.0
 NCCL_SHARES_GPUS = (2, 30, 3)
-TIMEOUT = 20.0
+TIMEOUT = 10.0
 PERIOD = 1 << 12  # elements, after which contents repeat
 CONDITIONS = {
     "ranks": "all on one GPU",
@@ -79,12 +79,12 @@ def expected(ranks: int, count: int, dtype: torch.dtype, device: torch.device) -
 class Threads:
     """Ranks on threads of this process, each with a stream of its own."""
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
+    def __init__(self, ranks: int, device: torch.device, timeout: float = TIMEOUT) -> None:
         self.ranks = ranks
         self.device = device
-        self.communicators = Communicator.threads(ranks, timeout=TIMEOUT)
+        self.communicators = Communicator.threads(ranks, timeout=timeout)
         self._pool = ThreadPoolExecutor(ranks)
-        self._together = threading.Barrier(ranks, timeout=TIMEOUT)
+        self._together = threading.Barrier(ranks, timeout=timeout)
         cuda = device.type == "cuda"
         self.streams = [torch.cuda.Stream(device) if cuda else None for _ in range(ranks)]
 
@@ -106,6 +106,12 @@ class Threads:
                 raise
 
         futures = [self._pool.submit(on_rank, rank) for rank in range(self.ranks)]
+        found = [future.exception() for future in futures]
+        # What one rank raises first, not what the others raise because of it.
+        for consequences in ((threading.BrokenBarrierError, PeerError), ()):
+            for error in found:
+                if error is not None and not isinstance(error, consequences):
+                    raise error
         results = [future.result() for future in futures]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

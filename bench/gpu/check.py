@@ -33,13 +33,13 @@ SHARES = {
     "tests": 120,
     "gpu.micro_batch": 25,
     "gpu.pipe": 35,
-    "gpu.all_reduce": 45,
+    "gpu.all_reduce": 60,
     "gpu.p2p_copy": 20,
-    "gpu.soak": 45,
-    "gpu.sharded_gemm": 100,
+    "gpu.soak": 40,
+    "gpu.sharded_gemm": 90,
 }
 ENDING = 15  # of these, seconds that a benchmark which takes as long as it may leaves for its end
-TOGETHER = 4  # processes that test at the same time, those under compute-sanitizer included
+TOGETHER = 6  # processes that test at the same time, those under compute-sanitizer included
 # Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is an
 # allocation of its own, so that memcheck sees every access beyond one; but ranks must not allocate
 # while others wait.

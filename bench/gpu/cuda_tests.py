@@ -76,10 +76,13 @@ def run_file(
         log.write(f"\n---- {file}\n{process.output}")
         found, running = parse(process.output, set(tests))
         result.outcomes |= found
-        if status is not None and running is not None:
-            result.outcomes[running] = "crashed"
-        elif status in (None, 0, 1) or not found:  # out of time, through, or no way to begin
+        if status is None:  # out of time
             break
+        if running is None and found and status not in (0, 1):
+            running = list(found)[-1]  # which ended the session when it was done
+        if running is None:
+            break
+        result.outcomes[running] = "crashed"
     result.outcomes |= {test: "not run" for test in tests if test not in result.outcomes}
     result.seconds = time.monotonic() - begin
     return result

@@ -13,6 +13,7 @@ they and the compute take turns. ``.to`` is torch's own, on one stream.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -52,15 +53,13 @@ class Body(nn.Module):
         return x
 
 
-def calibrated(
-    copy: Callable[[], Any], x: Tensor, width: int, device: torch.device
-) -> tuple[Body, float, float]:
-    """A body that takes long enough on ``x``; seconds of the copy, and of it."""
-    copying = min(call_seconds(copy, device) for _ in range(3))
+def calibrated(send: Callable[[], Any], x: Tensor, width: int, device: torch.device) -> Body:
+    """A body that takes long enough on ``x``, compared with what ``send`` does."""
+    copying = min(call_seconds(send, device) for _ in range(3))
     body = Body(width, 1, device)
     once = min(call_seconds(lambda: body(x), device) for _ in range(3))
     body.products = max(1, math.ceil(LONGER * copying / once))
-    return body, copying, once * body.products
+    return body
 
 
 def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespace) -> Row:
@@ -74,7 +73,7 @@ def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespac
     host = torch.device("cpu")
     to_device = direction == "to the GPU"
     sources, target = (on_host, device) if to_device else (on_device, host)
-    body, *_ = calibrated(lambda: ops.p2p_copy(sources[0], target), on_device[0], width, device)
+    body = calibrated(lambda: ops.p2p_copy(sources[0], target), on_device[0], width, device)
 
     def copies() -> None:
         for x in sources:
@@ -84,18 +83,18 @@ def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespac
         for x in on_device:
             body(x)
 
-    def both(copy: Callable[[Tensor], Tensor]) -> None:
+    def both(send: Callable[[Tensor], Tensor]) -> None:
         if to_device:
             for x in sources:
-                body(copy(x))
+                body(send(x))
             return
         # The next micro-batch is under way while the host waits for this one.
         behind = body(sources[0])
         for x in sources[1:]:
             ahead = body(x)
-            copy(behind)
+            send(behind)
             behind = ahead
-        copy(behind)
+        send(behind)
 
     return _hidden(
         {
@@ -113,7 +112,8 @@ def of_model(way: str, rows: int, args: argparse.Namespace) -> Row:
     device, width = args.device, 64 if args.quick else WIDTH
     x = torch.randn(CHUNKS * rows, width).to(torch.bfloat16)
     micro_batches = list(x.to(device).chunk(CHUNKS))
-    body, *_ = calibrated(lambda: ops.p2p_copy(x[:rows], device), micro_batches[0], width, device)
+    body = calibrated(lambda: ops.p2p_copy(x[:rows], device), micro_batches[0], width, device)
+    alone = copy.copy(body)
     model = nn.Sequential(nn.Identity(), body)
     model_on_gpu: nn.Module = model
     if way == "Pipe":
@@ -129,7 +129,7 @@ def of_model(way: str, rows: int, args: argparse.Namespace) -> Row:
 
     def compute() -> None:
         for part in micro_batches:
-            body.forward(part)
+            alone(part)
 
     try:
         with torch.no_grad():

@@ -19,6 +19,9 @@ from pipekernels import ops, reference
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 
+TIMEOUT = 60.0
+
+
 def check(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Print what is compared; raise AssertionError where bits differ."""
     print(name, flush=True)
@@ -43,7 +46,7 @@ def copies(device: torch.device) -> None:
 def collectives(device: torch.device) -> None:
     """All-reduces by one rank and by two, which are threads."""
     for ranks in (1, 2):
-        with contextlib.closing(Threads(ranks, device)) as threads:
+        with contextlib.closing(Threads(ranks, device, TIMEOUT)) as threads:
             for dtype in (torch.float32, torch.bfloat16):
                 for count in (0, 5, 3001):
                     all_reduce(threads, count, dtype)
