@@ -30,7 +30,7 @@ def main() -> int:
         "--quick", action="store_true", help="tiny cases, to see that it runs; nothing is kept"
     )
     parser.add_argument(
-        "--device", default="cuda", type=torch.device, help="cpu with --quick alone"
+        "--device", default="cuda:0", type=torch.device, help="cpu with --quick alone"
     )
     parser.add_argument(
         "--seconds", default=120.0, type=float, help="for what takes as long as it may: %(default)s"
@@ -38,8 +38,6 @@ def main() -> int:
     args = parser.parse_args()
     if args.device.type != "cuda" and not args.quick:
         parser.error(f"results on {args.device.type} mean nothing; add --quick to see that it runs")
-    if args.device == torch.device("cuda"):
-        args.device = torch.device("cuda", torch.cuda.current_device())
     module = importlib.import_module(f"bench.gpu.{args.name}")
     print(f"{args.name}: {module.__doc__.splitlines()[0]}\n", flush=True)
     rows = []
