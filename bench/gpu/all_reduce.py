@@ -388,4 +388,5 @@ def plot(rows: list[Row], path: Path) -> None:
                     axis.plot(sizes, shares, style, marker=".", color=f"C{index}", label=label)
             axis.set(title=f"{ranks} ranks, one GPU", xlabel="bytes", ylabel="of the memory bound")
             axis.set_xscale("log", base=2)
-            axis.legend()
+            if found:
+                axis.legend()

@@ -431,4 +431,5 @@ def plot(rows: list[Row], path: Path) -> None:
             axis.axhline(1.0, color="gray", linewidth=0.8)
             axis.set(title=way, xlabel="tokens", ylabel="speed over cuBLAS")
             axis.set_xscale("log", base=2)
-            axis.legend()
+            if found:
+                axis.legend()
