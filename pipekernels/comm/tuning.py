@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pipekernels import _cache
 
 FORMAT = 1  # To be raised when the algorithms change so that older measurements no longer hold.
 
@@ -53,12 +54,8 @@ def cpu_model() -> str:
 
 
 def path() -> Path:
-    """The file of this machine: home folders may be shared by machines of several kinds."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # As the XDG Base Directory Specification says.
-        folder = os.path.expanduser("~/.cache")
-    machine = re.sub(r"[^a-z0-9]+", "-", f"{cpu_model()} {os.cpu_count()}c".lower()).strip("-")
-    return Path(folder) / "pipekernels" / f"all-reduce-{machine}.json"
+    """The file of this machine."""
+    return _cache.file("all-reduce", f"{cpu_model()} {os.cpu_count()}c")
 
 
 def load() -> Tuning | None:
@@ -81,10 +78,7 @@ def load() -> Tuning | None:
 def save(tuning: Tuning) -> Path:
     """Write the file of this machine, in place of the one there is, and return its path."""
     file = path()
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    new.write_text(json.dumps({"format": FORMAT, **tuning._asdict()}, indent=1) + "\n")
-    new.replace(file)  # At once: other processes may be reading.
+    _cache.write(file, {"format": FORMAT, **tuning._asdict()})
     return file
 
 

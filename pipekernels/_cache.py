@@ -1,0 +1,30 @@
+"""Measurements of this machine, kept as JSON files in the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+
+def file(what: str, machine: str) -> Path:
+    """Where ``what`` of ``machine`` is kept: home folders may be shared by machines of several kinds."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # As the XDG Base Directory Specification says.
+        folder = os.path.expanduser("~/.cache")
+    return Path(folder) / "pipekernels" / f"{what}-{slug(machine)}.json"
+
+
+def slug(name: str) -> str:
+    """``name`` in letters that suit a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def write(path: Path, record: Any) -> None:
+    """Put ``record`` in place of the file there is, at once: other processes may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)

@@ -1,0 +1,188 @@
+"""How the sharded GEMM may be cut up: the configurations there are, and a rough guess among them.
+
+Nothing here imports triton. A configuration's ``blocks`` are compiled in, all else is an argument of
+the kernel, so the tables below are all that is ever compiled. They are chosen so that the shared
+memory suffices and no registers spill, which the tests hold for every entry; how fast they are is for
+:mod:`pipekernels.kernels.tuner` to measure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from math import ceil
+from typing import NamedTuple
+
+import torch
+
+# What is multiplied, and how: 16-bit floats; float32 rounded to TF32; float32; float8 (e4m3).
+KINDS = ["bfloat16", "float16", "tfloat32", "float32", "float8_e4m3fn"]
+
+
+class Blocks(NamedTuple):
+    """What is compiled in.
+
+    Attributes:
+        m, n, k: sizes of the blocks of C = A B^T that a program works on at a time.
+        warps: per program.
+        stages: how many steps along k are in flight.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a tile is finished; two if a thread has 128 of its elements or more."""
+        return 2 if self.m * self.n >= 128 * 32 * self.warps else 1
+
+
+class Config(NamedTuple):
+    """One way to run the kernel.
+
+    Attributes:
+        blocks: what is compiled in.
+        group_m: rows of tiles in a group.
+        split_k: how many programs share a tile.
+    """
+
+    blocks: Blocks
+    group_m: int = 8
+    split_k: int = 1
+
+
+class Choice(NamedTuple):
+    """The blocks that there are for a generation of GPUs and a kind.
+
+    Attributes:
+        whole: for tiles of one program.
+        shared: for tiles that several programs share.
+        odd: for operands that lie at odd addresses and are read element by element.
+    """
+
+    whole: tuple[Blocks, ...]
+    shared: tuple[Blocks, ...]
+    odd: Blocks
+
+
+BLOCKS: dict[tuple[int, str], Choice] = {
+    (80, "bfloat16"): Choice(
+        whole=(Blocks(128, 256, 32, 8, 3), Blocks(128, 128, 32, 4, 4), Blocks(64, 64, 64, 4, 4)),
+        shared=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (80, "tfloat32"): Choice(
+        whole=(Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 32, 4, 4)),
+        shared=(Blocks(16, 64, 64, 4, 3),),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (80, "float32"): Choice(
+        whole=(Blocks(64, 64, 32, 8, 3),),
+        shared=(Blocks(16, 64, 32, 4, 2),),
+        odd=Blocks(64, 64, 16, 8, 2),
+    ),
+    (80, "float8_e4m3fn"): Choice(
+        whole=(Blocks(128, 128, 64, 8, 3),),
+        shared=(Blocks(16, 64, 128, 4, 4),),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (90, "bfloat16"): Choice(
+        whole=(
+            Blocks(128, 256, 64, 8, 3),
+            Blocks(256, 128, 64, 8, 3),
+            Blocks(128, 128, 64, 8, 4),
+            Blocks(64, 256, 64, 8, 4),
+            Blocks(64, 128, 64, 4, 5),
+        ),
+        shared=(
+            Blocks(16, 64, 128, 4, 4),
+            Blocks(16, 128, 128, 4, 4),
+            Blocks(64, 64, 128, 4, 4),
+            Blocks(128, 128, 64, 8, 4),
+        ),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (90, "tfloat32"): Choice(
+        whole=(Blocks(128, 128, 32, 8, 4), Blocks(64, 128, 32, 4, 4)),
+        shared=(Blocks(16, 64, 64, 4, 4),),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (90, "float32"): Choice(
+        whole=(Blocks(64, 64, 32, 8, 3),),
+        shared=(Blocks(16, 64, 32, 4, 2),),
+        odd=Blocks(64, 64, 16, 8, 2),
+    ),
+    (90, "float8_e4m3fn"): Choice(
+        whole=(Blocks(128, 128, 128, 8, 4), Blocks(64, 256, 128, 8, 4)),
+        shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (100, "bfloat16"): Choice(
+        whole=(Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 64, 8, 4), Blocks(64, 128, 64, 4, 4)),
+        shared=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (100, "tfloat32"): Choice(
+        whole=(Blocks(128, 128, 32, 8, 3),),
+        shared=(Blocks(16, 64, 64, 4, 4),),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+    (100, "float32"): Choice(
+        whole=(Blocks(64, 64, 32, 8, 3),),
+        shared=(Blocks(16, 64, 32, 4, 2),),
+        odd=Blocks(64, 64, 16, 8, 2),
+    ),
+    (100, "float8_e4m3fn"): Choice(
+        whole=(Blocks(128, 128, 128, 8, 4), Blocks(64, 128, 128, 4, 4)),
+        shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
+        odd=Blocks(64, 64, 32, 4, 2),
+    ),
+}
+BLOCKS |= {(g, "float16"): BLOCKS[g, "bfloat16"] for g in (80, 90, 100)}
+
+
+def generation(capability: tuple[int, int]) -> int:
+    """Whose configurations a GPU takes: those of 80, 90 or 100.
+
+    Hopper (90) and the data-centre Blackwells (100) read operands by tensor descriptors; all others
+    take those of 80, which fit the 99 KiB of shared memory that the smallest of them have.
+    """
+    return {9: 90, 10: 100}.get(capability[0], 80)
+
+
+def kind_of(dtype: torch.dtype, tf32: bool) -> str | None:
+    """The kind for operands of ``dtype``; ``None`` for one that the kernel does not multiply."""
+    if dtype == torch.float32 and tf32:
+        return "tfloat32"
+    name = str(dtype).removeprefix("torch.")
+    return name if name in KINDS else None
+
+
+def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> list[Config]:
+    """What is worth a try for C [m, n] of depth k on ``sms`` multiprocessors; best guess first."""
+    choice = BLOCKS[generation, kind]
+    found = [Config(blocks) for blocks in choice.whole if blocks.m < 2 * max(m, 64)]
+    for blocks, programs in itertools.product(choice.shared, (sms, 2 * sms, 4 * sms)):
+        tiles, steps = ceil(m / blocks.m) * ceil(n / blocks.n), ceil(k / blocks.k)
+        split_k = min(programs // tiles, steps // 2)
+        if split_k > 1 and blocks.m < 2 * max(m, 16):
+            config = Config(blocks, split_k=ceil(steps / ceil(steps / split_k)))
+            found += [config] if config not in found else []
+    itemsize = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}.get(kind, 4)
+    return sorted(found, key=lambda config: _cycles(config, m, n, k, itemsize, sms))
+
+
+def _cycles(config: Config, m: int, n: int, k: int, itemsize: int, sms: int) -> float:
+    """A guess at the clock cycles a product takes: rounds of items, each bound by its slower part.
+
+    Its constants are round numbers for a recent data-centre GPU, not measured ones.
+    """
+    blocks, split_k = config.blocks, config.split_k
+    items = ceil(m / blocks.m) * ceil(n / blocks.n) * split_k
+    steps = ceil(ceil(k / blocks.k) / split_k)
+    multiply = max(blocks.m, 64) * blocks.n * blocks.k * itemsize / 8192
+    load = (blocks.m + blocks.n) * blocks.k * itemsize / 32
+    finish = 1000 + blocks.m * blocks.n * (4 * 3 if split_k > 1 else itemsize) / 32
+    return ceil(items / sms) * (steps * max(multiply, load) + finish)

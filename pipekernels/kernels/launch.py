@@ -1,0 +1,194 @@
+"""Launches the sharded GEMM: ways to the operands, the grid, and the memory that split-K needs."""
+
+from __future__ import annotations
+
+import threading
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pipekernels.kernels.config import Blocks, Config
+from pipekernels.kernels.sharded_gemm import gemm_kernel
+
+PRECISIONS = {"tfloat32": "tf32"}
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes that a program may have.
+
+
+class Product(NamedTuple):
+    """``out = (A B^T) * scale_a * scale_b + bias + residual``, on one device.
+
+    Attributes:
+        kind: what is multiplied, see :data:`pipekernels.kernels.config.KINDS`.
+        a, b: [M, K] and [N, K], any strides.
+        out: [M, N], any strides that reach no element twice.
+        bias: [N].
+        residual: [M, N], any strides.
+        scale_a, scale_b: float32, of one element, or [M] and [N].
+    """
+
+    kind: str
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+
+
+def tiles(product: Product, blocks: Blocks) -> tuple[int, int]:
+    """Rows and columns of tiles."""
+    m, n = product.out.shape
+    return ceil(m / blocks.m), ceil(n / blocks.n)
+
+
+def launch(
+    product: Product, config: Config, *, generation: int, sms: int, ready: Tensor | None = None
+) -> None:
+    """Launch the kernel on the current stream and device; the product has no size of 0.
+
+    Args:
+        product: what to compute.
+        config: how.
+        generation: of the GPU, see :func:`pipekernels.kernels.config.generation`.
+        sms: how many multiprocessors may be used.
+        ready: int32 [groups of rows], to which the tiles are announced: when all rows of a group
+            are stored, its counter has grown by ``group_m`` times the columns of tiles. Wants
+            ``split_k`` of 1.
+    """
+    kind, a, b, out, bias, residual, scale_a, scale_b = product
+    blocks, group_m, split_k = config
+    rows, columns = tiles(product, blocks)
+    items = rows * columns * split_k
+    partials = arrivals = None
+    if split_k > 1:
+        size = items * blocks.m * blocks.n
+        partials = torch.empty(size, dtype=torch.float32, device=a.device)
+        arrivals = _zeros(a.device, rows * columns)
+        programs = items
+    else:
+        programs = min(items, sms * _residents(blocks, a.element_size(), generation))
+    tma = generation >= 90
+    a_via, a_operand, a_strides = _way(a, (blocks.m, blocks.k), tma)
+    b_via, b_operand, b_strides = _way(b, (blocks.n, blocks.k), tma)
+    # Bulk stores are not ordered by the barrier and the release that announce a tile.
+    bulk_store = tma and ready is None and split_k == 1 and _has_rows(out)
+    if bulk_store:
+        c_via, c_strides = "descriptor", (0, 0)
+        c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
+    else:
+        c_via, c_operand, c_strides = "pointers", out, out.stride()
+    gemm_kernel[(programs,)](
+        a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b,
+        partials, arrivals, ready, *out.shape, a.shape[1], group_m, split_k,
+        *a_strides, *b_strides, *c_strides,
+        0 if bias is None else bias.stride(0),
+        *((0, 0) if residual is None else residual.stride()),
+        *(0 if scale is None or scale.numel() == 1 else scale.stride(0) for scale in (scale_a, scale_b)),
+        BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
+        A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype], **numerics(kind, blocks),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+
+
+def numerics(kind: str, blocks: Blocks) -> dict[str, Any]:
+    """Arguments of the kernel that decide how it rounds.
+
+    Hopper sums products of float8 in fewer bits than float32 has; every 128 of them are added to a
+    float32 sum.
+    """
+    imprecise = min(blocks.k, 128) if kind == "float8_e4m3fn" else 0
+    return {"PRECISION": PRECISIONS.get(kind, "ieee"), "IMPRECISE": imprecise}
+
+
+def _way(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
+    """How the kernel reads ``operand``, what it is given for that, and its strides if it needs them."""
+    if tma and _has_rows(operand):
+        return "descriptor", _descriptor(operand, block), (0, 0)
+    # Float8 tiles cannot be transposed on their way to the tensor cores.
+    if tma and operand.itemsize > 1 and _has_rows(operand.t()):
+        return "descriptor_t", _descriptor(operand.t(), block[::-1]), (0, 0)
+    by_columns = operand.stride(0) == 1 != operand.stride(1)
+    return "pointers_t" if by_columns else "pointers", operand, operand.stride()
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether a tensor descriptor can describe it: dense rows, everything at multiples of 16 bytes."""
+    size = tensor.itemsize
+    rows = tensor.shape[0] == 1 or (
+        tensor.stride(0) >= tensor.shape[1] and tensor.stride(0) * size % 16 == 0
+    )
+    return rows and tensor.stride(1) == 1 and tensor.data_ptr() % 16 == 0
+
+
+def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    stride = tensor.stride(0)
+    if tensor.shape[0] == 1:  # Then it may be anything, and the descriptor wants it to be aligned.
+        stride = ceil(tensor.shape[1] / 16) * 16
+    return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], list(block))
+
+
+def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
+    """How many programs fit on a multiprocessor at once, by registers (up to 255 each) and memory."""
+    memory = (blocks.m + blocks.n) * blocks.k * itemsize * blocks.stages + blocks.m * blocks.n * 2
+    return max(1, min(8 // blocks.warps, SHARED_MEMORY[generation] // memory))
+
+
+# ---- the counters of split-K ----
+
+_COUNTERS = 1 << 20  # In an arena: 4 MiB.
+_PER_STREAM = 4096
+
+
+class _Arena:
+    """Counters that are zero whenever no kernel is using them, as every kernel leaves them so.
+
+    Calls on one stream follow each other and share counters. A captured call gets some of its own for
+    good, as graphs may be replayed beside anything else; only a graph's own replays follow each other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # Other streams will use them, too.
+        self._taken = 0
+        self._of_stream: dict[int, Tensor] = {}
+
+    def of_stream(self, stream: int) -> Tensor | None:
+        if stream not in self._of_stream:
+            counters = self.take(_PER_STREAM)
+            if counters is None:
+                return None
+            self._of_stream[stream] = counters
+        return self._of_stream[stream]
+
+    def take(self, count: int) -> Tensor | None:
+        if self._taken + count > _COUNTERS:
+            return None
+        self._taken += count
+        return self._counters[self._taken - count : self._taken]
+
+
+_arenas: dict[int, _Arena] = {}
+_lock = threading.Lock()
+
+
+def _zeros(device: torch.device, count: int) -> Tensor:
+    """``count`` counters, for a kernel that leaves them zero."""
+    counters = None
+    if device.type == "cuda" and count <= _PER_STREAM:
+        stream = torch.cuda.current_stream(device)
+        capturing = torch.cuda.is_current_stream_capturing()
+        with _lock:
+            if device.index not in _arenas and not capturing:
+                _arenas[device.index] = _Arena(device)
+            arena = _arenas.get(device.index)
+            if arena is not None:
+                counters = arena.take(count) if capturing else arena.of_stream(stream.cuda_stream)
+    if counters is None:
+        counters = torch.zeros(count, dtype=torch.int32, device=device)
+    return counters

@@ -1,0 +1,186 @@
+"""The Triton kernel of ``C = A B^T``: one for the forward and for both gradients of a linear layer.
+
+A linear layer with input X [M, K] and weight W [N, K] has three products, and each is ``A B^T`` of
+strided views: Y = X W^T; dX = dY (W^T)^T; dW = dY^T (X^T)^T. So one kernel serves them all. It reads an
+operand through a tensor descriptor (TMA), as it is or transposed, or else through pointers and strides.
+
+The grid is persistent: program p takes the items p, p + programs, p + 2 programs, ... Tiles are ordered
+in groups of ``group_m`` rows of tiles, column by column inside a group: neighbours then share operands
+in the L2 cache, and the groups are finished one after another.
+
+Split-K: ``split_k`` items share a tile. Each stores its partial sum in float32, and the program that
+arrives last adds all of them up, in the order of K. Who is last may differ from run to run, that order
+does not, so the bits are always the same.
+
+Announcements: the program adds to a counter of the tile's group after all threads have stored the tile.
+The barrier orders the threads' stores before the one thread's release, which is cumulative: whoever
+acquires the counter sees them. That holds for ordinary stores only, so announced tiles are not stored by
+TMA. The counter's readers run on the same GPU, so its scope is that; what they send on to other GPUs
+they release themselves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, group_m):
+    """Row and column of a tile in grouped order."""
+    per_group = group_m * tiles_n
+    first = tile // per_group * group_m
+    height = min(tiles_m - first, group_m)
+    within = tile % per_group
+    return first + within % height, within // height
+
+
+@triton.jit
+def _gather(
+    tensor, row, col, rows, cols, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """The block [ROWS, COLS] at (row, col) of a tensor [rows, cols]; zeros beyond its edges."""
+    r = row + tl.arange(0, ROWS)
+    c = col + tl.arange(0, COLS)
+    at = r[:, None].to(tl.int64) * stride_row + c[None, :].to(tl.int64) * stride_col
+    return tl.load(tensor + at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
+
+
+@triton.jit
+def _load(
+    operand, row, k, rows, K, stride_row, stride_k,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, VIA: tl.constexpr,
+):  # fmt: skip
+    """The block [ROWS, DEPTH] at (row, k) of an operand [rows, K], taken in its order in memory."""
+    if VIA == "descriptor":
+        block = operand.load([row, k])
+    elif VIA == "descriptor_t":
+        block = operand.load([k, row]).T
+    elif VIA == "pointers":
+        block = _gather(operand, row, k, rows, K, stride_row, stride_k, ROWS, DEPTH)
+    else:
+        block = _gather(operand, k, row, K, rows, stride_k, stride_row, DEPTH, ROWS).T
+    return block
+
+
+@triton.jit
+def _finish(
+    acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
+    stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VIA: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Scale, add bias and residual in float32, round once, and store at (row, col)."""
+    m = row + tl.arange(0, BLOCK_M)
+    n = col + tl.arange(0, BLOCK_N)
+    if scale_a is not None:
+        acc *= tl.load(scale_a + m * stride_sa, mask=m < M, other=0.0)[:, None]
+    if scale_b is not None:
+        acc *= tl.load(scale_b + n * stride_sb, mask=n < N, other=0.0)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + n * stride_bias, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        block = _gather(residual, row, col, M, N, stride_rm, stride_rn, BLOCK_M, BLOCK_N)
+        acc += block.to(tl.float32)
+    if VIA == "descriptor":
+        c.store([row, col], acc.to(OUT))
+    else:
+        at = m[:, None].to(tl.int64) * stride_cm + n[None, :].to(tl.int64) * stride_cn
+        tl.store(c + at, acc.to(OUT), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _finish_tile(
+    acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
+    stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, VIA: tl.constexpr,
+    OUT: tl.constexpr,
+):  # fmt: skip
+    """A wide tile is finished in two halves, which takes half the registers."""
+    WIDTH: tl.constexpr = BLOCK_N // PARTS
+    if PARTS == 2:
+        left, right = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
+        _finish(
+            left, c, bias, residual, scale_a, scale_b, row, col, M, N,
+            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+            BLOCK_M, WIDTH, VIA, OUT,
+        )  # fmt: skip
+        _finish(
+            right, c, bias, residual, scale_a, scale_b, row, col + WIDTH, M, N,
+            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+            BLOCK_M, WIDTH, VIA, OUT,
+        )  # fmt: skip
+    else:
+        _finish(
+            acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
+            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+            BLOCK_M, WIDTH, VIA, OUT,
+        )  # fmt: skip
+
+
+# The sizes that change from call to call must not cause a compilation each.
+@triton.jit(do_not_specialize=["M", "group_m", "split_k"])
+def gemm_kernel(
+    a, b, c,  # [M, K], [N, K], [M, N]: pointers, or descriptors where *_VIA says so
+    bias, residual, scale_a, scale_b,  # [N], [M, N], [M], [N], each may be None
+    partials, arrivals,  # float32 [tiles, split_k, BLOCK_M, BLOCK_N], int32 [tiles]; or None
+    ready,  # int32 [groups], or None
+    M, N, K, group_m, split_k,
+    stride_am, stride_ak, stride_bn, stride_bk, stride_cm, stride_cn,
+    stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    A_VIA: tl.constexpr, B_VIA: tl.constexpr, C_VIA: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+):  # fmt: skip
+    """One compilation per types, blocks, ways to the operands, and arguments that are None."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    share = tl.cdiv(steps, split_k)
+    items = tiles_m * tiles_n * split_k
+    # One loop over tiles and steps, so that the loads of a tile begin during the one before. A barrier
+    # in its body would keep the compiler from pipelining it, so then only the inner loop is.
+    FLATTEN: tl.constexpr = partials is None and ready is None
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
+        tile = item // split_k
+        part = item % split_k
+        tile_m, tile_n = _place(tile, tiles_m, tiles_n, group_m)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(part * share, min(part * share + share, steps)):
+            k = step * BLOCK_K
+            block_a = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, A_VIA)
+            block_b = _load(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, B_VIA)
+            acc = tl.dot(block_a, block_b.T, acc, PRECISION, max_num_imprecise_acc=IMPRECISE)
+        if partials is None:
+            _finish_tile(
+                acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
+                stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+                BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT,
+            )  # fmt: skip
+        else:
+            SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+            at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            slab = partials + tile.to(tl.int64) * split_k * SIZE + at
+            tl.store(slab + part * SIZE, acc)
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+            if arrived == split_k - 1:
+                tl.debug_barrier()
+                total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for other in range(split_k):
+                    total += tl.load(slab + other * SIZE, cache_modifier=".cg")
+                _finish_tile(
+                    total, c, bias, residual, scale_a, scale_b, row, col, M, N,
+                    stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+                    BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT,
+                )  # fmt: skip
+                tl.store(arrivals + tile, 0)  # As it was found.
+        if ready is not None:
+            tl.debug_barrier()
+            group = tile_m // group_m
+            # Every group counts up to group_m * tiles_n: in one that the edge cuts short, tiles of
+            # its first row count for those that are missing.
+            missing = max((group + 1) * group_m - tiles_m, 0)
+            count = tl.where(tile_m % group_m == 0, 1 + missing, 1)
+            tl.atomic_add(ready + group, count, sem="release", scope="gpu")

@@ -1,0 +1,177 @@
+"""Compiles the sharded GEMM for GPUs that are not there, through the launcher that would start it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pipekernels.kernels.config import BLOCKS, Blocks, Config
+
+DTYPES = {"tfloat32": torch.float32}  # Others are called as their kind.
+
+
+class Case(NamedTuple):
+    """One compilation.
+
+    Attributes:
+        architecture: 90 for sm_90.
+        generation: whose blocks these are.
+        kind, blocks: what is multiplied, and how it is cut up.
+        split: whether programs share tiles.
+        variant: one of the three products of a linear layer, the first with all that may be added to
+            it; ``announced``, its tiles announced; or ``odd``, the first at odd addresses.
+    """
+
+    architecture: int
+    generation: int
+    kind: str
+    blocks: Blocks
+    split: bool
+    variant: str
+
+
+class Kernel(NamedTuple):
+    """What came out."""
+
+    ptx: str
+    shared: int  # Bytes.
+    registers: int  # Per thread.
+    stack: int  # Bytes per thread, where registers spill.
+
+
+def cases() -> list[Case]:
+    """All that the built-in tables can choose."""
+    found = []
+    for (generation, kind), choice in BLOCKS.items():
+        architecture = 89 if (generation, kind) == (80, "float8_e4m3fn") else generation
+        variants = ["forward", "grad_input", "grad_weight"]
+        if kind == "float8_e4m3fn":  # Which has no gradients.
+            variants = variants[:1]
+        if kind == "float16":  # The same code as for bfloat16, but for some instructions' types.
+            variants = variants[2:]
+        these = [(b, False, v) for b in choice.whole for v in [*variants, "announced"]]
+        these += [(b, True, v) for b in choice.shared for v in variants]
+        these += [(choice.odd, False, "odd")]
+        found += [Case(architecture, generation, kind, *this) for this in these]
+    return found
+
+
+def build(case: Case) -> Kernel | str:
+    """Compile; what the compiler said, if it failed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    from pipekernels.kernels import launch
+
+    class Absent(DriverBase):
+        """A driver that knows for what to compile, and no more."""
+
+        def __init__(self) -> None:
+            pass
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            raise NotImplementedError
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", case.architecture, 32)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_benchmarker(self) -> Any:
+            raise NotImplementedError
+
+        def get_current_device(self) -> int:
+            return case.architecture  # Kernels are kept by device.
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    compiled: list[Any] = []
+
+    class Recorder:
+        """In place of the kernel: compiles for the arguments of a launch."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: compiled.append(
+                launch_kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            )
+
+    launch_kernel = launch.gemm_kernel
+    triton.runtime.driver.set_active(Absent())
+    launch.gemm_kernel = Recorder()
+    try:
+        _launch(case)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    finally:
+        launch.gemm_kernel = launch_kernel
+    (kernel,) = compiled
+    registers, stack = _resources(kernel.asm["cubin"])
+    return Kernel(kernel.asm["ptx"], kernel.metadata.shared, registers, stack)
+
+
+def _launch(case: Case) -> None:
+    from pipekernels.kernels.launch import Product, launch
+
+    blocks, odd = case.blocks, case.variant == "odd"
+    m, n, k = (3 * size + odd for size in (blocks.m, blocks.n, 4 * blocks.k))
+    dtype = DTYPES.get(case.kind) or getattr(torch, case.kind)
+    scaled = dtype == torch.float8_e4m3fn
+    out_dtype = torch.bfloat16 if scaled else dtype
+
+    def operand(rows: int, by_columns: bool, like: torch.dtype = dtype) -> torch.Tensor:
+        """[rows, k], or that as the transpose of what lies in memory."""
+        shape = (k, rows) if by_columns else (rows, k)
+        return torch.empty(shape, dtype=like).t() if by_columns else torch.empty(shape, dtype=like)
+
+    a = operand(m, case.variant == "grad_weight")
+    b = operand(n, case.variant.startswith("grad"))
+    added: dict[str, torch.Tensor] = {}
+    if case.variant in ("forward", "odd"):
+        added["bias"] = torch.empty(n, dtype=out_dtype)
+        added["residual"] = torch.empty(m, n, dtype=out_dtype)
+    if scaled:
+        added |= {"scale_a": torch.empty(m), "scale_b": torch.empty(n)}
+    config = Config(blocks, split_k=2 if case.split else 1)
+    ready = None
+    if case.variant == "announced":
+        ready = torch.zeros(ceil(m / blocks.m / config.group_m), dtype=torch.int32)
+    product = Product(case.kind, a, b, torch.empty(m, n, dtype=out_dtype), **added)
+    launch(product, config, generation=case.generation, sms=4, ready=ready)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes per thread, as triton's own cuobjdump reads them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found, report
+    return int(found[1]), int(found[2])
+
+
+if __name__ == "__main__":
+    cs = cases(); print(len(cs))
+    for case in cs:
+        if not sys.argv[1:] or str(case.architecture) in sys.argv[1:]:
+            kernel = build(case)
+            print(*case, kernel if isinstance(kernel, str) else kernel[1:], flush=True)
