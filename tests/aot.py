@@ -170,7 +170,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    cs = cases(); print(len(cs))
+    cs = cases()
+    print(len(cs))
     for case in cs:
         if not sys.argv[1:] or str(case.architecture) in sys.argv[1:]:
             kernel = build(case)

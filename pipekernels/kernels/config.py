@@ -117,7 +117,7 @@ BLOCKS: dict[tuple[int, str], Choice] = {
     (90, "float8_e4m3fn"): Choice(
         whole=(Blocks(128, 128, 128, 8, 4), Blocks(64, 256, 128, 8, 4)),
         shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
-        odd=Blocks(64, 64, 32, 4, 2),
+        odd=Blocks(64, 64, 32, 8, 2),
     ),
     (100, "bfloat16"): Choice(
         whole=(Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 64, 8, 4), Blocks(64, 128, 64, 4, 4)),

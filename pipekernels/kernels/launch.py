@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from math import ceil
 from typing import Any, NamedTuple
@@ -12,11 +13,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pipekernels.kernels.config import Blocks, Config
+from pipekernels.kernels.layout import has_rows
 from pipekernels.kernels.sharded_gemm import gemm_kernel
 
 PRECISIONS = {"tfloat32": "tf32"}
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes that a program may have.
+
+
+# Kernels are compiled and loaded by one thread at a time. Where ranks are threads that share a GPU, the
+# second rank then finds the kernel of the first in place: to load it could block while the first rank's
+# collective is on the GPU and waits for the second's.
+_loading = threading.Lock()
+_loaded: set[tuple[Any, ...]] = set()
 
 
 class Product(NamedTuple):
@@ -77,23 +86,26 @@ def launch(
     a_via, a_operand, a_strides = _way(a, (blocks.m, blocks.k), tma)
     b_via, b_operand, b_strides = _way(b, (blocks.n, blocks.k), tma)
     # Bulk stores are not ordered by the barrier and the release that announce a tile.
-    bulk_store = tma and ready is None and split_k == 1 and _has_rows(out)
+    bulk_store = tma and ready is None and split_k == 1 and has_rows(out)
+    c_via, c_operand = "pointers", out
+    c_strides: tuple[int, ...] = out.stride()
     if bulk_store:
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
-    else:
-        c_via, c_operand, c_strides = "pointers", out, out.stride()
-    gemm_kernel[(programs,)](
-        a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b,
-        partials, arrivals, ready, *out.shape, a.shape[1], group_m, split_k,
-        *a_strides, *b_strides, *c_strides,
-        0 if bias is None else bias.stride(0),
-        *((0, 0) if residual is None else residual.stride()),
-        *(0 if scale is None or scale.numel() == 1 else scale.stride(0) for scale in (scale_a, scale_b)),
-        BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
-        A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype], **numerics(kind, blocks),
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+    added = (bias, residual, scale_a, scale_b, partials, arrivals, ready)
+    kernel = (a.device, kind, out.dtype, blocks, a_via, b_via, c_via, *(x is None for x in added))
+    with contextlib.nullcontext() if kernel in _loaded else _loading:
+        gemm_kernel[(programs,)](
+            a_operand, b_operand, c_operand, *added, *out.shape, a.shape[1], group_m, split_k,
+            *a_strides, *b_strides, *c_strides,
+            0 if bias is None else bias.stride(0),
+            *((0, 0) if residual is None else residual.stride()),
+            *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
+            BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
+            A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype], **numerics(kind, blocks),
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+        _loaded.add(kernel)
 
 
 def numerics(kind: str, blocks: Blocks) -> dict[str, Any]:
@@ -108,22 +120,13 @@ def numerics(kind: str, blocks: Blocks) -> dict[str, Any]:
 
 def _way(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
     """How the kernel reads ``operand``, what it is given for that, and its strides if it needs them."""
-    if tma and _has_rows(operand):
+    if tma and has_rows(operand):
         return "descriptor", _descriptor(operand, block), (0, 0)
     # Float8 tiles cannot be transposed on their way to the tensor cores.
-    if tma and operand.itemsize > 1 and _has_rows(operand.t()):
+    if tma and operand.itemsize > 1 and has_rows(operand.t()):
         return "descriptor_t", _descriptor(operand.t(), block[::-1]), (0, 0)
     by_columns = operand.stride(0) == 1 != operand.stride(1)
     return "pointers_t" if by_columns else "pointers", operand, operand.stride()
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    """Whether a tensor descriptor can describe it: dense rows, everything at multiples of 16 bytes."""
-    size = tensor.itemsize
-    rows = tensor.shape[0] == 1 or (
-        tensor.stride(0) >= tensor.shape[1] and tensor.stride(0) * size % 16 == 0
-    )
-    return rows and tensor.stride(1) == 1 and tensor.data_ptr() % 16 == 0
 
 
 def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
@@ -174,7 +177,7 @@ class _Arena:
 
 
 _arenas: dict[int, _Arena] = {}
-_lock = threading.Lock()
+_arenas_lock = threading.Lock()
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
@@ -183,7 +186,7 @@ def _zeros(device: torch.device, count: int) -> Tensor:
     if device.type == "cuda" and count <= _PER_STREAM:
         stream = torch.cuda.current_stream(device)
         capturing = torch.cuda.is_current_stream_capturing()
-        with _lock:
+        with _arenas_lock:
             if device.index not in _arenas and not capturing:
                 _arenas[device.index] = _Arena(device)
             arena = _arenas.get(device.index)

@@ -166,9 +166,9 @@ def _parse(
     sizes = [m, n, k, group_m, split_k, *blocks]
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"sizes must be positive integers, got {sizes}")
-    shape = ShapeClass(kind, layout, m, n, k)
-    measured = Entry(Config(Blocks(*blocks), group_m, split_k), **times)
-    return shape, measured._replace(**{name: _positive(value) for name, value in times.items()})
+    checked = {name: _positive(value) for name, value in times.items()}
+    measured = Entry(Config(Blocks(*blocks), group_m, split_k), **checked)
+    return ShapeClass(kind, layout, m, n, k), measured
 
 
 def _positive(value: Any) -> float:

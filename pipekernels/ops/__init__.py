@@ -2,6 +2,7 @@
 
 from pipekernels.ops.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from pipekernels.ops.micro_batch import concat_micro_batches, split_micro_batches
+from pipekernels.ops.sharded_gemm import sharded_gemm
 
 __all__ = [
     "all_gather",
@@ -9,5 +10,6 @@ __all__ = [
     "broadcast",
     "concat_micro_batches",
     "reduce_scatter",
+    "sharded_gemm",
     "split_micro_batches",
 ]

@@ -24,6 +24,7 @@ on none. They are differentiable once; a second derivative raises.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from pipekernels.ops.collectives import (
     symmetric_empty,
 )
 from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.ops.overlap import gemm_all_reduce, plan_for
+from pipekernels.ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
 
 
 def shard_sizes(size: int, world_size: int) -> list[int]:
@@ -103,7 +106,9 @@ def gather_from_ranks(x: Tensor, comm: Ranks, size: int) -> Tensor:
     return _GatherFromRanks.apply(x, comm, size)
 
 
-def row_linear(x: Tensor, weight: Tensor, comm: Ranks, *, scatter: bool = False) -> Tensor:
+def row_linear(
+    x: Tensor, weight: Tensor, comm: Ranks, *, scatter: bool = False, algorithm: str = "auto"
+) -> Tensor:
     """``x @ weight.T``, summed over the ranks, each of which holds a part of the inner dimension.
 
     The product is written straight into a symmetric tensor, which the peers read in place. Under
@@ -114,21 +119,33 @@ def row_linear(x: Tensor, weight: Tensor, comm: Ranks, *, scatter: bool = False)
         weight: ``[out_features, k_rank]``.
         comm: the communicator.
         scatter: return this rank's slice of the first dimension alone.
+        algorithm: of the products, forward and backward, on a GPU: as for
+            :func:`pipekernels.ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel, with the
+            all-reduce running while it does. ``'auto'`` takes that where a plan from measurements
+            says that it pays. The same on all ranks.
 
     Returns:
         ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
         ``[rows / world_size, ..., out_features]``.
 
     Raises:
-        ValueError: ``scatter``, and the first dimension of ``x`` is no multiple of the world size.
+        ValueError: ``scatter``, and the first dimension of ``x`` is no multiple of the world size; an
+            ``algorithm`` that does not exist, or not for these arguments.
     """
+    if algorithm not in (*ALGORITHMS, "overlapped"):
+        names = ", ".join((*ALGORITHMS, "overlapped"))
+        raise ValueError(f"algorithm must be one of {names}, got {algorithm!r}")
+    if algorithm in ("triton", "overlapped") and not x.is_cuda:
+        raise ValueError(f"algorithm={algorithm!r} needs CUDA tensors, got {x.device}; use 'auto'")
+    if algorithm == "overlapped" and scatter:
+        raise ValueError("there is no overlapped reduce-scatter; use algorithm='auto'")
     if scatter:
         check_rows(x, comm.world_size, dims=2)
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
-    return _RowLinear.apply(x, weight, comm, scatter)
+    return _RowLinear.apply(x, weight, comm, scatter, algorithm)
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -180,21 +197,27 @@ class _GatherFromRanks(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Ranks, scatter: bool) -> Tensor:
-        ctx.comm, ctx.scatter = comm, scatter
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, comm: Ranks, scatter: bool, algorithm: str
+    ) -> Tensor:
+        ctx.comm, ctx.scatter, ctx.algorithm = comm, scatter, algorithm
         ctx.save_for_backward(x, weight)
-        return torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter)
+        return torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter, algorithm)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        algorithm = "triton" if ctx.algorithm == "overlapped" else ctx.algorithm
         if ctx.scatter:
             grad = all_gather(grad, ctx.comm)
         rows = grad.reshape(-1, weight.shape[0])  # [rows, out_features]
-        grad_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(rows, weight.t(), algorithm).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _product(rows.t(), x.reshape(-1, x.shape[-1]).t(), algorithm)
+        return grad_x, grad_weight, None, None, None
 
 
 def _own_slice(x: Tensor, comm: Ranks) -> Tensor:
@@ -216,21 +239,52 @@ def _join_slices(x: Tensor, comm: Ranks, size: int) -> Tensor:
     return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
 
 
-def _row_linear(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
+def _product(a: Tensor, b: Tensor, algorithm: str) -> Tensor:
+    """``a @ b.T`` for matrices."""
+    return sharded_gemm(a, b, algorithm=algorithm) if a.is_cuda else a @ b.t()
+
+
+def _row_linear(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
     communicator = communicator_of(comm)
     out = symmetric_empty(communicator, (*x.shape[:-1], weight.shape[0]), x)
-    torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=out.view(-1, weight.shape[0]))
+    rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
+    if not x.is_cuda:
+        torch.mm(rows, weight.t(), out=product)
+    else:
+        if not scatter and (algorithm != "auto" or _agreed(comm, x.device)):
+            overlap = plan_for(rows, weight, product, communicator.world_size, algorithm)
+            if overlap is not None:
+                gemm_all_reduce(rows, weight, product, communicator, overlap)
+                return out
+        # What is forced to overlap but has nothing to overlap with: one rank, or no rows.
+        algorithm = "triton" if algorithm == "overlapped" else algorithm
+        gemm_into(product, rows, weight, algorithm=algorithm)
     return communicator.reduce_scatter(out) if scatter else communicator.all_reduce(out)
 
 
-def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
+def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
     shape = [*x.shape[:-1], weight.shape[0]]
     if scatter:
         shape[0] //= communicator_of(comm).world_size
     return x.new_empty(shape)
 
 
+def _agreed(comm: int, device: torch.device) -> bool:
+    """Whether all ranks have the same measurements and will so plan alike."""
+    if torch.cuda.is_current_stream_capturing() and (comm, device) not in _agreements:
+        return False  # They cannot be compared now.
+    if (comm, device) not in _agreements:
+        known = repr((gpu_of(device), measured(device)))
+        mine = torch.tensor([zlib.crc32(known.encode())], device=device)
+        _agreements[comm, device] = len(set(communicator_of(comm).all_gather(mine).tolist())) == 1
+    return _agreements[comm, device]
+
+
+_agreements: dict[tuple[int, torch.device], bool] = {}  # By communicator.
+
 _library = torch.library.Library("pipekernels", "FRAGMENT")
-_library.define("row_linear(Tensor x, Tensor weight, int comm, bool scatter) -> Tensor")
+_library.define(
+    "row_linear(Tensor x, Tensor weight, int comm, bool scatter, str algorithm) -> Tensor"
+)
 _library.impl("row_linear", _row_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("pipekernels::row_linear", _row_linear_fake, lib=_library)

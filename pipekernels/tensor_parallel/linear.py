@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels.comm import Communicator
+from pipekernels.ops.sharded_gemm import sharded_gemm
 from pipekernels.ops.tensor_parallel import (
     copy_to_ranks,
     gather_from_ranks,
@@ -253,7 +254,7 @@ class RowParallelLinear(_ShardedLinear):
         if not self.input_is_parallel:
             x = scatter_to_ranks(x, self.comm)
         if self.reduce == "none":
-            y = functional.linear(x, self.weight)
+            y = _linear(x, self.weight)
         else:
             scatter = self.reduce == "reduce_scatter"
             y = row_linear(x, self.weight, self.comm, scatter=scatter)
@@ -324,7 +325,7 @@ class ColumnParallelLinear(_ShardedLinear):
         self._check_input(x, self.in_features)
         bias: Tensor | None = self.bias
         x = copy_to_ranks(x, self.comm)
-        y = functional.linear(x, self.weight, None if self.skip_bias_add else bias)
+        y = _linear(x, self.weight, None if self.skip_bias_add else bias)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
         if not self.skip_bias_add:
@@ -335,6 +336,10 @@ class ColumnParallelLinear(_ShardedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:

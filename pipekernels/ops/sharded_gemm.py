@@ -1,0 +1,384 @@
+"""``Y = X W^T`` of a linear layer, by Triton or by the vendor's library, whichever was measured faster.
+
+On a GPU ``algorithm='auto'`` looks the product up in the table of what has been measured on GPUs of
+its name (:mod:`pipekernels.kernels.table`), and takes the Triton kernel where that says that it wins;
+everywhere else, and on CPUs, it is ``torch.nn.functional.linear``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipekernels.kernels import table
+from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
+from pipekernels.kernels.layout import has_rows, layout_of
+
+ALGORITHMS = ("auto", "triton", "cublas")
+FLOAT8 = torch.float8_e4m3fn
+
+
+def sharded_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
+    """``x @ weight.T + bias + residual``, accumulated in float32 or wider.
+
+    Both gradients are products of the same kind. float32 follows
+    ``torch.backends.cuda.matmul``: TF32 where that is allowed. Under autocast it is computed in
+    autocast's dtype, as ``torch.nn.functional.linear`` is.
+
+    Args:
+        x: ``[..., k]``, any strides.
+        weight: ``[n, k]``, any strides, of the same dtype.
+        bias: ``[n]``.
+        residual: ``[..., n]``, like the result.
+        scale_x: with float8 (e4m3) operands: float32, of one element, or one per row of x; 1 if
+            ``None``.
+        scale_weight: likewise, one per row of ``weight``.
+        out_dtype: of the result of float8 operands; bfloat16 if ``None``.
+        algorithm: ``'triton'``, ``'cublas'``, or ``'auto'``: see the module. With float8 ``'auto'``
+            takes Triton where the library does not take the operands.
+
+    Returns:
+        ``[..., n]``, of the dtype of ``x``, for float8 ``out_dtype``.
+
+    Raises:
+        TypeError: dtypes that differ; float8 where a gradient is needed; ``'triton'`` for a dtype
+            other than bfloat16, float16, float32 and float8.
+        ValueError: shapes that do not fit; tensors on several devices; an unknown ``algorithm``;
+            ``'triton'`` for CPU tensors.
+        RuntimeError: ``'triton'`` on a GPU that is too old for it.
+        ImportError: ``'triton'`` without Triton.
+    """
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device) and x.dtype not in (torch.float64, FLOAT8)
+    _check(x, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm)
+    if x.dtype != weight.dtype and not autocast:
+        raise TypeError(
+            f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
+        )
+    if x.dtype != FLOAT8 and not _may_be_triton(x, algorithm):
+        y = functional.linear(x, weight, bias)
+        return y if residual is None else y + residual
+    if autocast:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = bias if bias is None else bias.to(dtype)
+        residual = residual if residual is None else residual.to(dtype)
+    rows, (n, k) = math.prod(x.shape[:-1]), weight.shape
+    y = torch.ops.pipekernels.sharded_gemm(
+        x.reshape(rows, k),
+        weight,
+        bias,
+        None if residual is None else residual.reshape(rows, n),
+        None if scale_x is None else scale_x.reshape(-1),
+        None if scale_weight is None else scale_weight.reshape(-1),
+        out_dtype,
+        algorithm,
+    )
+    return y.view(*x.shape[:-1], n)
+
+
+def gemm_into(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    algorithm: str = "auto",
+) -> None:
+    """``out = a @ b.T`` and so on, as :func:`sharded_gemm`, for matrices and without autograd.
+
+    Args:
+        out: ``[m, n]``; may be symmetric memory.
+        a: ``[m, k]``.
+        b: ``[n, k]``.
+        bias, residual, scale_a, scale_b: ``[n]``, ``[m, n]``, ``[m]`` or ``[1]``, ``[n]`` or ``[1]``.
+        algorithm: as there.
+    """
+    config = None
+    if a.is_cuda and out.numel() > 0 and a.shape[1] > 0:
+        config = choose(a, b, out, residual, algorithm)
+    if config is None:
+        _by_library(out, a, b, bias, residual, scale_a, scale_b)
+        return
+    from pipekernels.kernels.launch import Product, launch
+
+    gpu = gpu_of(a.device)
+    kind = kind_of(a.dtype, tf32_allowed())
+    assert kind is not None  # Or there would be no configuration.
+    with torch.cuda.device(a.device):
+        product = Product(kind, a, b, out, bias, residual, scale_a, scale_b)
+        launch(product, config, generation=gpu.generation, sms=gpu.sms)
+
+
+class Gpu(NamedTuple):
+    """What the kernel needs to know of a GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    generation: int
+    sms: int
+
+
+@functools.cache
+def _gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    sms = properties.multi_processor_count
+    return Gpu(properties.name, capability, generation(capability), sms)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that a CUDA device is."""
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported for that."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def tf32_allowed() -> bool:
+    """Whether torch may round float32 operands of matrix products to TF32."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # From torch 2.9 on; the older name may raise there.
+        return matmul.fp32_precision == "tf32"
+    return matmul.allow_tf32
+
+
+def measured(device: torch.device) -> table.Table | None:
+    """What has been measured on GPUs of this name."""
+    return table.for_gpu(gpu_of(device).name)
+
+
+def choose(
+    a: Tensor, b: Tensor, out: Tensor, residual: Tensor | None, algorithm: str
+) -> Config | None:
+    """The configuration of the Triton kernel for ``a @ b.T``; ``None`` for the vendor's library."""
+    kind = kind_of(a.dtype, tf32_allowed())
+    if algorithm == "cublas" or (kind is None and algorithm == "auto"):
+        return None
+    layout = layout_of(a, b)
+    for tensor in (out, residual):
+        if tensor is not None and not has_rows(tensor):
+            layout = None
+    (m, k), n = a.shape, b.shape[0]
+    gpu = gpu_of(a.device)
+    entry = None
+    known = table.for_gpu(gpu.name)
+    if known is not None and kind is not None and layout is not None:
+        entry = known.entries.get(table.shape_class(kind, layout, m, n, k))
+    if algorithm == "auto":
+        if a.dtype == FLOAT8 and not _library_takes_float8(a, b, out):
+            algorithm = "triton"
+        elif entry is None or known is None or not _worth_it(entry, known) or not has_triton():
+            return None
+    _check_triton(a, kind, gpu)
+    assert kind is not None
+    if layout is None or (kind == "float8_e4m3fn" and layout != "forward"):
+        return Config(BLOCKS[gpu.generation, kind].odd)
+    if entry is not None:
+        return entry.config
+    return candidates(gpu.generation, kind, m, n, k, gpu.sms)[0]
+
+
+def _worth_it(entry: table.Entry, known: table.Table) -> bool:
+    """Whether Triton wins. A short product that is not captured waits for its launch by Python."""
+    hidden = entry.seconds > known.launch_seconds or torch.cuda.is_current_stream_capturing()
+    return hidden and entry.speedup >= table.MARGIN
+
+
+def _may_be_triton(x: Tensor, algorithm: str) -> bool:
+    if algorithm != "auto":
+        return algorithm == "triton"
+    # While torch.compile traces, the choice is left to the operation, which sees the device.
+    return x.is_cuda and (
+        torch.compiler.is_compiling() or (has_triton() and measured(x.device) is not None)
+    )
+
+
+def _check_triton(a: Tensor, kind: str | None, gpu: Gpu) -> None:
+    if kind is None:
+        raise TypeError(
+            f"the Triton kernel multiplies bfloat16, float16, float32 and float8_e4m3fn, not "
+            f"{a.dtype}; use algorithm='auto'"
+        )
+    needed = (8, 9) if kind == "float8_e4m3fn" else (8, 0)
+    if gpu.capability < needed:
+        raise RuntimeError(
+            f"{a.dtype} in Triton needs compute capability {needed[0]}.{needed[1]}, but {gpu.name} "
+            f"has {gpu.capability[0]}.{gpu.capability[1]}; use another dtype or algorithm='cublas'"
+        )
+    if not has_triton():
+        raise ImportError("algorithm='triton' needs Triton: pip install 'pipekernels[triton]'")
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_x: Tensor | None,
+    scale_weight: Tensor | None,
+    out_dtype: torch.dtype | None,
+    algorithm: str,
+) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x [..., k] and weight [n, k] must agree in k, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}; weight has the layout of nn.Linear"
+        )
+    n, rows = weight.shape[0], math.prod(x.shape[:-1])
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias must be [n] = [{n}], got {tuple(bias.shape)}")
+    if residual is not None and residual.shape != (*x.shape[:-1], n):
+        raise ValueError(
+            f"residual must be like the result, {(*x.shape[:-1], n)}, got {tuple(residual.shape)}"
+        )
+    others = [t for t in (weight, bias, residual, scale_x, scale_weight) if t is not None]
+    if any(t.device != x.device for t in others):
+        devices = ", ".join(str(t.device) for t in (x, *others))
+        raise ValueError(f"all tensors must be on one device, got {devices}; move them with .to()")
+    if algorithm == "triton" and not x.is_cuda:
+        raise ValueError(f"algorithm='triton' needs CUDA tensors, got {x.device}; use 'auto'")
+    if x.dtype != FLOAT8:
+        if scale_x is not None or scale_weight is not None or out_dtype is not None:
+            raise TypeError(f"scales and out_dtype belong to {FLOAT8} operands, not {x.dtype}")
+        return
+    if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    for name, scale, count in (("scale_x", scale_x, rows), ("scale_weight", scale_weight, n)):
+        if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, count)):
+            raise ValueError(
+                f"{name} must be float32 and have 1 or {count} elements, got {scale.dtype} and "
+                f"{tuple(scale.shape)}"
+            )
+
+
+# ---- by the vendor's library; on CPUs by torch ----
+
+
+def _by_library(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+) -> None:
+    if a.dtype == FLOAT8:
+        y = _float8_product(a, b, out, scale_a, scale_b)
+        y = y if bias is None else y + bias
+        out.copy_(y if residual is None else y + residual)
+        return
+    if bias is None:
+        torch.mm(a, b.t(), out=out)
+    else:
+        torch.addmm(bias, a, b.t(), out=out)
+    if residual is not None:
+        out.add_(residual)
+
+
+def _float8_product(
+    a: Tensor, b: Tensor, out: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> Tensor:
+    """The scaled product: in ``out.dtype`` by cuBLAS, in float32 where that does not take it."""
+    one = torch.ones(1, dtype=torch.float32, device=a.device)
+    scale_a, scale_b = (one if scale is None else scale for scale in (scale_a, scale_b))
+    if a.is_cuda and out.numel() > 0 and a.shape[1] > 0 and _library_takes_float8(a, b, out):
+        if scale_a.numel() > 1 or scale_b.numel() > 1:  # Both per row, or both per tensor.
+            scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
+            scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
+        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype)
+    return a.float() @ b.float().t() * scale_a[:, None] * scale_b
+
+
+def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """cuBLAS wants sizes in steps of 16 and dense rows; per-row scales go to bfloat16 alone."""
+    sizes = a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
+    return sizes and layout_of(a, b) == "forward" and out.dtype == torch.bfloat16
+
+
+# ---- the registered operation ----
+
+
+def _sharded_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_x: Tensor | None,
+    scale_weight: Tensor | None,
+    out_dtype: torch.dtype | None,
+    algorithm: str,
+) -> Tensor:
+    out = _sharded_gemm_fake(x, weight, None, None, None, None, out_dtype, algorithm)
+    gemm_into(out, x, weight, bias, residual, scale_x, scale_weight, algorithm)
+    return out
+
+
+def _sharded_gemm_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_x: Tensor | None,
+    scale_weight: Tensor | None,
+    out_dtype: torch.dtype | None,
+    algorithm: str,
+) -> Tensor:
+    dtype = out_dtype or (torch.bfloat16 if x.dtype == FLOAT8 else x.dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, *_, ctx.algorithm = inputs
+    if x.dtype == FLOAT8:
+        raise TypeError(
+            f"a product of {FLOAT8} has no gradient here; detach its inputs, or multiply in bfloat16"
+        )
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+    multiply = torch.ops.pipekernels.sharded_gemm
+    rest = (None, None, None, None, None, ctx.algorithm)
+    grad_x = multiply(grad, weight.t(), *rest) if needs_x else None
+    grad_weight = multiply(grad.t(), x.t(), *rest) if needs_weight else None
+    grad_bias = grad.sum(0) if needs_bias else None
+    return grad_x, grad_weight, grad_bias, grad if needs_residual else None, *[None] * 4
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+_library.define(
+    "sharded_gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? scale_x, "
+    "Tensor? scale_weight, ScalarType? out_dtype, str algorithm) -> Tensor"
+)
+_library.impl("sharded_gemm", _sharded_gemm, "CompositeExplicitAutograd")
+torch.library.register_fake("pipekernels::sharded_gemm", _sharded_gemm_fake, lib=_library)
+torch.library.register_autograd(
+    "pipekernels::sharded_gemm", _backward, setup_context=_setup, lib=_library
+)
