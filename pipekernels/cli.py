@@ -13,6 +13,7 @@ import torch
 from pipekernels import _backend
 from pipekernels._version import __version__
 from pipekernels.comm import tuning
+from pipekernels.ops import gemm_tuning
 
 
 def info() -> str:
@@ -37,7 +38,7 @@ def info() -> str:
     cores = len(os.sched_getaffinity(0))
     rows.append(("CPU", f"{cores} cores, {torch.get_num_threads()} intra-op threads"))
     rows.append(("all_reduce", _tuning(missing)))
-    rows += _gpus()
+    rows += _gpus(missing)
     if built and not built["cuda"] and torch.cuda.is_available():
         missing.append(
             "There are GPUs, but the extension was built without CUDA. Install a CUDA toolkit, set "
@@ -86,8 +87,8 @@ def _tuning(missing: list[str]) -> str:
     return f"limits for 'auto' measured on {measured.date} ({tuning.path()})"
 
 
-def tune(*, quick: bool = False) -> str:
-    """Measure this machine, keep the result for communicators to come, and report it."""
+def tune(*, quick: bool = False, seconds: float = 300.0) -> str:
+    """Measure this machine, keep the results for communicators and products to come, and report."""
     from pipekernels.comm import tuner
 
     measured = tuner.measure(quick=quick)
@@ -97,10 +98,13 @@ def tune(*, quick: bool = False) -> str:
         f"  {world_size} ranks: one_shot up to {limit} bytes, two_shot above"
         for world_size, limit in measured.one_shot_bytes.items()
     ]
-    return "\n".join([*lines, f"written to {path}"])
+    lines.append(f"written to {path}")
+    if torch.cuda.is_available():
+        lines += gemm_tuning.tune(10.0 if quick else seconds)
+    return "\n".join(lines)
 
 
-def _gpus() -> list[tuple[str, str]]:
+def _gpus(missing: list[str]) -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none")]
     rows = []
@@ -108,6 +112,10 @@ def _gpus() -> list[tuple[str, str]]:
         device = torch.cuda.get_device_properties(index)
         architecture, memory = f"sm_{device.major}{device.minor}", device.total_memory / 2**30
         rows.append((f"GPU {index}", f"{device.name}, {architecture}, {memory:.0f} GiB"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rows.append(("sharded GEMM", gemm_tuning.describe(device.name)))
+        missing += [str(warning.message) for warning in caught]
     return rows
 
 
@@ -117,9 +125,17 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
     tuning_parser = commands.add_parser(
-        "tune", help="measure in a few seconds which all_reduce algorithm 'auto' is to take here"
+        "tune",
+        help="measure which algorithms 'auto' is to take here: of all_reduce in a few seconds, on a "
+        "GPU of the sharded GEMM too",
     )
     tuning_parser.add_argument("--quick", action="store_true", help="fewer calls, less precise")
+    tuning_parser.add_argument(
+        "--seconds", type=float, default=300.0, help="for products on a GPU (default: 300)"
+    )
     parsed = parser.parse_args(arguments)
-    print(tune(quick=parsed.quick) if parsed.command == "tune" else info())
+    if parsed.command == "tune":
+        print(tune(quick=parsed.quick, seconds=parsed.seconds))
+    else:
+        print(info())
     return 0

@@ -1,0 +1,52 @@
+"""Measures the sharded GEMM against the vendor's library, for ``pipekernels tune``."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipekernels.kernels import table
+from pipekernels.ops.sharded_gemm import gemm_into, has_triton
+
+if TYPE_CHECKING:
+    from pipekernels.kernels.launch import Product
+
+
+def tune(seconds: float) -> list[str]:
+    """Measure products of row-parallel layers on the current GPU for a while, and keep the results.
+
+    Returns:
+        What to tell the user, line by line.
+    """
+    name = torch.cuda.get_device_name()
+    if not has_triton():
+        return [f"sharded_gemm on {name}: not measured, pip install 'pipekernels[triton]' first"]
+    from pipekernels.kernels import tuner
+
+    lines = [f"sharded_gemm(algorithm='auto') on {name}:"]
+    # Long products first: that is where most time is spent, and the short ones are many.
+    tokens = sorted(tuner.TOKENS, reverse=True)
+    shapes = itertools.chain.from_iterable(tuner.row_parallel_shapes([count]) for count in tokens)
+    found = tuner.measure(shapes, by_library, seconds=seconds, report=lines.append)
+    faster = sum(entry.speedup >= table.MARGIN for entry in found.entries.values())
+    lines.append(f"Triton for {faster} of {len(found.entries)} shapes, the library for all others")
+    return [*lines, f"written to {table.save(found)}"]
+
+
+def by_library(product: Product) -> None:
+    """Compute a product by the vendor's library, with TF32 where its kind says so."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = product.kind == "tfloat32"
+    gemm_into(product.out, product.a, product.b, algorithm="cublas")
+    matmul.allow_tf32 = before
+
+
+def describe(gpu: str) -> str:
+    """What is known of a GPU of this name."""
+    known = table.for_gpu(gpu)
+    if known is None:
+        return "not measured, cuBLAS for 'auto' (`pipekernels tune` measures)"
+    return f"{len(known.entries)} shapes for 'auto', measured until {known.date}"
