@@ -1,0 +1,277 @@
+"""The sharded GEMM's kernel, run by Triton's interpreter; test_sharded_gemm.py runs this file.
+
+In a process of its own: kernels are interpreted if TRITON_INTERPRET is set when they are defined. The
+interpreter is wrong about bfloat16, so values are float32 and float16 (and float8, which it converts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_linear import gamma
+from torch import Tensor
+
+from pipekernels import Communicator
+from pipekernels.kernels import launch as launching
+from pipekernels.kernels.config import Blocks, Config
+from pipekernels.kernels.launch import Product, launch
+from pipekernels.ops import overlap, tensor_parallel
+
+# Its function of this name hides the module.
+sharded_gemm = importlib.import_module("pipekernels.ops.sharded_gemm")
+
+LAYOUTS = ["forward", "grad_input", "grad_weight"]
+DTYPES = [torch.float32, torch.float16]
+GENERATIONS = [80, 90]  # By pointers, and by tensor descriptors where the layout allows it.
+SMALL = Blocks(16, 32, 16, 4, 3)
+
+
+def operand(rows: int, k: int, dtype: torch.dtype, by_columns: bool = False) -> Tensor:
+    """[rows, k], with dense columns if that is asked for."""
+    return torch.randn(k, rows).to(dtype).t() if by_columns else torch.randn(rows, k).to(dtype)
+
+
+def product(m: int, n: int, k: int, layout: str, dtype: torch.dtype, **added: Tensor) -> Product:
+    a = operand(m, k, dtype, layout == "grad_weight")
+    b = operand(n, k, dtype, layout != "forward")
+    kind = str(dtype).removeprefix("torch.")
+    out_dtype = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    return Product(kind, a, b, torch.full((m, n), float("nan"), dtype=out_dtype), **added)
+
+
+def check(p: Product, config: Config) -> None:
+    """Compare with float64.
+
+    Every element is a sum of k products in float32, of which split-K makes split_k sums; then scaled,
+    added to twice at most, and rounded to the result's dtype. Products of 16-bit operands are exact.
+    """
+    a, b = p.a.double(), p.b.double()
+    scale = torch.ones(1, 1, dtype=torch.float64)
+    if p.scale_a is not None and p.scale_b is not None:
+        scale = p.scale_a.double().reshape(-1, 1) * p.scale_b.double().reshape(1, -1)
+    exact, magnitude = a @ b.t() * scale, a.abs() @ b.abs().t() * scale
+    for term in (p.bias, p.residual):
+        if term is not None:
+            exact, magnitude = exact + term.double(), magnitude + term.double().abs()
+    terms = a.shape[1] + config.split_k + 4
+    unit, single = torch.finfo(p.out.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
+    bound = gamma(terms, single) * magnitude
+    bound += unit * (exact.abs() + bound) + torch.finfo(p.out.dtype).smallest_normal * unit
+    excess = (p.out.double() - exact).abs() - bound
+    assert (excess <= 0).all(), f"error exceeds its bound by {excess.max():.3e}"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_with_bias_and_residual(
+    layout: str, generation: int, split_k: int, dtype: torch.dtype
+) -> None:
+    for m, n, k in ((33, 40, 48), (1, 37, 50)):
+        added = {"bias": torch.randn(n).to(dtype), "residual": torch.randn(m, n).to(dtype)}
+        p = product(m, n, k, layout, dtype, **added)
+        config = Config(SMALL, 2, split_k)
+        launch(p, config, generation=generation, sms=2)
+        check(p, config)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_wide_tile_is_finished_in_halves(generation: int) -> None:
+    config = Config(Blocks(64, 64, 32, 1, 3))
+    assert config.blocks.parts == 2
+    p = product(70, 130, 40, "forward", torch.float32, bias=torch.randn(130))
+    launch(p, config, generation=generation, sms=2)
+    check(p, config)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_float8_with_scales(generation: int, per_row: bool) -> None:
+    m, n = 33, 40
+    scales = [torch.rand(size if per_row else 1) + 0.5 for size in (m, n)]
+    p = product(m, n, 96, "forward", torch.float8_e4m3fn, scale_a=scales[0], scale_b=scales[1])
+    config = Config(Blocks(16, 32, 32, 4, 3))
+    launch(p, config, generation=generation, sms=2)
+    check(p, config)
+
+
+sizes = st.integers(1, 40)
+steps = st.integers(1, 3)
+
+
+@st.composite
+def views(draw: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A strided view of memory that is NaN around it and between its elements."""
+    by_columns = draw(st.booleans())
+    rows, columns = shape[::-1] if by_columns else shape
+    row_step, column_step = draw(steps), draw(st.sampled_from([1, 1, 2]))
+    offset, pad = draw(st.integers(0, 9)), draw(st.integers(0, 20))
+    whole = torch.full((rows * row_step + 2, columns * column_step + offset + pad), float("nan"))
+    whole = whole.to(dtype)
+    view = whole[1:-1:row_step, offset : offset + columns * column_step : column_step]
+    view.copy_(torch.randn(rows, columns))
+    return view.t() if by_columns else view
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_strides_read_and_write_nothing_else(data: st.DataObject) -> None:
+    m, n, k = data.draw(sizes), data.draw(sizes), data.draw(sizes)
+    dtype = data.draw(st.sampled_from(DTYPES))
+    a, b, out, residual = (
+        data.draw(views(shape, dtype)) for shape in ((m, k), (n, k), (m, n), (m, n))
+    )
+    base = torch.empty(0, dtype=dtype).set_(out.untyped_storage())
+    out.fill_(0)
+    written = ~base.isnan()
+    p = Product(str(dtype).removeprefix("torch."), a, b, out, residual=residual)
+    steps = -(-k // SMALL.k)
+    split_k = data.draw(st.integers(1, min(4, steps)))
+    config = Config(SMALL, data.draw(st.integers(1, 5)), split_k)
+    generation = data.draw(st.sampled_from(GENERATIONS))
+    launch(p, config, generation=generation, sms=data.draw(st.integers(1, 9)))
+    check(p, config)
+    assert torch.equal(~base.isnan(), written)
+
+
+def test_the_bits_depend_on_neither_grid_nor_groups_nor_announcements() -> None:
+    p = product(70, 100, 64, "forward", torch.float16)
+    results = []
+    for sms, group_m, announced in ((1, 1, False), (3, 2, False), (50, 8, False), (3, 2, True)):
+        ready = torch.zeros(8, dtype=torch.int32) if announced else None
+        launch(p, Config(SMALL, group_m), generation=90, sms=sms, ready=ready)
+        results.append(p.out.clone())
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("group_m", [1, 2, 3, 8])
+def test_every_group_counts_to_the_same_number(group_m: int) -> None:
+    for m in (16, 70, 96):
+        p = product(m, 100, 20, "forward", torch.float32)
+        groups = -(-m // (SMALL.m * group_m))
+        ready = torch.zeros(groups + 1, dtype=torch.int32)
+        launch(p, Config(SMALL, group_m), generation=90, sms=3, ready=ready)
+        check(p, Config(SMALL))
+        assert ready.tolist() == [group_m * 4] * groups + [0]  # 4 columns of tiles.
+
+
+def test_shared_tiles_leave_their_counters_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next product with these counters would be wrong."""
+    counters = torch.zeros(100, dtype=torch.int32)
+    monkeypatch.setattr(launching, "_zeros", lambda device, count: counters[:count])
+    for split_k in (2, 4, 3):
+        p = product(33, 40, 64, "forward", torch.float32)
+        launch(p, Config(SMALL, 2, split_k), generation=90, sms=2)
+        check(p, Config(SMALL, 2, split_k))
+        assert not counters.any()
+
+
+# ---- under the operations ----
+
+
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operation on CPU tensors computes by the interpreter."""
+
+    def gemm_into(
+        out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any
+    ) -> None:
+        kind = str(a.dtype).removeprefix("torch.")
+        product = Product(kind, a, b, out, bias, residual)
+        launch(product, Config(SMALL, 2), generation=90, sms=2)
+
+    monkeypatch.setattr(sharded_gemm, "gemm_into", gemm_into)
+
+
+def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    inputs = [torch.randn(size) for size in ((33, 40), (24, 40), (24,), (33, 24))]
+    grad = torch.randn(33, 24)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        x, w, bias, residual = leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
+        if dtype == torch.float64:
+            y = torch.nn.functional.linear(x, w, bias) + residual
+        else:
+            rest = (None, None, None, "auto")
+            y = torch.ops.pipekernels.sharded_gemm(x, w, bias, residual, *rest)
+        y.backward(grad.to(dtype))
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    x, w, bias, residual = (t.abs() for t in inputs)
+    sums = [
+        x @ w.t() + bias + residual,
+        grad.abs() @ w,
+        grad.abs().t() @ x,
+        grad.abs().sum(0),
+        grad,
+    ]
+    for exact, ours, magnitude, terms in zip(*results, sums, [42, 24, 33, 33, 1], strict=True):
+        assert ((ours - exact).abs() <= gamma(terms + 2, 2**-24) * magnitude.abs()).all()
+
+
+class FakeStream:
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rows", [16, 70, 150])
+def test_the_overlapped_path_announces_what_it_says(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With streams that do nothing, as the interpreter is done when it returns."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream())
+    gpu = sharded_gemm.Gpu("none", (9, 0), 90, 6)
+    monkeypatch.setattr(overlap, "gpu_of", lambda device: gpu)
+    plan = overlap.plan(
+        rows, rows * 48 * 4, Config(SMALL), 1.0, 1.0, ranks=2, sms=gpu.sms, link=overlap.LINKS[90]
+    )._replace(reducing_blocks=2)
+    a, b, out = torch.randn(rows, 40), torch.randn(48, 40), torch.empty(rows, 48)
+    summed = []
+
+    class Ranks:
+        handle = -1
+
+        def all_reduce_when_ready(
+            self, tensor: Tensor, ready: Tensor, target: int, block_rows: int, *, blocks: int
+        ) -> None:
+            assert ready.tolist() == [target] * -(-rows // block_rows)
+            assert blocks == 2
+            summed.append(tensor.clone())
+
+    overlap.gemm_all_reduce(a, b, out, Ranks(), plan)
+    unfused = torch.empty_like(out)
+    launch(Product("float32", a, b, unfused), Config(SMALL), generation=90, sms=6)
+    assert torch.equal(summed[0], unfused)
+
+
+def test_the_layers_gradients_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row-parallel product does on a GPU, but for the collective."""
+    interpreted(monkeypatch)
+    (comm,) = Communicator.threads(1)
+
+    def multiply(a: Tensor, b: Tensor, algorithm: str) -> Tensor:
+        return torch.ops.pipekernels.sharded_gemm(a, b, *[None] * 5, algorithm)
+
+    monkeypatch.setattr(tensor_parallel, "_product", multiply)
+    x = torch.randn(2, 9, 40, requires_grad=True)
+    w = torch.randn(24, 40, requires_grad=True)
+    y = tensor_parallel.row_linear(x, w, comm)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ w)
+    torch.testing.assert_close(w.grad, grad.flatten(0, 1).t() @ x.flatten(0, 1))
