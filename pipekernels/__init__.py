@@ -23,7 +23,11 @@ from pipekernels.pipeline import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from pipekernels.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pipekernels.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    tensor_parallelize,
+)
 
 __all__ = [
     "CollectiveBarrier",
@@ -51,6 +55,7 @@ __all__ = [
     "parallelize_pipeline",
     "plan_pipeline",
     "skip",
+    "tensor_parallelize",
     "unparallelize_module",
     "unparallelize_pipeline",
 ]

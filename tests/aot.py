@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
 from math import ceil
 from pathlib import Path
@@ -167,12 +166,3 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found, report
     return int(found[1]), int(found[2])
-
-
-if __name__ == "__main__":
-    cs = cases()
-    print(len(cs))
-    for case in cs:
-        if not sys.argv[1:] or str(case.architecture) in sys.argv[1:]:
-            kernel = build(case)
-            print(*case, kernel if isinstance(kernel, str) else kernel[1:], flush=True)

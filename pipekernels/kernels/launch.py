@@ -103,7 +103,7 @@ def launch(
             *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
             BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
             A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype], **numerics(kind, blocks),
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)
 

@@ -7,5 +7,6 @@ from pipekernels.tensor_parallel.linear import (
     RowParallelLinear,
     full_state_dict,
 )
+from pipekernels.tensor_parallel.plan import tensor_parallelize
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "full_state_dict"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "full_state_dict", "tensor_parallelize"]

@@ -1,0 +1,100 @@
+"""Swaps linear layers of a whole model for sharded ones, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+
+from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+KINDS: dict[str, Any] = {"row": RowParallelLinear, "column": ColumnParallelLinear}
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator) -> Model:
+    """Replace the layers that ``plan`` names by this rank's parts of them, in place.
+
+    A column-parallel layer is to feed a row-parallel one, as in
+    ``{"*.q_proj": "column", "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}``: then
+    the result is the model's, with one all-reduce per pair in the forward and one in the backward.
+    What lies between the two sees this rank's features alone. So a module that counts heads must be
+    told the count of this rank (``attention.num_heads //= comm.world_size``, say), and the world
+    size must divide it.
+
+    Args:
+        model: the full model, the same on every rank; any ``nn.Module``, of Hugging Face or others.
+        plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
+            (``*`` matches dots too), each with ``'column'`` or ``'row'``. Names that none matches
+            stay as they are.
+        comm: the communicator.
+
+    Returns:
+        ``model``. Its ``state_dict()`` holds this rank's parts;
+        :func:`pipekernels.tensor_parallel.full_state_dict` gives that of the full model back, which
+        ``load_state_dict`` takes on any world size.
+
+    Raises:
+        TypeError: a pattern matches a module that is no plain ``nn.Linear``.
+        ValueError: a pattern matches nothing or the model itself, or patterns that match one layer
+            disagree; a kind that does not exist; a layer with fewer features than there are ranks;
+            one whose weight belongs to another module too. The model is unchanged then.
+    """
+    for pattern, kind in plan.items():
+        if kind not in KINDS:
+            raise ValueError(f"plan[{pattern!r}] must be 'column' or 'row', got {kind!r}")
+    kinds = _match(model, plan)
+    _check_sharing(model, kinds)
+    sharded = {layer: KINDS[kind].from_linear(layer, comm) for layer, kind in kinds.items()}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, nn.Linear) and child in sharded:
+                parent._modules[name] = sharded[child]
+    return model
+
+
+def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, str]:
+    """The layers to replace, and by what."""
+    kinds: dict[nn.Linear, str] = {}
+    unused = set(plan)
+    for name, module in model.named_modules(remove_duplicate=False):
+        for pattern, kind in plan.items():
+            if not fnmatchcase(name, pattern):
+                continue
+            unused.discard(pattern)
+            if module is model:
+                raise ValueError(
+                    f"{pattern!r} matches the model itself, which cannot be replaced in place; use "
+                    "a narrower pattern, or RowParallelLinear.from_linear(layer, comm)"
+                )
+            if type(module) is not nn.Linear:
+                raise TypeError(
+                    f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only nn.Linear "
+                    "can be sharded; use a narrower pattern"
+                )
+            if kinds.setdefault(module, kind) != kind:
+                raise ValueError(f"the plan makes {name!r} both {kinds[module]!r} and {kind!r}")
+    if unused:
+        raise ValueError(
+            f"no module's name matches {', '.join(map(repr, sorted(unused)))}; see the names in "
+            "model.named_modules()"
+        )
+    return kinds
+
+
+def _check_sharing(model: nn.Module, kinds: dict[nn.Linear, str]) -> None:
+    """A weight that another module uses as well, as tied embeddings do, cannot be cut up for one."""
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append((name, module))
+    for using in owners.values():
+        names = [name for name, _ in using]
+        if len(using) > 1 and any(module in kinds for _, module in using):
+            raise ValueError(
+                f"{' and '.join(map(repr, names))} share a parameter; untie them first"
+            )

@@ -1,0 +1,62 @@
+"""Everything that the sharded GEMM's tables can choose compiles for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import aot
+import pytest
+
+from pipekernels.kernels import table
+from pipekernels.kernels.config import BLOCKS
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per block.
+
+
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[dict[aot.Case, Future[aot.Kernel | str]]]:
+    """All compilations, on two processes."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        yield {case: pool.submit(aot.build, case) for case in aot.cases()}
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def name(case: aot.Case) -> str:
+    blocks = "x".join(map(str, case.blocks))
+    return f"sm{case.architecture}-{case.kind}-{blocks}-{case.variant}" + "-split" * case.split
+
+
+@pytest.mark.parametrize("case", aot.cases(), ids=name)
+def test_compiles_without_spills(
+    case: aot.Case, compiling: dict[aot.Case, Future[aot.Kernel | str]]
+) -> None:
+    kernel = compiling[case].result(timeout=110)
+    assert isinstance(kernel, aot.Kernel), kernel
+    assert kernel.stack == 0, f"{kernel.registers} registers and {kernel.stack} bytes of stack"
+    limit = SHARED_MEMORY[case.architecture]
+    if case.generation == 80:
+        limit = SHARED_MEMORY[89]  # The smallest of the GPUs that take these blocks.
+    assert kernel.shared <= limit
+    tma = case.generation > 80 and case.variant != "odd"
+    assert ("cp.async.bulk.tensor" in kernel.ptx) == tma
+    if case.architecture == 90 and case.kind != "float32" and case.blocks.m >= 64:
+        assert "wgmma.mma_async" in kernel.ptx
+    if case.variant == "announced":
+        store = kernel.ptx.rindex("st.global")
+        release = kernel.ptx.rindex(".release.")
+        assert "bar.sync" in kernel.ptx[store:release]
+        assert "cp.async.bulk.tensor.2d.global.shared" not in kernel.ptx  # No bulk stores.
+
+
+def test_shipped_tables_choose_only_what_is_compiled_here() -> None:
+    """Blocks that a measured table names are blocks of the built-in ones."""
+    known = {blocks for choice in BLOCKS.values() for blocks in (*choice.whole, *choice.shared)}
+    for path in table.FOLDER.glob("*.json"):
+        shipped = table.from_json(json.loads(path.read_text()))
+        assert {entry.config.blocks for entry in shipped.entries.values()} <= known

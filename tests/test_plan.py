@@ -1,0 +1,118 @@
+"""Whole models made tensor-parallel by their layers' names."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks import run_threads
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipekernels import (
+    ColumnParallelLinear,
+    Communicator,
+    RowParallelLinear,
+    tensor_parallelize,
+)
+from pipekernels.tensor_parallel import full_state_dict
+
+FEATURES, HEADS = 12, 4
+PLAN = {"*.[qkv]_proj": "column", "*.o_proj": "row", "*.up": "column", "*.down": "row"}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(FEATURES, FEATURES, bias=name == "o_proj"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, FEATURES // HEADS)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(FEATURES)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(FEATURES, 30), "down": nn.Linear(30, FEATURES)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp["down"](functional.gelu(self.mlp["up"](x)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, FEATURES), Block(), Block(), nn.Linear(FEATURES, 3)).double()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_transformer_is_the_one_that_it_was(world_size: int) -> None:
+    plain = model()
+    state = copy.deepcopy(plain.state_dict())
+    x = torch.randn(2, 6, 5, dtype=torch.float64)
+    expected = plain(x)
+    expected.square().sum().backward()
+
+    def on_rank(comm: Communicator) -> None:
+        sharded = model()
+        assert tensor_parallelize(sharded, PLAN, comm) is sharded
+        for block in sharded[1:3]:
+            block.attention.num_heads //= world_size
+            kinds = [type(layer) for layer in (block.attention.q_proj, block.mlp["down"])]
+            assert kinds == [ColumnParallelLinear, RowParallelLinear]
+        assert type(sharded[0]) is type(sharded[3]) is nn.Linear
+        y = sharded(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(sharded[0].weight.grad, plain[0].weight.grad)
+        torch.testing.assert_close(
+            sharded[1].attention.o_proj.weight.grad,
+            plain[1].attention.o_proj.weight.grad.tensor_split(world_size, 1)[comm.rank],
+        )
+        written = full_state_dict(sharded)
+        assert list(written) == list(state)
+        assert all(torch.equal(written[key], state[key]) for key in state)
+
+    run_threads(world_size, on_rank)
+
+
+def test_a_layer_with_two_names_stays_one() -> None:
+    (comm,) = Communicator.threads(1)
+    layer = nn.Linear(4, 4)
+    twice = nn.Sequential(layer, nn.ReLU(), layer)
+    tensor_parallelize(twice, {"0": "column"}, comm)
+    assert type(twice[0]) is ColumnParallelLinear
+    assert twice[0] is twice[2]
+
+
+def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:
+    comm, _ = Communicator.threads(2)
+    tied = nn.ModuleDict({"embed": nn.Embedding(6, FEATURES), "head": nn.Linear(FEATURES, 6)})
+    tied["head"].weight = tied["embed"].weight
+    cases = [
+        (model(), {**PLAN, "*.z_proj": "row"}, ValueError, r"no module's name matches '\*.z_proj'"),
+        (model(), {"*.o_proj": "rows"}, ValueError, "must be 'column' or 'row', got 'rows'"),
+        (model(), {"*.norm": "row"}, TypeError, "'1.norm', a LayerNorm, but only nn.Linear"),
+        (model(), {"1.*": "row"}, TypeError, "'1.attention', a Attention, .*narrower pattern"),
+        (model(), {"[03]": "column", "3": "row"}, ValueError, "'3' both 'column' and 'row'"),
+        (nn.Linear(4, 4), {"*": "row"}, ValueError, "the model itself.*from_linear"),
+        (nn.Sequential(nn.Linear(4, 1)), {"0": "column"}, ValueError, "1 features over 2 ranks"),
+        (tied, {"head": "column"}, ValueError, "'embed' and 'head' share a parameter; untie"),
+    ]
+    for bad, plan, error, message in cases:
+        before = list(bad.modules())
+        with pytest.raises(error, match=message):
+            tensor_parallelize(bad, plan, comm)
+        assert list(bad.modules()) == before
+    done = tensor_parallelize(model(), PLAN, comm)
+    with pytest.raises(TypeError, match="a ColumnParallelLinear, but only nn.Linear"):
+        tensor_parallelize(done, PLAN, comm)
