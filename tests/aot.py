@@ -51,12 +51,13 @@ def cases() -> list[Case]:
     for (generation, kind), choice in BLOCKS.items():
         architecture = 89 if (generation, kind) == (80, "float8_e4m3fn") else generation
         variants = ["forward", "grad_input", "grad_weight"]
+        others = ["announced"]
         if kind == "float8_e4m3fn":  # Which has no gradients.
-            variants = variants[:1]
+            variants = ["forward"]
         if kind == "float16":  # The same code as for bfloat16, but for some instructions' types.
-            variants = variants[2:]
-        these = [(b, False, v) for b in choice.whole for v in [*variants, "announced"]]
-        these += [(b, True, v) for b in choice.shared for v in variants]
+            variants, others = ["grad_weight"], []
+        these = [(blocks, False, v) for blocks in choice.whole for v in [*variants, *others]]
+        these += [(blocks, True, v) for blocks in choice.shared for v in variants]
         these += [(choice.odd, False, "odd")]
         found += [Case(architecture, generation, kind, *this) for this in these]
     return found

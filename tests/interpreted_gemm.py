@@ -11,8 +11,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linear import gamma
@@ -30,6 +33,22 @@ sharded_gemm = importlib.import_module("pipekernels.ops.sharded_gemm")
 LAYOUTS = ["forward", "grad_input", "grad_weight"]
 DTYPES = [torch.float32, torch.float16]
 GENERATIONS = [80, 90]  # By pointers, and by tensor descriptors where the layout allows it.
+
+
+@triton.jit
+def _loop(count, N):
+    for _ in range(N):
+        tl.store(count, tl.load(count) + 1)
+
+
+try:
+    _loop[(1,)](torch.zeros(1), 3)
+except Exception as error:  # noqa: BLE001
+    versions = (
+        f"triton {triton.__version__}'s interpreter does not work with numpy {numpy.__version__}"
+    )
+    pytest.skip(f"{versions}: {error}", allow_module_level=True)
+
 SMALL = Blocks(16, 32, 16, 4, 3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 
@@ -20,9 +21,9 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # 
 
 @pytest.fixture(scope="module")
 def compiling() -> Iterator[dict[aot.Case, Future[aot.Kernel | str]]]:
-    """All compilations, on two processes."""
+    """All compilations, on all cores."""
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(2, mp_context=context) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         yield {case: pool.submit(aot.build, case) for case in aot.cases()}
         pool.shutdown(wait=False, cancel_futures=True)
 

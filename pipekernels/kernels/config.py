@@ -163,7 +163,8 @@ def kind_of(dtype: torch.dtype, tf32: bool) -> str | None:
 def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> list[Config]:
     """What is worth a try for C [m, n] of depth k on ``sms`` multiprocessors; best guess first."""
     choice = BLOCKS[generation, kind]
-    found = [Config(blocks) for blocks in choice.whole if blocks.m < 2 * max(m, 64)]
+    lowest = min(blocks.m for blocks in choice.whole)
+    found = [Config(blocks) for blocks in choice.whole if blocks.m < 2 * max(m, lowest)]
     for blocks, programs in itertools.product(choice.shared, (sms, 2 * sms, 4 * sms)):
         tiles, steps = ceil(m / blocks.m) * ceil(n / blocks.n), ceil(k / blocks.k)
         split_k = min(programs // tiles, steps // 2)
