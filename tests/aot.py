@@ -25,7 +25,8 @@ class Case(NamedTuple):
         kind, blocks: what is multiplied, and how it is cut up.
         split: whether programs share tiles.
         variant: one of the three products of a linear layer, the first with all that may be added to
-            it; ``announced``, its tiles announced; or ``odd``, the first at odd addresses.
+            it; ``announced``, its tiles announced; ``odd``, the first at odd addresses; or ``unit``,
+            that with sizes of 1, which are compiled in.
     """
 
     architecture: int
@@ -59,6 +60,8 @@ def cases() -> list[Case]:
         these = [(blocks, False, v) for blocks in choice.whole for v in [*variants, *others]]
         these += [(blocks, True, v) for blocks in choice.shared for v in variants]
         these += [(choice.odd, False, "odd")]
+        if kind == "bfloat16":
+            these += [(choice.odd, False, "unit")]
         found += [Case(architecture, generation, kind, *this) for this in these]
     return found
 
@@ -128,6 +131,8 @@ def _launch(case: Case) -> None:
 
     blocks, odd = case.blocks, case.variant == "odd"
     m, n, k = (3 * size + odd for size in (blocks.m, blocks.n, 4 * blocks.k))
+    if case.variant == "unit":
+        m = n = k = 1
     dtype = DTYPES.get(case.kind) or getattr(torch, case.kind)
     scaled = dtype == torch.float8_e4m3fn
     out_dtype = torch.bfloat16 if scaled else dtype
@@ -140,7 +145,7 @@ def _launch(case: Case) -> None:
     a = operand(m, case.variant == "grad_weight")
     b = operand(n, case.variant.startswith("grad"))
     added: dict[str, torch.Tensor] = {}
-    if case.variant in ("forward", "odd"):
+    if case.variant in ("forward", "odd", "unit"):
         added["bias"] = torch.empty(n, dtype=out_dtype)
         added["residual"] = torch.empty(m, n, dtype=out_dtype)
     if scaled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, reference
-from pipekernels.ops.tensor_parallel import reduce_from_ranks
+from pipekernels.ops.tensor_parallel import reduce_from_ranks, row_linear
 from pipekernels.tensor_parallel import full_state_dict
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -48,11 +49,17 @@ def close(value: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> None:
 class Case:
     """A full linear layer, an input and an output gradient, and what they give in float64."""
 
-    def __init__(self, dtype: torch.dtype, bias: bool = True, shape: tuple[int, ...] = (ROWS,)):
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        bias: bool = True,
+        shape: tuple[int, ...] = (ROWS,),
+        device: torch.device | str = "cpu",
+    ):
         torch.manual_seed(0)
-        self.linear = nn.Linear(IN, OUT, bias, dtype=dtype)
-        self.x = torch.randn(*shape, IN, dtype=dtype)
-        self.grad = torch.randn(*shape, OUT, dtype=dtype)
+        self.linear = nn.Linear(IN, OUT, bias, dtype=dtype).to(device)
+        self.x = torch.randn(*shape, IN, dtype=dtype).to(device)
+        self.grad = torch.randn(*shape, OUT, dtype=dtype).to(device)
         exact = copy.deepcopy(self.linear).double()
         x = self.x.to(torch.float64, copy=True).requires_grad_()
         self.y = exact(x)
@@ -72,6 +79,27 @@ class Case:
         self.grad_bias_magnitude = grad.sum(0)
 
 
+def on_ranks(world_size: int, device: torch.device, body: Callable[[Communicator], Any]) -> None:
+    """``body`` on a thread per rank; on a GPU in streams of their own, as ranks wait for each other.
+
+    Autograd runs the backwards for a GPU on one thread of its own, unless it is told not to.
+    """
+
+    def in_stream(comm: Communicator) -> None:
+        with (
+            torch.cuda.stream(torch.cuda.Stream(device)),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            body(comm)
+            torch.cuda.current_stream().synchronize()
+
+    if device.type == "cpu":
+        run_threads(world_size, body)
+    else:
+        torch.cuda.synchronize()
+        run_threads(world_size, in_stream)
+
+
 def part(full: Tensor, dim: int, comm: Communicator) -> Tensor:
     return full.tensor_split(comm.world_size, dim)[comm.rank]
 
@@ -82,9 +110,14 @@ def part(full: Tensor, dim: int, comm: Communicator) -> Tensor:
 @pytest.mark.parametrize("input_is_parallel", [True, False])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_row_parallel(
-    world_size: int, input_is_parallel: bool, reduce: str, bias: bool, dtype: torch.dtype
+    world_size: int,
+    input_is_parallel: bool,
+    reduce: str,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    case = Case(dtype, bias)
+    case = Case(dtype, bias, device=device)
 
     def on_rank(comm: Communicator) -> None:
         layer = RowParallelLinear.from_linear(
@@ -113,7 +146,7 @@ def test_row_parallel(
             terms = case.rows + world_size
             close(layer.bias.grad, case.grad_bias, case.grad_bias_magnitude, terms)
 
-    run_threads(world_size, on_rank)
+    on_ranks(world_size, device, on_rank)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,9 +154,9 @@ def test_row_parallel(
 @pytest.mark.parametrize("gather_output", [True, False])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_column_parallel(
-    world_size: int, gather_output: bool, bias: bool, dtype: torch.dtype
+    world_size: int, gather_output: bool, bias: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    case = Case(dtype, bias)
+    case = Case(dtype, bias, device=device)
 
     def on_rank(comm: Communicator) -> None:
         layer = ColumnParallelLinear.from_linear(case.linear, comm, gather_output=gather_output)
@@ -147,12 +180,12 @@ def test_column_parallel(
             exact, magnitude = case.grad_bias, case.grad_bias_magnitude
             close(layer.bias.grad, part(exact, 0, comm), part(magnitude, 0, comm), case.rows)
 
-    run_threads(world_size, on_rank)
+    on_ranks(world_size, device, on_rank)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3), (2, 0, 3)])
-def test_any_number_of_dimensions_and_no_rows(shape: tuple[int, ...]) -> None:
-    case = Case(torch.float64, shape=shape)
+def test_any_number_of_dimensions_and_no_rows(shape: tuple[int, ...], device: torch.device) -> None:
+    case = Case(torch.float64, shape=shape, device=device)
 
     def on_rank(comm: Communicator) -> None:
         column = ColumnParallelLinear.from_linear(case.linear, comm, gather_output=True)
@@ -168,11 +201,11 @@ def test_any_number_of_dimensions_and_no_rows(shape: tuple[int, ...]) -> None:
         close(inputs[0].grad, case.grad_x, case.grad_x_magnitude, OUT + 2)
         close(row.bias.grad, case.grad_bias, case.grad_bias_magnitude, case.rows + 2)
 
-    run_threads(2, on_rank)
+    on_ranks(2, device, on_rank)
 
 
-def test_non_contiguous_input() -> None:
-    case = Case(torch.float64)
+def test_non_contiguous_input(device: torch.device) -> None:
+    case = Case(torch.float64, device=device)
 
     def on_rank(comm: Communicator) -> None:
         row = RowParallelLinear.from_linear(case.linear, comm)
@@ -181,15 +214,15 @@ def test_non_contiguous_input() -> None:
         for y in (row(part(strided, -1, comm)), column(strided)):
             close(y, case.y, case.y_magnitude, IN + 2)
 
-    run_threads(2, on_rank)
+    on_ranks(2, device, on_rank)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_column_then_row_is_the_plain_pair(world_size: int) -> None:
+def test_column_then_row_is_the_plain_pair(world_size: int, device: torch.device) -> None:
     """Whole output features of the first layer are whole input features of the second."""
     torch.manual_seed(0)
-    up, down = nn.Linear(5, IN).double(), nn.Linear(IN, 6).double()
-    x = torch.randn(ROWS, 5, dtype=torch.float64, requires_grad=True)
+    up, down = (nn.Linear(*size).to(device).double() for size in ((5, IN), (IN, 6)))
+    x = torch.randn(ROWS, 5, dtype=torch.float64).to(device).requires_grad_()
     expected = down(torch.tanh(up(x)))
     expected.sum().backward()
 
@@ -204,7 +237,7 @@ def test_column_then_row_is_the_plain_pair(world_size: int) -> None:
         torch.testing.assert_close(first.weight.grad, part(up.weight.grad, 0, comm))
         torch.testing.assert_close(second.bias.grad, down.bias.grad)
 
-    run_threads(world_size, on_rank)
+    on_ranks(world_size, device, on_rank)
 
 
 def test_the_oracle_is_the_plain_layer() -> None:
@@ -217,8 +250,8 @@ def test_the_oracle_is_the_plain_layer() -> None:
     close(torch.cat(parts, -1).detach(), case.y, case.y_magnitude, IN)
 
 
-def test_skip_bias_add_and_no_reduction() -> None:
-    case = Case(torch.float64)
+def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
+    case = Case(torch.float64, device=device)
 
     def on_rank(comm: Communicator) -> None:
         x = part(case.x, -1, comm)
@@ -245,10 +278,57 @@ def test_skip_bias_add_and_no_reduction() -> None:
         (y + bias).backward(part(case.grad, 0, comm))
         close(scattered.bias.grad, case.grad_bias, case.grad_bias_magnitude, ROWS + 2)
         assert (
-            RowParallelLinear(IN, OUT, False, comm=comm, skip_bias_add=True)(x.float())[1] is None
+            RowParallelLinear(IN, OUT, False, comm=comm, skip_bias_add=True, device=device)(
+                x.float()
+            )[1]
+            is None
         )
 
-    run_threads(2, on_rank)
+    on_ranks(2, device, on_rank)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("rows", [0, 1, 130, 1100])
+def test_every_way_to_a_row_parallel_product(
+    rows: int, world_size: int, device: torch.device
+) -> None:
+    """Overlapped with its all-reduce, Triton's product has the same bits; others are as close."""
+    torch.manual_seed(0)
+    k, n = 64 * world_size, 520
+    full = [torch.randn(size, dtype=torch.bfloat16).to(device) for size in ((rows, k), (n, k))]
+    exact = full[0].double() @ full[1].double().t()
+    magnitude = full[0].double().abs() @ full[1].double().abs().t()
+
+    def on_rank(comm: Communicator) -> None:
+        results = {}
+        for algorithm in ("auto", "cublas", "triton", "overlapped"):
+            x, weight = leaves = [
+                t.contiguous().requires_grad_()
+                for t in (part(full[0], 1, comm), part(full[1], 1, comm))
+            ]
+            for _ in range(3):  # The first time with the kernel's compilation.
+                y = row_linear(x, weight, comm, algorithm=algorithm)
+            close(y, exact, magnitude, k + world_size)
+            grad = torch.ones_like(y)
+            results[algorithm] = y, *torch.autograd.grad(y, leaves, grad)
+        for ours, other in zip(results["overlapped"], results["triton"], strict=True):
+            assert torch.equal(ours, other)
+
+    on_ranks(world_size, device, on_rank)
+
+
+def test_ways_that_are_not_there() -> None:
+    (comm,) = Communicator.threads(1)
+    x, weight = torch.ones(4, 4), torch.ones(4, 4)
+    with pytest.raises(ValueError, match="auto, triton, cublas, overlapped, got 'gemm'"):
+        row_linear(x, weight, comm, algorithm="gemm")
+    with pytest.raises(ValueError, match="'overlapped' needs CUDA tensors, got cpu; use 'auto'"):
+        row_linear(x, weight, comm, algorithm="overlapped")
+    meta = x.to("meta")
+    with pytest.raises(ValueError, match="needs CUDA"):
+        row_linear(meta, meta, comm, scatter=True, algorithm="overlapped")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -364,8 +444,8 @@ def test_autocast_and_no_grad() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant: bool) -> None:
-    case = Case(torch.float64)
+def test_checkpointing(use_reentrant: bool, device: torch.device) -> None:
+    case = Case(torch.float64, device=device)
 
     def on_rank(comm: Communicator) -> None:
         layer = RowParallelLinear.from_linear(case.linear, comm, input_is_parallel=False)
@@ -378,7 +458,7 @@ def test_checkpointing(use_reentrant: bool) -> None:
         assert torch.equal(x.grad, plain.grad)
         assert torch.equal(grad, layer.weight.grad)
 
-    run_threads(2, on_rank)
+    on_ranks(2, device, on_rank)
 
 
 def test_extra_repr() -> None:
