@@ -1,19 +1,24 @@
-"""The ``pipekernels`` command: what is installed here and what is missing; and tuning."""
+"""The ``pipekernels`` command: what is installed here and what is missing; tuning; a forecast."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import platform
 import warnings
+from pathlib import Path
 
 import torch
 
 from pipekernels import _backend
 from pipekernels._version import __version__
 from pipekernels.comm import tuning
+from pipekernels.kernels import table
+from pipekernels.ops import forecast as forecasts
 from pipekernels.ops import gemm_tuning
+from pipekernels.ops.overlap import LINKS, Link
 
 
 def info() -> str:
@@ -104,6 +109,13 @@ def tune(*, quick: bool = False, seconds: float = 300.0) -> str:
     return "\n".join(lines)
 
 
+def forecast(path: Path, sms: int, bandwidth: float, alpha: float) -> str:
+    """What row-parallel layers would take on several GPUs, by a file of measured products."""
+    measured = table.from_json(json.loads(path.read_text()))
+    link = Link(alpha * 1e-6, 1e-9 / bandwidth, LINKS[90].block_beta)
+    return forecasts.report(forecasts.forecast(measured, link, sms=sms), measured, link)
+
+
 def _gpus(missing: list[str]) -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none")]
@@ -133,9 +145,20 @@ def main(arguments: list[str] | None = None) -> int:
     tuning_parser.add_argument(
         "--seconds", type=float, default=300.0, help="for products on a GPU (default: 300)"
     )
+    forecast_parser = commands.add_parser(
+        "forecast", help="what row-parallel layers would take on several GPUs, a model's guess"
+    )
+    forecast_parser.add_argument("path", type=Path, help="what `pipekernels tune` wrote for a GPU")
+    forecast_parser.add_argument("--sms", type=int, default=132, help="multiprocessors (132)")
+    forecast_parser.add_argument(
+        "--bandwidth", type=float, default=340.0, help="GB/s from a GPU's peers (340: NVLink 4)"
+    )
+    forecast_parser.add_argument("--alpha", type=float, default=4.0, help="us per step (4)")
     parsed = parser.parse_args(arguments)
     if parsed.command == "tune":
         print(tune(quick=parsed.quick, seconds=parsed.seconds))
+    elif parsed.command == "forecast":
+        print(forecast(parsed.path, parsed.sms, parsed.bandwidth, parsed.alpha))
     else:
         print(info())
     return 0

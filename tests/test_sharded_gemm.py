@@ -25,7 +25,7 @@ from torch.nn import functional
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, KINDS, Blocks, Config, candidates, generation
 from pipekernels.kernels.layout import layout_of
-from pipekernels.kernels.table import Entry, ShapeClass, Table, shape_class
+from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 from pipekernels.ops import overlap, sharded_gemm
 
 # Its function of this name hides the module.
@@ -250,12 +250,13 @@ def test_layouts() -> None:
 
 
 CONFIG = Config(Blocks(128, 128, 64, 8, 4))
-SHAPE = ShapeClass("bfloat16", "forward", 64, 64, 64)
+SHAPE = Shape("bfloat16", "forward", 64, 64, 64)
 
 
-def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: ShapeClass = SHAPE) -> Table:
-    entry = Entry(CONFIG, seconds, seconds * speedup, speedup)
-    return Table("Some GPU", "2026-01-31 12:00 UTC", {"torch": "2"}, 5e-5, {shape: entry})
+def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) -> Table:
+    entry = Entry(shape, CONFIG, seconds, seconds * speedup, speedup)
+    entries = {shape_class(*shape): entry}
+    return Table("Some GPU", "2026-01-31 12:00 UTC", {"torch": "2"}, 5e-5, entries)
 
 
 @pytest.fixture
@@ -340,6 +341,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_saved_is_loaded_and_added_to(cache: Path) -> None:
     assert table.for_gpu("Some GPU") is None
+    odd = SHAPE._replace(m=50, k=61)  # Of the same class.
+    assert table.from_json(table.to_json(measured(shape=odd))) == measured(shape=odd)
     path = table.save(measured())
     assert path.is_relative_to(cache) and path.name == "sharded-gemm-some-gpu.json"
     assert table.for_gpu("Some GPU") == table.load("Some GPU") == measured()
@@ -435,7 +438,7 @@ def test_plans(m: int, seconds: float, ranks: int) -> None:
 
 
 def test_only_measured_products_that_gain_are_overlapped(gpu: Any) -> None:
-    shape = ShapeClass("bfloat16", "forward", 4096, 8192, 8192)
+    shape = Shape("bfloat16", "forward", 4096, 8192, 8192)
     a, b, out = (
         torch.empty(size, dtype=torch.bfloat16, device="meta")
         for size in ((4096, 8192), (8192, 8192), (4096, 8192))
@@ -582,11 +585,11 @@ def test_tuning_on_a_gpu(cache: Path, device: torch.device) -> None:
     from pipekernels.ops.gemm_tuning import by_library
 
     shapes = [
-        ShapeClass("bfloat16", "forward", 16, 1024, 2048),
-        ShapeClass("bfloat16", "grad_weight", 1024, 1024, 1024),
+        Shape("bfloat16", "forward", 16, 1024, 2048),
+        Shape("bfloat16", "grad_weight", 1024, 1024, 1024),
     ]
     found = tuner.measure(shapes, by_library, seconds=60)
-    assert list(found.entries) == shapes
+    assert [entry.shape for entry in found.entries.values()] == shapes
     own = module.gpu_of(device).name
     table.save(found)
     assert table.for_gpu(own) is not None

@@ -24,8 +24,8 @@ LAYOUTS = ["forward", "grad_input", "grad_weight"]
 MARGIN = 1.02
 
 
-class ShapeClass(NamedTuple):
-    """Shapes that one measurement stands for: the largest of them.
+class Shape(NamedTuple):
+    """A product, or the class of those that one measurement stands for: the largest of them.
 
     Attributes:
         kind: see :data:`pipekernels.kernels.config.KINDS`.
@@ -41,15 +41,17 @@ class ShapeClass(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A measured shape class.
+    """What was measured for a shape class.
 
     Attributes:
+        shape: the product that was measured.
         config: the fastest configuration.
-        seconds: its time for the class's largest shape.
+        seconds: its time.
         vendor_seconds: that of the vendor's library.
         speedup: the library's time by ours, the least over the class's shapes that were tried.
     """
 
+    shape: Shape
     config: Config
     seconds: float
     vendor_seconds: float
@@ -72,18 +74,18 @@ class Table(NamedTuple):
     date: str
     versions: dict[str, str]
     launch_seconds: float
-    entries: dict[ShapeClass, Entry]
+    entries: dict[Shape, Entry]
 
 
-def shape_class(kind: str, layout: str, m: int, n: int, k: int) -> ShapeClass:
+def shape_class(kind: str, layout: str, m: int, n: int, k: int) -> Shape:
     """The class of a product; sizes of at least 1.
 
     Features come in steps of a quarter of a power of two, as models have few of them. The number of
     tokens (k of a weight's gradient, else m) is rounded up to a power of two.
     """
     if layout == "grad_weight":
-        return ShapeClass(kind, layout, _quarters(m), _quarters(n), _power(k))
-    return ShapeClass(kind, layout, _power(m), _quarters(n), _quarters(k))
+        return Shape(kind, layout, _quarters(m), _quarters(n), _power(k))
+    return Shape(kind, layout, _power(m), _quarters(n), _quarters(k))
 
 
 def _power(size: int) -> int:
@@ -101,7 +103,7 @@ def for_gpu(name: str) -> Table | None:
     found = [table for table in (_read(FOLDER / f"{_cache.slug(name)}.json"), load(name)) if table]
     if not found:
         return None
-    entries: dict[ShapeClass, Entry] = {}
+    entries: dict[Shape, Entry] = {}
     for table in found:
         entries |= table.entries
     return found[-1]._replace(entries=entries)
@@ -130,8 +132,14 @@ def save(table: Table) -> Path:
 def to_json(table: Table) -> dict[str, Any]:
     """``table`` as it is written to files, for :func:`from_json`."""
     entries = [
-        {**shape._asdict(), **entry._asdict(), "config": entry.config}
-        for shape, entry in table.entries.items()
+        {
+            **entry.shape._asdict(),
+            "config": entry.config,
+            "seconds": entry.seconds,
+            "vendor_seconds": entry.vendor_seconds,
+            "speedup": entry.speedup,
+        }
+        for entry in table.entries.values()
     ]
     return {"format": FORMAT, **table._asdict(), "entries": entries}
 
@@ -145,21 +153,19 @@ def from_json(record: Any) -> Table:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}, which this version uses")
     try:
-        entries = dict(_parse(**entry) for entry in record["entries"])
+        entries = [_parse(**entry) for entry in record["entries"]]
         return Table(
             str(record["gpu"]),
             str(record["date"]),
             dict(record["versions"]),
             _positive(record["launch_seconds"]),
-            entries,
+            {shape_class(*entry.shape): entry for entry in entries},
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"it is incomplete: {error}") from None
 
 
-def _parse(
-    kind: str, layout: str, m: int, n: int, k: int, config: Any, **times: float
-) -> tuple[ShapeClass, Entry]:
+def _parse(kind: str, layout: str, m: int, n: int, k: int, config: Any, **times: float) -> Entry:
     if kind not in KINDS or layout not in LAYOUTS:
         raise ValueError(f"there is no kind {kind!r} or layout {layout!r}")
     blocks, group_m, split_k = config
@@ -167,8 +173,8 @@ def _parse(
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"sizes must be positive integers, got {sizes}")
     checked = {name: _positive(value) for name, value in times.items()}
-    measured = Entry(Config(Blocks(*blocks), group_m, split_k), **checked)
-    return ShapeClass(kind, layout, m, n, k), measured
+    shape = Shape(kind, layout, m, n, k)
+    return Entry(shape, Config(Blocks(*blocks), group_m, split_k), **checked)
 
 
 def _positive(value: Any) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipekernels.kernels.config import Config, candidates, generation
 from pipekernels.kernels.launch import Product, launch
-from pipekernels.kernels.table import Entry, ShapeClass, Table, shape_class
+from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 
 ROUNDS = 7
 TRIED = 8  # Candidates, the ones that are guessed to be best.
@@ -49,7 +49,7 @@ class Times(NamedTuple):
 
 def row_parallel_shapes(
     tokens: Iterable[int] = TOKENS, degrees: Iterable[int] = DEGREES, kind: str = "bfloat16"
-) -> Iterator[ShapeClass]:
+) -> Iterator[Shape]:
     """The products of row-parallel layers of Llama models, forward, and gradients from 256 tokens on.
 
     The projection out of attention and the second of the MLP, their input features sharded.
@@ -57,21 +57,20 @@ def row_parallel_shapes(
     sizes = {(hidden, k) for hidden, inner in MODELS.values() for k in (hidden, inner)}
     for count, degree, (hidden, inner) in itertools.product(tokens, degrees, sorted(sizes)):
         part = inner // degree
-        yield ShapeClass(kind, "forward", count, hidden, part)
+        yield Shape(kind, "forward", count, hidden, part)
         if count >= 256:
-            yield ShapeClass(kind, "grad_input", count, part, hidden)
-            yield ShapeClass(kind, "grad_weight", hidden, part, count)
+            yield Shape(kind, "grad_input", count, part, hidden)
+            yield Shape(kind, "grad_weight", hidden, part, count)
 
 
 def measure(
-    shapes: Iterable[ShapeClass], library: Library, *, seconds: float,
+    shapes: Iterable[Shape], library: Library, *, seconds: float,
     report: Callable[[str], None] = lambda line: None,
 ) -> Table:  # fmt: skip
     """Measure products on the current GPU, one after another, until the time is up.
 
     Args:
-        shapes: which, the most important ones first. Each stands for its class, the largest of which
-            it should be.
+        shapes: which, the most important ones first. Each stands for its class.
         library: the vendor's, to compare with.
         seconds: after how many no other product is begun.
         report: is given a line for each.
@@ -79,7 +78,7 @@ def measure(
     deadline = time.monotonic() + seconds
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     launching = launch_seconds()
-    entries: dict[ShapeClass, Entry] = {}
+    entries: dict[Shape, Entry] = {}
     for shape in shapes:
         if time.monotonic() > deadline:
             break
@@ -100,7 +99,7 @@ def measure(
     return Table(properties.name, date, versions, launching, entries)
 
 
-def measure_class(shape: ShapeClass, library: Library, launching: float) -> Entry | None:
+def measure_class(shape: Shape, library: Library, launching: float) -> Entry | None:
     """The best configuration for ``shape``, and how it does with a quarter fewer tokens as well.
 
     Returns:
@@ -120,11 +119,11 @@ def measure_class(shape: ShapeClass, library: Library, launching: float) -> Entr
         if not others.configs:
             return None
         speedup = min(speedup, others.library / others.configs[0][1])
-    return Entry(config, seconds, times.library, speedup)
+    return Entry(shape, config, seconds, times.library, speedup)
 
 
 def measure_product(
-    shape: ShapeClass, library: Library, launching: float, configs: list[Config] | None = None
+    shape: Shape, library: Library, launching: float, configs: list[Config] | None = None
 ) -> Times:
     """Measure the library and ``configs``, or the candidates there are, on the current GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -153,7 +152,7 @@ def measure_product(
 
 def launch_seconds() -> float:
     """How long the host takes to launch the kernel."""
-    product = _products(ShapeClass("bfloat16", "forward", 16, 64, 128), 0)[0]
+    product = _products(Shape("bfloat16", "forward", 16, 64, 128), 0)[0]
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     era = generation((properties.major, properties.minor))
     config = candidates(era, "bfloat16", 16, 64, 128, 1)[0]
@@ -180,7 +179,7 @@ def _seconds(
     return begin.elapsed_time(end) / 1e3 / calls
 
 
-def _products(shape: ShapeClass, least: int) -> list[Product]:
+def _products(shape: Shape, least: int) -> list[Product]:
     """The product with as many random operands as take ``least`` bytes; up to eight."""
     generator = torch.Generator("cuda").manual_seed(0)
     kind, layout, m, n, k = shape

@@ -134,11 +134,10 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
     gpu = gpu_of(a.device)
     link, size = LINKS[gpu.generation], out.numel() * out.itemsize
     known = table.for_gpu(gpu.name)
-    entry = shape = None
+    entry = None
     if known is not None and layout is not None and has_rows(out):
-        shape = table.shape_class(kind, layout, m, n, k)
-        entry = known.entries.get(shape)
-    if entry is None or shape is None or entry.config.split_k > 1:
+        entry = known.entries.get(table.shape_class(kind, layout, m, n, k))
+    if entry is None or entry.config.split_k > 1:
         if not forced:
             return None
         config = choose(a, b, out, None, "triton")
@@ -146,7 +145,7 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
             choice = BLOCKS[gpu.generation, kind]
             config = Config(choice.odd if layout is None or not has_rows(out) else choice.whole[0])
         return plan(m, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link)
-    part = m * n * k / (shape.m * shape.n * shape.k)
+    part = m * n * k / (entry.shape.m * entry.shape.n * entry.shape.k)
     found = plan(
         m, size, entry.config, part * entry.seconds, part * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
