@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from pipekernels import Communicator
 from pipekernels.kernels import launch as launching
+from pipekernels.kernels import table, tuner
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
+from pipekernels.kernels.table import Shape, shape_class
 from pipekernels.ops import overlap, tensor_parallel
 
 # Its function of this name hides the module.
@@ -243,6 +246,77 @@ def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPat
 class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         pass
+
+
+class FakeEvent:
+    """Takes times of a clock that ticks once per event."""
+
+    clock = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.clock += 1
+        self.time = FakeEvent.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return float(end.time - self.time)
+
+
+class FakeProperties(NamedTuple):
+    name: str = "Some GPU"
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 4
+    L2_cache_size: int = 1 << 12
+
+
+def test_tuning_drops_wrong_results_and_keeps_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU that is not there, where everything takes as long."""
+    monkeypatch.setattr(tuner, "DEVICE", "cpu")
+    monkeypatch.setattr(tuner, "ROUNDS", 1)
+    monkeypatch.setattr(tuner, "LAUNCHES", 2)
+    monkeypatch.setattr(tuner, "_least_seconds", lambda product: 1.0)
+    for name, fake in {
+        "get_device_properties": lambda device: FakeProperties(),
+        "current_device": lambda: 0,
+        "synchronize": lambda: None,
+        "Event": FakeEvent,
+        "_sleep": lambda cycles: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    right, wrong = Config(SMALL), Config(SMALL, split_k=2)
+    monkeypatch.setattr(tuner, "candidates", lambda *product: [wrong, right])
+
+    def launch_one_wrongly(product: Product, config: Config, **arguments: Any) -> None:
+        launch(product, config, **arguments)
+        if config == wrong:
+            product.out[0, 0] += 1
+
+    monkeypatch.setattr(tuner, "launch", launch_one_wrongly)
+
+    def library(product: Product) -> None:
+        torch.mm(product.a, product.b.t(), out=product.out)
+
+    shapes = [Shape("float32", "forward", 16, 40, 48), Shape("float16", "grad_weight", 40, 24, 16)]
+    lines: list[str] = []
+    found = tuner.measure(shapes, library, seconds=60, report=lines.append)
+    assert found.gpu == "Some GPU" and len(lines) == 2
+    assert list(found.entries) == [shape_class(*shape) for shape in shapes]
+    for shape, entry in zip(shapes, found.entries.values(), strict=True):
+        assert entry.shape == shape
+        assert entry.config == right
+        assert entry.speedup == pytest.approx(1.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table.save(found)
+    assert table.load("Some GPU") == found
+    assert not tuner.measure(shapes, library, seconds=-1.0).entries
 
 
 @pytest.mark.parametrize("rows", [16, 70, 150])

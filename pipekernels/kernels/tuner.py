@@ -24,7 +24,9 @@ from pipekernels.kernels.config import Config, candidates, generation
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 
+DEVICE = "cuda"
 ROUNDS = 7
+LAUNCHES = 100
 TRIED = 8  # Candidates, the ones that are guessed to be best.
 ACCURACY = 1.1  # By how much the error may exceed that of the library.
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # Hidden and inner features.
@@ -157,7 +159,7 @@ def launch_seconds() -> float:
     era = generation((properties.major, properties.minor))
     config = candidates(era, "bfloat16", 16, 64, 128, 1)[0]
     samples = []
-    for _ in range(100):
+    for _ in range(LAUNCHES):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         launch(product, config, generation=era, sms=1)
@@ -181,21 +183,21 @@ def _seconds(
 
 def _products(shape: Shape, least: int) -> list[Product]:
     """The product with as many random operands as take ``least`` bytes; up to eight."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     kind, layout, m, n, k = shape
     dtype = torch.float32 if kind == "tfloat32" else getattr(torch, kind)
     out_dtype = torch.bfloat16 if kind == "float8_e4m3fn" else dtype
 
     def operand(rows: int, by_columns: bool) -> Tensor:
         size = (k, rows) if by_columns else (rows, k)
-        data = torch.randn(size, device="cuda", generator=generator).to(dtype)
+        data = torch.randn(size, device=DEVICE, generator=generator).to(dtype)
         return data.t() if by_columns else data
 
     size = (m * k + n * k) * dtype.itemsize
     products = []
     for _ in range(min(8, max(1, ceil(least / size)))):
         a, b = operand(m, layout == "grad_weight"), operand(n, layout != "forward")
-        out = torch.empty(m, n, dtype=out_dtype, device="cuda")
+        out = torch.empty(m, n, dtype=out_dtype, device=DEVICE)
         products.append(Product(kind, a, b, out))
     return products
 
@@ -220,8 +222,8 @@ def _is_right(product: Product, way: Callable[[Product], None], expected: Tensor
     unit = max(torch.finfo(expected.dtype).eps, 2**-10 if coarse else 0.0)
     if not (product.out - expected).abs().max() <= 8 * unit * expected.abs().max():  # Nor NaN.
         return False
-    rows = torch.randint(len(product.a), (64,), device="cuda")
-    columns = torch.randint(len(product.b), (512,), device="cuda")
+    rows = torch.randint(len(product.a), (64,), device=DEVICE)
+    columns = torch.randint(len(product.b), (512,), device=DEVICE)
     exact = product.a[rows].double() @ product.b[columns].double().t()
 
     def error(result: Tensor) -> Any:
