@@ -1,62 +1,23 @@
-"""Build ``pipekernels._C`` by CMake and Ninja; torch is not needed for that.
-
-Environment: ``PIPEKERNELS_CUDA`` = auto | 0 | 1, ``CUDAARCHS`` or ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
-``PIPEKERNELS_WERROR`` and ``PIPEKERNELS_KERNEL_REPORT`` = 0 | 1.
-"""
+"""Build ``pipekernels._C`` by CMake and Ninja, see csrc/cmake/build_extension.py; torch is not needed for that."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc" / "cmake"))
 
-
-def find_tool(name: str) -> str:
-    """Path of ``cmake`` or ``ninja``: the Python package of that name first, then PATH."""
-    beside_python = Path(sys.executable).parent
-    try:
-        package = __import__(name)
-        folder = getattr(package, "CMAKE_BIN_DIR", None) or getattr(package, "BIN_DIR", None)
-    except ImportError:
-        folder = None
-    for place in (folder, str(beside_python), None):
-        found = shutil.which(name, path=place) if place or place is None else None
-        if found:
-            return found
-    raise RuntimeError(f"{name} was not found: pip install {name}")
+from build_extension import build
 
 
 class CMakeBuild(build_ext):
-    """Configure and build csrc/ in build/cmake-<python>, so that a second build is incremental."""
+    """The extension has no sources that setuptools would know what to do with."""
 
     def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-        cmake = find_tool("cmake")
-        options = {
-            "CMAKE_BUILD_TYPE": "Release",
-            "CMAKE_MAKE_PROGRAM": find_tool("ninja"),
-            "CMAKE_LIBRARY_OUTPUT_DIRECTORY": target.parent,
-            "Python_EXECUTABLE": sys.executable,
-            "pybind11_DIR": pybind11.get_cmake_dir(),
-            "PIPEKERNELS_CUDA": os.environ.get("PIPEKERNELS_CUDA", "auto"),
-            "PIPEKERNELS_WERROR": os.environ.get("PIPEKERNELS_WERROR", "0"),
-            "PIPEKERNELS_KERNEL_REPORT": os.environ.get("PIPEKERNELS_KERNEL_REPORT", "0"),
-        }
-        definitions = [f"-D{name}={value}" for name, value in options.items()]
-        subprocess.run(
-            [cmake, "-G", "Ninja", "-S", ROOT / "csrc", "-B", build_dir, *definitions], check=True
-        )
-        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-        subprocess.run([cmake, "--build", build_dir, "--target", "_C", "-j", jobs], check=True)
+        build(Path(self.get_ext_fullpath(ext.name)).resolve().parent)
 
 
 setup(ext_modules=[Extension("pipekernels._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

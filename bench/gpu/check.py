@@ -72,7 +72,7 @@ class Check:
         self.step("environment", [*python, "-m", "bench.gpu.environment"])
         built = self.step(
             "build",
-            [*python, "setup.py", "-q", "build_ext", "--inplace"],
+            [*python, "csrc/cmake/build_extension.py"],
             {
                 "CUDAARCHS": self._architecture,
                 "PIPEKERNELS_CUDA": "1",

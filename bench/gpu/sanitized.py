@@ -18,7 +18,6 @@ from bench.gpu.timing import synchronize
 from pipekernels import ops, reference
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
-
 TIMEOUT = 60.0
 
 
