@@ -189,10 +189,11 @@ def test_errors_state_value_limit_and_remedy() -> None:
 def test_the_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     folder = Path(__file__).parent
+    paths = [str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_gemm.py"],
         cwd=folder, capture_output=True, text=True, timeout=110, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{folder.parent}:{folder}"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(paths)},
     )  # fmt: skip
     reason = re.search(r"SKIPPED .*: (.* does not work .*)", result.stdout)
     if result.returncode == 5 and reason:
@@ -263,12 +264,11 @@ def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) 
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretends that tensors are on a GPU of which a table is known; sets both."""
 
-    def pretend(known: Table | None, capability: tuple[int, int] = (9, 0), captured: bool = False):
+    def pretend(known: Table | None, capability: tuple[int, int] = (9, 0)) -> None:
         fake = module.Gpu("Some GPU", capability, generation(capability), 132)
         monkeypatch.setattr(module, "gpu_of", lambda device: fake)
         monkeypatch.setattr(overlap, "gpu_of", lambda device: fake)
         monkeypatch.setattr(table, "for_gpu", lambda name: known)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         monkeypatch.setattr(module, "has_triton", lambda: True)
 
     return pretend
@@ -276,7 +276,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> Config | None:
     a, b, out = (torch.empty(size, dtype=dtype) for size in ((64, k), (64, k), (64, 64)))
-    return module.choose(a, b, out, None, algorithm)
+    chosen = module.choose(a, b, out, None, algorithm)
+    return None if chosen is None else chosen.config
 
 
 def test_auto_takes_triton_where_it_was_measured_to_win(gpu: Any) -> None:
@@ -294,11 +295,41 @@ def test_auto_takes_triton_where_it_was_measured_to_win(gpu: Any) -> None:
     assert choice("triton") == CONFIG
 
 
-def test_auto_leaves_short_products_to_the_library_unless_captured(gpu: Any) -> None:
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def test_auto_leaves_short_products_to_the_library_unless_captured(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which kernel is loaded before, and none in a capture."""
+    done: list[str] = []
+    monkeypatch.setattr(module, "_by_triton", lambda *arguments: done.append("triton"))
+    monkeypatch.setattr(module, "_by_library", lambda *arguments: done.append("library"))
+    monkeypatch.setattr(module, "_loaded", set())
+    a, b, out = (torch.empty(64, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for _ in range(3))
+
+    def calls(captured: bool, algorithm: str = "auto") -> list[str]:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        done.clear()
+        module.gemm_into(out, a, b, algorithm=algorithm)
+        return done
+
     gpu(measured(seconds=1e-5))
-    assert choice("auto") is None
-    gpu(measured(seconds=1e-5), captured=True)
-    assert choice("auto") == CONFIG
+    assert calls(captured=True) == ["library"]  # It is too late to load it.
+    assert calls(captured=False) == ["triton", "library"]
+    assert calls(captured=False) == ["library"]
+    assert calls(captured=True) == ["triton"]
+    assert calls(captured=False, algorithm="triton") == ["triton"]
+    gpu(measured(seconds=1e-3))
+    assert calls(captured=False) == ["triton"]
+    assert calls(captured=True) == ["triton"]
+    gpu(None)
+    assert calls(captured=True) == ["library"]
 
 
 def test_triton_by_force(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +468,11 @@ def test_plans(m: int, seconds: float, ranks: int) -> None:
     assert found.plain_seconds == seconds + overlap.all_reduce_seconds(size, ranks, link)
 
 
-def test_only_measured_products_that_gain_are_overlapped(gpu: Any) -> None:
+def test_only_measured_products_that_gain_are_overlapped(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturing: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     shape = Shape("bfloat16", "forward", 4096, 8192, 8192)
     a, b, out = (
         torch.empty(size, dtype=torch.bfloat16, device="meta")
@@ -448,6 +483,10 @@ def test_only_measured_products_that_gain_are_overlapped(gpu: Any) -> None:
     gpu(measured(seconds=8e-4, shape=shape))
     found = overlap.plan_for(a, b, out, 2, "auto")
     assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
+    capturing.append(True)  # The kernel would have to be loaded.
+    assert overlap.plan_for(a, b, out, 2, "auto") is None
+    monkeypatch.setattr(overlap, "_loaded", {(a.device, found.config)})
+    assert overlap.plan_for(a, b, out, 2, "auto") == found
     for algorithm, ranks in (("auto", 1), ("cublas", 2), ("triton", 2)):
         assert overlap.plan_for(a, b, out, ranks, algorithm) is None
     # A product much shorter than the reduction hides little of it, and few blocks reduce slowly.

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
-from pipekernels.ops.sharded_gemm import choose, gpu_of, tf32_allowed
+from pipekernels.ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allowed
 
 # Fewer blocks of rows hide less, more of them wait more often.
 ROW_BLOCKS = 8
@@ -140,17 +140,21 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
     if entry is None or entry.config.split_k > 1:
         if not forced:
             return None
-        config = choose(a, b, out, None, "triton")
-        if config is None or config.split_k > 1:
-            choice = BLOCKS[gpu.generation, kind]
-            config = Config(choice.odd if layout is None or not has_rows(out) else choice.whole[0])
+        chosen = choose(a, b, out, None, "triton")
+        if chosen is None or chosen.config.split_k > 1:
+            chosen = Chosen(Config(BLOCKS[gpu.generation, kind].whole[0]))
+        config = chosen.config
         return plan(m, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link)
     part = m * n * k / (entry.shape.m * entry.shape.n * entry.shape.k)
     found = plan(
         m, size, entry.config, part * entry.seconds, part * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
     )  # fmt: skip
-    return found if forced or found.seconds * GAIN < found.plain_seconds else None
+    if forced:
+        return found
+    # A kernel is not to be compiled and loaded while a graph is captured.
+    is_late = torch.cuda.is_current_stream_capturing() and (a.device, found.config) not in _loaded
+    return None if is_late or found.seconds * GAIN >= found.plain_seconds else found
 
 
 def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overlap: Overlap) -> None:
@@ -183,6 +187,7 @@ def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overla
             sms=gpu.sms - overlap.reducing_blocks,
             ready=ready,
         )
+        _loaded.add((a.device, config))
         with torch.cuda.stream(side):
             communicator.all_reduce_when_ready(
                 out,
@@ -192,6 +197,9 @@ def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overla
                 blocks=overlap.reducing_blocks,
             )
         torch.cuda.current_stream().wait_stream(side)
+
+
+_loaded: set[tuple[torch.device, Config]] = set()
 
 
 @functools.cache

@@ -112,20 +112,28 @@ def gemm_into(
         bias, residual, scale_a, scale_b: ``[n]``, ``[m, n]``, ``[m]`` or ``[1]``, ``[n]`` or ``[1]``.
         algorithm: as there.
     """
-    config = None
+    chosen = None
     if a.is_cuda and out.numel() > 0 and a.shape[1] > 0:
-        config = choose(a, b, out, residual, algorithm)
-    if config is None:
-        _by_library(out, a, b, bias, residual, scale_a, scale_b)
-        return
-    from pipekernels.kernels.launch import Product, launch
+        chosen = choose(a, b, out, residual, algorithm)
+    if chosen is not None:
+        kernel = (a.device, chosen, bias is None, residual is None)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if algorithm != "auto":
+            now = True
+        elif capturing:
+            now = kernel in _loaded  # Kernels are not to be compiled and loaded in a capture.
+        else:
+            now = not chosen.waits
+        if now or not (capturing or kernel in _loaded):
+            _by_triton(out, a, b, bias, residual, scale_a, scale_b, chosen.config)
+            _loaded.add(kernel)
+        if now:
+            return
+        # Else it was launched, once, so that a later capture can have it.
+    _by_library(out, a, b, bias, residual, scale_a, scale_b)
 
-    gpu = gpu_of(a.device)
-    kind = kind_of(a.dtype, tf32_allowed())
-    assert kind is not None  # Or there would be no configuration.
-    with torch.cuda.device(a.device):
-        product = Product(kind, a, b, out, bias, residual, scale_a, scale_b)
-        launch(product, config, generation=gpu.generation, sms=gpu.sms)
+
+_loaded: set[tuple[Any, ...]] = set()
 
 
 class Gpu(NamedTuple):
@@ -169,10 +177,23 @@ def measured(device: torch.device) -> table.Table | None:
     return table.for_gpu(gpu_of(device).name)
 
 
+class Chosen(NamedTuple):
+    """A way to run the Triton kernel.
+
+    Attributes:
+        config: its configuration.
+        waits: whether the product is shorter than its launch by Python. Then the library is faster
+            after all, except in a captured graph.
+    """
+
+    config: Config
+    waits: bool = False
+
+
 def choose(
     a: Tensor, b: Tensor, out: Tensor, residual: Tensor | None, algorithm: str
-) -> Config | None:
-    """The configuration of the Triton kernel for ``a @ b.T``; ``None`` for the vendor's library."""
+) -> Chosen | None:
+    """How to compute ``a @ b.T`` by the Triton kernel; ``None`` for the vendor's library."""
     kind = kind_of(a.dtype, tf32_allowed())
     if algorithm == "cublas" or (kind is None and algorithm == "auto"):
         return None
@@ -186,24 +207,21 @@ def choose(
     known = table.for_gpu(gpu.name)
     if known is not None and kind is not None and layout is not None:
         entry = known.entries.get(table.shape_class(kind, layout, m, n, k))
+    waits = False
     if algorithm == "auto":
         if a.dtype == FLOAT8 and not _library_takes_float8(a, b, out):
             algorithm = "triton"
-        elif entry is None or known is None or not _worth_it(entry, known) or not has_triton():
+        elif entry is None or known is None or entry.speedup < table.MARGIN or not has_triton():
             return None
+        else:
+            waits = entry.seconds < known.launch_seconds
     _check_triton(a, kind, gpu)
     assert kind is not None
     if layout is None or (kind == "float8_e4m3fn" and layout != "forward"):
-        return Config(BLOCKS[gpu.generation, kind].odd)
+        return Chosen(Config(BLOCKS[gpu.generation, kind].odd))
     if entry is not None:
-        return entry.config
-    return candidates(gpu.generation, kind, m, n, k, gpu.sms)[0]
-
-
-def _worth_it(entry: table.Entry, known: table.Table) -> bool:
-    """Whether Triton wins. A short product that is not captured waits for its launch by Python."""
-    hidden = entry.seconds > known.launch_seconds or torch.cuda.is_current_stream_capturing()
-    return hidden and entry.speedup >= table.MARGIN
+        return Chosen(entry.config, waits)
+    return Chosen(candidates(gpu.generation, kind, m, n, k, gpu.sms)[0])
 
 
 def _may_be_triton(x: Tensor, algorithm: str) -> bool:
@@ -275,7 +293,26 @@ def _check(
             )
 
 
-# ---- by the vendor's library; on CPUs by torch ----
+# ---- the two ways ----
+
+
+def _by_triton(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    config: Config,
+) -> None:
+    from pipekernels.kernels.launch import Product, launch
+
+    gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
+    assert kind is not None  # Or there would be no configuration.
+    with torch.cuda.device(a.device):
+        product = Product(kind, a, b, out, bias, residual, scale_a, scale_b)
+        launch(product, config, generation=gpu.generation, sms=gpu.sms)
 
 
 def _by_library(
@@ -287,6 +324,7 @@ def _by_library(
     scale_a: Tensor | None,
     scale_b: Tensor | None,
 ) -> None:
+    """By the vendor's library; on CPUs by torch's."""
     if a.dtype == FLOAT8:
         y = _float8_product(a, b, out, scale_a, scale_b)
         y = y if bias is None else y + bias

@@ -44,6 +44,8 @@ from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.overlap import gemm_all_reduce, plan_for
 from pipekernels.ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
 
+ROW_ALGORITHMS = (*ALGORITHMS, "overlapped")
+
 
 def shard_sizes(size: int, world_size: int) -> list[int]:
     """How many of ``size`` features each rank holds: equal shares, the first ranks one more.
@@ -132,8 +134,8 @@ def row_linear(
         ValueError: ``scatter``, and the first dimension of ``x`` is no multiple of the world size; an
             ``algorithm`` that does not exist, or not for these arguments.
     """
-    if algorithm not in (*ALGORITHMS, "overlapped"):
-        names = ", ".join((*ALGORITHMS, "overlapped"))
+    if algorithm not in ROW_ALGORITHMS:
+        names = ", ".join(ROW_ALGORITHMS)
         raise ValueError(f"algorithm must be one of {names}, got {algorithm!r}")
     if algorithm in ("triton", "overlapped") and not x.is_cuda:
         raise ValueError(f"algorithm={algorithm!r} needs CUDA tensors, got {x.device}; use 'auto'")
