@@ -82,7 +82,8 @@ class Case:
 def on_ranks(world_size: int, device: torch.device, body: Callable[[Communicator], Any]) -> None:
     """``body`` on a thread per rank; on a GPU in streams of their own, as ranks wait for each other.
 
-    Autograd runs the backwards for a GPU on one thread of its own, unless it is told not to.
+    Autograd would run the backwards of all ranks on its one thread for the GPU, where the first rank's
+    collective would wait for the second's.
     """
 
     def in_stream(comm: Communicator) -> None:
@@ -92,6 +93,7 @@ def on_ranks(world_size: int, device: torch.device, body: Callable[[Communicator
         ):
             body(comm)
             torch.cuda.current_stream().synchronize()
+            comm.barrier()  # Raises what went wrong on the device.
 
     if device.type == "cpu":
         run_threads(world_size, body)

@@ -21,9 +21,8 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes that a program may have.
 
 
-# Kernels are compiled and loaded by one thread at a time. Where ranks are threads that share a GPU, the
-# second rank then finds the kernel of the first in place: to load it could block while the first rank's
-# collective is on the GPU and waits for the second's.
+# Kernels are compiled and loaded by one thread at a time: ranks may be threads, which come here at the
+# same time for the same kernel.
 _loading = threading.Lock()
 _loaded: set[tuple[Any, ...]] = set()
 
