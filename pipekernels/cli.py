@@ -16,6 +16,7 @@ from pipekernels import _backend
 from pipekernels._version import __version__
 from pipekernels.comm import tuning
 from pipekernels.kernels import table
+from pipekernels.kernels.config import KINDS
 from pipekernels.ops import forecast as forecasts
 from pipekernels.ops import gemm_tuning
 from pipekernels.ops.overlap import LINKS, Link
@@ -92,7 +93,7 @@ def _tuning(missing: list[str]) -> str:
     return f"limits for 'auto' measured on {measured.date} ({tuning.path()})"
 
 
-def tune(*, quick: bool = False, seconds: float = 300.0) -> str:
+def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
     """Measure this machine, keep the results for communicators and products to come, and report."""
     from pipekernels.comm import tuner
 
@@ -105,7 +106,7 @@ def tune(*, quick: bool = False, seconds: float = 300.0) -> str:
     ]
     lines.append(f"written to {path}")
     if torch.cuda.is_available():
-        lines += gemm_tuning.tune(10.0 if quick else seconds)
+        lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
     return "\n".join(lines)
 
 
@@ -145,6 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
     tuning_parser.add_argument(
         "--seconds", type=float, default=300.0, help="for products on a GPU (default: 300)"
     )
+    tuning_parser.add_argument(
+        "--kind", choices=KINDS, default="bfloat16", help="of these products (default: bfloat16)"
+    )
     forecast_parser = commands.add_parser(
         "forecast", help="what row-parallel layers would take on several GPUs, a model's guess"
     )
@@ -156,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     forecast_parser.add_argument("--alpha", type=float, default=4.0, help="us per step (4)")
     parsed = parser.parse_args(arguments)
     if parsed.command == "tune":
-        print(tune(quick=parsed.quick, seconds=parsed.seconds))
+        print(tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind))
     elif parsed.command == "forecast":
         print(forecast(parsed.path, parsed.sms, parsed.bandwidth, parsed.alpha))
     else:

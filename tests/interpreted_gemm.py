@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,6 +202,34 @@ def test_shared_tiles_leave_their_counters_zero(monkeypatch: pytest.MonkeyPatch)
         assert not counters.any()
 
 
+class FakeStream:
+    """Has done everything when it is asked to."""
+
+    def __init__(self, *_: Any, cuda_stream: int = 0, **__: Any) -> None:
+        self.cuda_stream = cuda_stream
+
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_who_shares_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(launching, "_COUNTERS", 3 * launching._PER_STREAM)
+    arena = launching._Arena(torch.device("cpu"))
+    first, second, again = (arena.of_stream(stream) for stream in (7, 8, 7))
+    captured = [arena.take(count) for count in (10, 20)]
+    assert first is not None and first is again and second is not None
+    places = [t.data_ptr() for t in (first, second, *captured) if t is not None]
+    steps = [(b - a) // 4 for a, b in itertools.pairwise(places)]
+    assert steps == [launching._PER_STREAM, launching._PER_STREAM, 10]  # Apart.
+    assert arena.take(launching._PER_STREAM) is None  # There are no more.
+    assert arena.of_stream(9) is None
+    assert arena.of_stream(8) is second
+
+
 # ---- under the operations ----
 
 
@@ -243,9 +272,20 @@ def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPat
         assert ((ours - exact).abs() <= gamma(terms + 2, 2**-24) * magnitude.abs()).all()
 
 
-class FakeStream:
-    def wait_stream(self, other: FakeStream) -> None:
-        pass
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_from_the_operation_to_the_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = sharded_gemm.Gpu("none", (9, 0), 90, 6)
+    monkeypatch.setattr(sharded_gemm, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    added = {"bias": torch.randn(40), "residual": torch.randn(33, 40)}
+    if dtype == torch.float8_e4m3fn:
+        added |= {"scale_a": torch.rand(33) + 0.5, "scale_b": torch.rand(1) + 0.5}
+    p = product(33, 40, 64, "forward", dtype, **added)
+    config = Config(Blocks(16, 32, 32, 4, 3))
+    sharded_gemm._by_triton(p.out, p.a, p.b, *p[4:], config)
+    check(p, config)
 
 
 class FakeEvent:
@@ -327,7 +367,7 @@ def test_the_overlapped_path_announces_what_it_says(
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream())
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     gpu = sharded_gemm.Gpu("none", (9, 0), 90, 6)
     monkeypatch.setattr(overlap, "gpu_of", lambda device: gpu)
     plan = overlap.plan(

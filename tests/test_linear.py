@@ -509,10 +509,11 @@ def test_errors_state_value_limit_and_remedy() -> None:
 class SmallMLP:
     """A plain MLP and an input that the seed decides."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(6, IN).double(), nn.Linear(IN, OUT).double()
-        self.x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+        up, down = nn.Linear(6, IN).double(), nn.Linear(IN, OUT).double()
+        self.up, self.down = up.to(device), down.to(device)
+        self.x = torch.randn(2, 5, 6, dtype=torch.float64).to(device).requires_grad_()
 
     def __call__(self) -> Tensor:
         return torch.relu(self.down(functional.gelu(self.up(self.x))))
@@ -533,8 +534,8 @@ class SmallMLP:
         torch.testing.assert_close(row.bias.grad, self.down.bias.grad)
 
 
-def mlp_on_rank(comm: Communicator, compiled: bool) -> bytes:
-    plain = SmallMLP()
+def mlp_on_rank(comm: Communicator, compiled: bool, device: str) -> bytes:
+    plain = SmallMLP(device)
     expected = plain()
     expected.square().sum().backward()
     sharded = plain.sharded(comm)
@@ -544,12 +545,29 @@ def mlp_on_rank(comm: Communicator, compiled: bool) -> bytes:
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x.grad, plain.x.grad)
     plain.check_gradients(sharded, comm)
-    return y.detach().numpy().tobytes()
+    if device == "cuda":
+        if not compiled:
+            check_captured(sharded, x.detach(), y)
+        comm.barrier()  # Raises what went wrong on the device.
+    return y.detach().cpu().numpy().tobytes()
+
+
+def check_captured(module: nn.Module, x: Tensor, expected: Tensor) -> None:
+    """A CUDA graph of ``module`` gives the same bits, with whatever input there is when it runs."""
+    static = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = module(static)
+    static.copy_(x)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_processes(compiled: bool) -> None:
-    first, second = run_processes(2, mlp_on_rank, compiled)
+def test_processes(compiled: bool, device: torch.device) -> None:
+    first, second = run_processes(2, mlp_on_rank, compiled, device.type)
     assert first == second  # The same bits on all ranks.
 
 

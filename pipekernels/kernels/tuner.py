@@ -60,7 +60,7 @@ def row_parallel_shapes(
     for count, degree, (hidden, inner) in itertools.product(tokens, degrees, sorted(sizes)):
         part = inner // degree
         yield Shape(kind, "forward", count, hidden, part)
-        if count >= 256:
+        if count >= 256 and kind != "float8_e4m3fn":  # Which has no gradients.
             yield Shape(kind, "grad_input", count, part, hidden)
             yield Shape(kind, "grad_weight", hidden, part, count)
 
@@ -193,12 +193,13 @@ def _products(shape: Shape, least: int) -> list[Product]:
         data = torch.randn(size, device=DEVICE, generator=generator).to(dtype)
         return data.t() if by_columns else data
 
+    one = torch.ones(1, device=DEVICE) if kind == "float8_e4m3fn" else None
     size = (m * k + n * k) * dtype.itemsize
     products = []
     for _ in range(min(8, max(1, ceil(least / size)))):
         a, b = operand(m, layout == "grad_weight"), operand(n, layout != "forward")
         out = torch.empty(m, n, dtype=out_dtype, device=DEVICE)
-        products.append(Product(kind, a, b, out))
+        products.append(Product(kind, a, b, out, scale_a=one, scale_b=one))
     return products
 
 

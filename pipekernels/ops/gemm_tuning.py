@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from pipekernels.kernels.launch import Product
 
 
-def tune(seconds: float) -> list[str]:
+def tune(seconds: float, kind: str) -> list[str]:
     """Measure products of row-parallel layers on the current GPU for a while, and keep the results.
+
+    Args:
+        seconds: after how many no other product is begun.
+        kind: what is multiplied, one of :data:`pipekernels.kernels.config.KINDS`.
 
     Returns:
         What to tell the user, line by line.
@@ -28,7 +32,9 @@ def tune(seconds: float) -> list[str]:
     lines = [f"sharded_gemm(algorithm='auto') on {name}:"]
     # Long products first: that is where most time is spent, and the short ones are many.
     tokens = sorted(tuner.TOKENS, reverse=True)
-    shapes = itertools.chain.from_iterable(tuner.row_parallel_shapes([count]) for count in tokens)
+    shapes = itertools.chain.from_iterable(
+        tuner.row_parallel_shapes([count], kind=kind) for count in tokens
+    )
     found = tuner.measure(shapes, by_library, seconds=seconds, report=lines.append)
     faster = sum(entry.speedup >= table.MARGIN for entry in found.entries.values())
     lines.append(f"Triton for {faster} of {len(found.entries)} shapes, the library for all others")
@@ -40,7 +46,8 @@ def by_library(product: Product) -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = product.kind == "tfloat32"
-    gemm_into(product.out, product.a, product.b, algorithm="cublas")
+    _, a, b, out, _, _, scale_a, scale_b = product
+    gemm_into(out, a, b, scale_a=scale_a, scale_b=scale_b, algorithm="cublas")
     matmul.allow_tf32 = before
 
 

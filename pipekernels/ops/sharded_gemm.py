@@ -326,35 +326,36 @@ def _by_library(
 ) -> None:
     """By the vendor's library; on CPUs by torch's."""
     if a.dtype == FLOAT8:
-        y = _float8_product(a, b, out, scale_a, scale_b)
-        y = y if bias is None else y + bias
-        out.copy_(y if residual is None else y + residual)
-        return
-    if bias is None:
+        _float8_product(out, a, b, scale_a, scale_b)
+        if bias is not None:
+            out += bias
+    elif bias is None:
         torch.mm(a, b.t(), out=out)
     else:
         torch.addmm(bias, a, b.t(), out=out)
     if residual is not None:
-        out.add_(residual)
+        out += residual
 
 
 def _float8_product(
-    a: Tensor, b: Tensor, out: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
-) -> Tensor:
-    """The scaled product: in ``out.dtype`` by cuBLAS, in float32 where that does not take it."""
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> None:
+    """The scaled product, by float32 where cuBLAS does not take the operands."""
     one = torch.ones(1, dtype=torch.float32, device=a.device)
     scale_a, scale_b = (one if scale is None else scale for scale in (scale_a, scale_b))
-    if a.is_cuda and out.numel() > 0 and a.shape[1] > 0 and _library_takes_float8(a, b, out):
-        if scale_a.numel() > 1 or scale_b.numel() > 1:  # Both per row, or both per tensor.
-            scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
-            scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
-        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype)
-    return a.float() @ b.float().t() * scale_a[:, None] * scale_b
+    if not (a.is_cuda and _library_takes_float8(a, b, out)):
+        out.copy_(a.float() @ b.float().t() * scale_a[:, None] * scale_b)
+        return
+    if scale_a.numel() > 1 or scale_b.numel() > 1:  # Both per row, or both per tensor.
+        scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
+        scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
+    torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
 
 
 def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """cuBLAS wants sizes in steps of 16 and dense rows; per-row scales go to bfloat16 alone."""
-    sizes = a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
+    (m, k), n = a.shape, b.shape[0]
+    sizes = m > 0 and n > 0 and k > 0 and k % 16 == 0 and n % 16 == 0
     return sizes and layout_of(a, b) == "forward" and out.dtype == torch.bfloat16
 
 
