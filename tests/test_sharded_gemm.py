@@ -332,6 +332,32 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     assert calls(captured=True) == ["library"]
 
 
+def test_what_the_library_computes_costs_no_operation(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the first time, when the kernel is loaded, and in a capture, when the host has time."""
+    captured: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captured))
+    monkeypatch.setattr(module, "_short", set())
+
+    def through(dtype: torch.dtype = torch.bfloat16, rows: int = 64) -> bool:
+        x, weight = (torch.empty(size, 64, dtype=dtype).as_subclass(OnGpu) for size in (rows, 64))
+        return module._may_be_triton(x.view(-1, 1, 64), weight, "auto")
+
+    gpu(None)
+    assert not through()
+    gpu(measured())
+    assert through() and through()
+    assert not through(torch.float64) and not through(torch.float16) and not through(rows=0)
+    assert not through(rows=65)  # Of another class.
+    gpu(measured(speedup=1.0))
+    assert not through()
+    gpu(measured(seconds=1e-5))
+    assert [through(), through()] == [True, False]
+    captured.append(True)
+    assert through()
+
+
 def test_triton_by_force(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(None)
     assert choice("triton") == candidates(90, "bfloat16", 64, 64, 64, 132)[0]

@@ -71,7 +71,7 @@ def sharded_gemm(
         raise TypeError(
             f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
         )
-    if x.dtype != FLOAT8 and not _may_be_triton(x, algorithm):
+    if x.dtype != FLOAT8 and not _may_be_triton(x, weight, algorithm):
         y = functional.linear(x, weight, bias)
         return y if residual is None else y + residual
     if autocast:
@@ -224,13 +224,35 @@ def choose(
     return Chosen(candidates(gpu.generation, kind, m, n, k, gpu.sms)[0])
 
 
-def _may_be_triton(x: Tensor, algorithm: str) -> bool:
-    if algorithm != "auto":
+def _may_be_triton(x: Tensor, weight: Tensor, algorithm: str) -> bool:
+    """Whether to go through the registered operation, which costs the host some time."""
+    if algorithm != "auto" or not x.is_cuda:
         return algorithm == "triton"
-    # While torch.compile traces, the choice is left to the operation, which sees the device.
-    return x.is_cuda and (
-        torch.compiler.is_compiling() or (has_triton() and measured(x.device) is not None)
-    )
+    if torch.compiler.is_compiling():  # Then the choice is left to the operation.
+        return True
+    known = measured(x.device)
+    if known is None or not has_triton():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    kind, (n, k) = kind_of(x.dtype, tf32_allowed()), weight.shape
+    if kind is None or x.numel() == 0 or n == 0:
+        return False
+    rows = x.reshape(-1, k)
+    layout = layout_of(rows, weight)
+    if layout is None:
+        return False
+    entry = known.entries.get(table.shape_class(kind, layout, len(rows), n, k))
+    if entry is None or entry.speedup < table.MARGIN:
+        return False
+    if entry.seconds < known.launch_seconds:
+        first = (x.device, entry) not in _short
+        _short.add((x.device, entry))
+        return first  # So that the operation can load the kernel for a capture to come.
+    return True
+
+
+_short: set[tuple[torch.device, table.Entry]] = set()
 
 
 def _check_triton(a: Tensor, kind: str | None, gpu: Gpu) -> None:
