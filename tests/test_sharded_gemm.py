@@ -552,7 +552,7 @@ def test_every_configuration_on_a_gpu(
     out_dtype = torch.bfloat16 if dtype == FLOAT8 else dtype
     blocks = getattr(BLOCKS[own.generation, kind], which)
     for block in [blocks] if which == "odd" else blocks:
-        for m, n, k in ((1, 256, 512), (300, 328, 1040)):
+        for m, n, k in ((1, 256, 512), (300, 336, 1040)):
             odd = which == "odd"
             case = Case.make(
                 dtype, device, m, n + odd, k + 3 * odd, out_dtype=out_dtype, layout=layout
@@ -577,8 +577,8 @@ def test_every_configuration_on_a_gpu(
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("m", [1, 100, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m", [1, 1000])
 def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> None:
     """Forward and gradients by the operation, the same bits every time, compiled and captured."""
     case = Case.make(dtype, device, m, 520, 1024)
