@@ -27,7 +27,8 @@ from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 DEVICE = "cuda"
 ROUNDS = 7
 LAUNCHES = 100
-TRIED = 8  # Candidates, the ones that are guessed to be best.
+TRIED = 6  # Candidates, the ones that are guessed to be best;
+GROUPS = (4, 16)  # the first two of them also with these group_m.
 ACCURACY = 1.1  # By how much the error may exceed that of the library.
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # Hidden and inner features.
 TOKENS = [2**exponent for exponent in range(15)]
@@ -134,6 +135,8 @@ def measure_product(
     kind, _, m, n, k = shape
     if configs is None:
         configs = candidates(era, kind, m, n, k, sms)[:TRIED]
+        whole = [config for config in configs[:2] if config.split_k == 1]
+        configs += [config._replace(group_m=group_m) for config in whole for group_m in GROUPS]
     products = _products(shape, 2 * getattr(properties, "L2_cache_size", 64 << 20))
 
     def run(config: Config) -> Callable[[Product], None]:
