@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from pipekernels import _backend
 from pipekernels.pipeline.pace import Pace, Way
+
+# Several ranks on one GPU need a queue of its own for each of their streams; read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def _why_no_cuda() -> str | None:

@@ -265,6 +265,39 @@ def test_what_the_sanitizer_runs_is_right(part: str, device: torch.device) -> No
     sanitized.PARTS[part](device)
 
 
+class FakeGpu:
+    """A device whose launches are ahead of it if it sleeps for at least ``needed`` cycles."""
+
+    def __init__(self, needed: int) -> None:
+        self.slept: list[int] = []
+        self._needed = needed
+
+    def event(self, *, enable_timing: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            record=lambda: None,
+            query=lambda: self.slept[-1] < self._needed,
+            synchronize=lambda: None,
+            elapsed_time=lambda end: 6.0,
+        )
+
+    def module(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            Event=self.event, _sleep=self.slept.append, synchronize=lambda device: None
+        )
+
+
+@pytest.mark.parametrize(("needed", "tries"), [(1, 1), (timing.HEAD_START * 4, 2)])
+def test_device_time_is_taken_again_until_launches_were_ahead(
+    needed: int, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeGpu(needed)
+    monkeypatch.setattr(timing.torch, "cuda", fake.module())
+    calls: list[int] = []
+    seconds = timing.device_seconds(lambda: calls.append(1), torch.device("cuda"), 3)
+    assert seconds == pytest.approx(2e-3)
+    assert len(calls) == 3 * tries and len(fake.slept) == tries
+
+
 def test_a_case_that_fails_is_a_row_and_in_the_table() -> None:
     def fail() -> timing.Row:
         raise ValueError("no such case")

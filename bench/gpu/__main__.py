@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 from pathlib import Path
 
 import torch
@@ -16,10 +15,6 @@ import torch
 from bench import harness
 
 NAMES = ["micro_batch", "pipe", "all_reduce", "p2p_copy", "soak", "sharded_gemm"]
-
-
-# Ranks that share a GPU wait for each other on it: no two streams may share one of its queues.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def main() -> int:
