@@ -55,7 +55,7 @@ def test_a_step_that_hangs_says_where_and_ends_with_all_that_it_started(
         "def stuck(): time.sleep(600)\n"
         "stuck()"
     )
-    outcome = steps.run_step("hang", python(code), {}, in_seconds(5), log)
+    outcome = steps.run_step("hang", python(code), {}, in_seconds(4), log)
     assert outcome.status == "timed out" and not outcome.good
     assert "in stuck" in outcome.output
     deadline = in_seconds(20)

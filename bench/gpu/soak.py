@@ -39,12 +39,23 @@ def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
         tensors = [{d: torch.empty_like(sums[d]) for d in dtypes} for _ in range(ranks)]
         wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(ranks)]
 
+        def compare(rank: int, tensor: torch.Tensor) -> None:
+            wrong[rank] += (tensor != sums[tensor.dtype][: len(tensor)]).sum()
+
         def body(rank: int, batch: list[tuple[int, torch.dtype, str]]) -> None:
             for count, dtype, algorithm in batch:
                 tensor = tensors[rank][dtype][:count]
                 tensor.copy_(sources[rank][dtype][:count])
                 threads.communicators[rank].all_reduce(tensor, algorithm=algorithm)
-                wrong[rank] += (tensor != sums[dtype][:count]).sum()
+                compare(rank, tensor)
+
+        # From now on torch has the memory that comparisons need: no rank is to allocate any while
+        # another one waits for it on the device.
+        for rank in range(ranks):
+            with torch.cuda.stream(threads.streams[rank]):
+                for dtype in dtypes:
+                    for count in (1, 1 << 12, LARGEST):
+                        compare(rank, sums[dtype][:count])
 
         generator = random.Random(ranks)
         calls = 0
