@@ -303,7 +303,7 @@ def by_processes(ranks: int, args: argparse.Namespace, backend: str) -> Row:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of thread ranks, then of process ranks."""
     for ranks in RANKS[:1] if args.quick else RANKS:
-        for dtype in DTYPES:
+        for dtype in DTYPES[:1] if args.quick else DTYPES:
             for size in SIZES[:2] if args.quick else SIZES:
                 yield from attempt(
                     {"part": "threads", "ranks": ranks, "size": size, "type": str(dtype)[6:]},
