@@ -65,9 +65,10 @@ def test_a_step_that_hangs_says_where_and_ends_with_all_that_it_started(
     assert not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z")
 
 
-def test_a_step_without_time_is_skipped(log: steps.Log) -> None:
+def test_a_step_without_time_is_not_run(log: steps.Log) -> None:
     outcome = steps.run_step("late", python(""), {}, in_seconds(-1), log)
-    assert (outcome.status, outcome.note) == ("skipped", "no time was left for it")
+    assert (outcome.status, outcome.note) == ("not run", "no time was left for it")
+    assert not outcome.good
 
 
 # ---- tests in processes ----
@@ -214,13 +215,20 @@ def test_a_step_that_fails_stops_no_other_and_is_told(
     assert [outcome.name for outcome in outcomes if outcome.status == "failed"] == [failing]
 
 
-def test_tests_that_fail_stop_no_benchmark_and_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("outcome", "note"),
+    [
+        ("failed", "1 tests, 1 did not pass, 0 were skipped"),
+        ("skipped", "1 tests, 0 did not pass, 1 were skipped"),  # all of them, on a GPU
+    ],
+)
+def test_tests_that_do_not_pass_stop_no_benchmark_and_are_told(
+    outcome: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, calls, outcomes = run_check(tmp_path, monkeypatch, failing=set(), outcome="failed")
+    good, calls, outcomes = run_check(tmp_path, monkeypatch, failing=set(), outcome=outcome)
     assert not good and f"gpu.{gpu.NAMES[-1]}" in calls.commands
-    (tests,) = (outcome for outcome in outcomes if outcome.name == "tests")
-    assert (tests.status, tests.note) == ("failed", "1 of 1 tests did not pass")
+    (tests,) = (found for found in outcomes if found.name == "tests")
+    assert (tests.status, tests.note) == ("failed", note)
 
 
 def test_without_a_build_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

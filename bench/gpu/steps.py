@@ -23,7 +23,8 @@ class Outcome:
 
     Attributes:
         name: the step's.
-        status: ``'passed'``, ``'failed'``, ``'timed out'`` or ``'skipped'``.
+        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'not run'`` for want of time, or
+            ``'skipped'`` as it cannot be run here.
         seconds: how long it took.
         note: one line: why, or what came of it.
         output: all that it printed.
@@ -128,7 +129,7 @@ def run_step(
     """
     begin = time.monotonic()
     if deadline <= begin:
-        return Outcome(name, "skipped", 0.0, "no time was left for it")
+        return Outcome(name, "not run", 0.0, "no time was left for it")
     title = f"\n==== {name}\n"
     if live:
         log.write(title)
