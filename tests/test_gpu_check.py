@@ -273,6 +273,16 @@ def test_what_the_sanitizer_runs_is_right(part: str, device: torch.device) -> No
     sanitized.PARTS[part](device)
 
 
+def test_the_forecast_says_that_it_is_one() -> None:
+    forecast = pytest.importorskip("pipekernels.ops.forecast")
+    from bench.gpu import sharded_gemm
+
+    row = forecast.Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
+    told = sharded_gemm.table([{"part": "forecast", **row._asdict()}])
+    assert "Nobody has measured these" in told
+    assert "| 16 | 4096 | 4096 | 2 | 40 us | 20 us | 6 us | 26 us | 25 us | 1.60 |" in told
+
+
 class FakeGpu:
     """A device whose launches are ahead of it if it sleeps for at least ``needed`` cycles."""
 

@@ -117,6 +117,13 @@ class Threads:
             torch.cuda.synchronize(self.device)
         return results
 
+    def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """A symmetric tensor of zeros of every rank."""
+        on = {"device": self.device} if self.device.type == "cuda" else {}
+        return self.run(
+            lambda rank: self.communicators[rank].empty(shape, dtype=dtype, **on).zero_()
+        )
+
     def meet(self) -> None:
         """Wait, on the host, until all ranks have come here."""
         self._together.wait()
@@ -132,10 +139,7 @@ class Calls:
         self._sources = [contents(rank, self._count, dtype, device) for rank in range(ranks)]
         self._expected = expected(ranks, self._count, dtype, device)
         ordinary = [torch.empty_like(source) for source in self._sources]
-        symmetric = [
-            communicator.empty(self._count, dtype=dtype, **symmetric_on(device))
-            for communicator in threads.communicators
-        ]
+        symmetric = threads.symmetric((self._count,), dtype)
         self.tensors = {"ordinary": ordinary, "symmetric": symmetric}
 
     def seconds(self, kind: str, algorithm: str, calls: int = CALLS) -> list[float]:
@@ -177,11 +181,6 @@ class Calls:
     def wrong(self, kind: str) -> int:
         """Elements of all ranks together that are not the sum, after a call."""
         return sum(int((tensor != self._expected).sum()) for tensor in self.tensors[kind])
-
-
-def symmetric_on(device: torch.device) -> dict[str, Any]:
-    """What makes ``Communicator.empty`` allocate there."""
-    return {"device": device} if device.type == "cuda" else {}
 
 
 def by_threads(ranks: int, size: int, dtype: torch.dtype, args: argparse.Namespace) -> Row:

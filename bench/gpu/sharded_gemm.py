@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from bench import harness
-from bench.gpu.all_reduce import Threads, symmetric_on
+from bench.gpu.all_reduce import Threads
 from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
 from bench.report import duration, markdown, svg
 from pipekernels import ops
 from pipekernels.kernels import table as tables
-from pipekernels.kernels.config import Config, candidates
 from pipekernels.ops import overlap
-from pipekernels.ops.sharded_gemm import gpu_of, has_triton
+from pipekernels.ops.forecast import forecast
+from pipekernels.ops.sharded_gemm import gpu_of, has_triton, measured
 from pipekernels.ops.tensor_parallel import row_linear
 
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # hidden and inner features
@@ -159,10 +159,7 @@ def overlapped(tokens: int, args: argparse.Namespace) -> Row:
             [torch.randn(rows, part, device=device, dtype=KIND) for _ in range(threads.ranks)]
             for rows in (tokens, hidden)
         )
-        sums = [
-            communicator.empty(tokens, hidden, dtype=KIND, **symmetric_on(device)).zero_()
-            for communicator in threads.communicators
-        ]
+        sums = threads.symmetric((tokens, hidden), KIND)
         plan = blocks = None
         if on_gpu:
             plan = overlap.plan_for(xs[0], weights[0], sums[0], threads.ranks, "overlapped")
@@ -236,35 +233,6 @@ def overlapped(tokens: int, args: argparse.Namespace) -> Row:
     }
 
 
-# ---- the forecast ----
-
-
-def forecast(rows: list[Row], generation: int, sms: int) -> Iterator[Row]:
-    """What the plan expects of ranks on GPUs of their own, from the forward products measured here."""
-    link = overlap.LINKS[generation]
-    for row in rows:
-        if row.get("way") != "forward" or "ways" not in row or row["degree"] == 1:
-            continue
-        m, n, k, ranks = row["m"], row["n"], row["k"], row["degree"]
-        medians = {name: figures["median"] for name, figures in row["ways"].items()}
-        plain = medians["auto"]
-        config: Config = candidates(generation, "bfloat16", m, n, k, sms)[0]
-        if config.split_k > 1:
-            continue
-        size = m * n * KIND.itemsize
-        planned = overlap.plan(
-            m, size, config, medians.get("triton", plain), plain, ranks=ranks, sms=sms, link=link
-        )
-        yield {
-            **{key: row[key] for key in ("model", "layer", "tokens", "degree")},
-            "part": "forecast",
-            "product": plain,
-            "all-reduce": overlap.all_reduce_seconds(size, ranks, link),
-            "one after the other": planned.plain_seconds,
-            "overlapped": planned.seconds,
-        }
-
-
 # ---- all ----
 
 
@@ -293,25 +261,24 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     on_gpu = args.device.type == "cuda"
     if on_gpu and has_triton() and not args.quick:
         yield from attempt({"part": "tuning"}, functools.partial(tune, args, TUNING * args.seconds))
-    rows: list[Row] = []
     left_out = 0
     for product in products(args.quick):
         if time.monotonic() - begin > PRODUCTS * args.seconds:
             left_out += 1
             continue
-        for row in attempt(
-            {"part": "product", **product._asdict()}, functools.partial(measure, product, args)
-        ):
-            rows.append(row)
-            yield row
+        case = {"part": "product", **product._asdict()}
+        yield from attempt(case, functools.partial(measure, product, args))
     if left_out:
         yield {"part": "left out", "products": left_out}
     for tokens in TINY_TOKENS if args.quick else OVERLAP_TOKENS:
         yield from attempt(
             {"part": "overlap", "tokens": tokens}, functools.partial(overlapped, tokens, args)
         )
-    gpu = gpu_of(args.device) if on_gpu else None
-    yield from forecast(rows, gpu.generation if gpu else 90, gpu.sms if gpu else 132)
+    known = measured(args.device) if on_gpu else None
+    if known is not None:
+        gpu = gpu_of(args.device)
+        for found in forecast(known, overlap.LINKS[gpu.generation], sms=gpu.sms):
+            yield {"part": "forecast", **found._asdict()}
 
 
 def table(rows: list[Row]) -> str:
@@ -334,8 +301,8 @@ def table(rows: list[Row]) -> str:
         + _overlap([row for row in rows if row["part"] == "overlap" and "ways" in row])
     )
     parts.append(
-        "**Forecast for GPUs on NVLink, forward.** Not measured: the products' times are those above, "
-        "the link is assumed, and nothing else slows either.\n\n"
+        "**Forecast for GPUs on NVLink, forward.** Nobody has measured these: the products' times are "
+        "those of the tuner on one GPU, the link is assumed, and nothing else slows either.\n\n"
         + _forecast([row for row in rows if row["part"] == "forecast"])
     )
     return "\n\n".join(parts) + errors(rows, "part", "model", "layer", "degree", "way", "tokens")
@@ -400,14 +367,15 @@ def _overlap(rows: list[Row]) -> str:
 
 
 def _forecast(rows: list[Row]) -> str:
-    names = ["product", "all-reduce", "one after the other", "overlapped"]
+    times = ("single", "product", "all_reduce", "plain", "overlapped")
     return markdown(
-        ["model", "layer", "tokens", "GPUs", *names, "speed-up"],
+        ["tokens", "out", "in", "GPUs", "one GPU", "product", "all-reduce", "in turn", "overlapped"]
+        + ["speed-up over one GPU"],
         [
             [
-                *(str(row[key]) for key in ("model", "layer", "tokens", "degree")),
-                *(duration(row[name]) for name in names),
-                f"{row['one after the other'] / row['overlapped']:.2f}",
+                *(str(row[key]) for key in ("tokens", "out_features", "in_features", "ranks")),
+                *(duration(row[key]) for key in times),
+                f"{row['single'] / row['overlapped']:.2f}",
             ]
             for row in rows
         ],
