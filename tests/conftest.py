@@ -25,24 +25,28 @@ def _why_no_cuda() -> str | None:
     return None
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Each device that operations run on; skips CUDA, saying why, where there is none.
-
-    An error on the GPU comes up with some later call, and from then on every call fails: a test that
-    ends with one has caused it, and ends the session.
-    """
-    if request.param != "cuda":
-        yield torch.device(request.param)
+@pytest.fixture(autouse=True)
+def _usable_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the session after a test that leaves an error on the GPU: such errors come up with some later
+    call, and from then on every call fails."""
+    yield
+    if request.node.get_closest_marker("cuda") is None or not torch.cuda.is_initialized():
         return
-    reason = _why_no_cuda()
-    if reason is not None:
-        pytest.skip(reason)
-    yield torch.device("cuda", torch.cuda.current_device())
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
         pytest.exit(f"{request.node.nodeid} has broken the CUDA context: {error}", returncode=3)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that operations run on; skips CUDA, saying why, where there is none."""
+    if request.param != "cuda":
+        return torch.device(request.param)
+    reason = _why_no_cuda()
+    if reason is not None:
+        pytest.skip(reason)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture
