@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -75,10 +78,26 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    if torch.cuda.is_available():
-        described["gpu"] = torch.cuda.get_device_name()
-        described["cuda"] = torch.version.cuda
-    return described
+    return described | _gpu()
+
+
+@functools.cache
+def _gpu() -> dict[str, Any]:
+    """The first GPU, its driver, and its clocks as they are now; nothing where there is none."""
+    if not torch.cuda.is_available():
+        return {}
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    if importlib.util.find_spec("triton") is not None:
+        found["triton"] = importlib.metadata.version("triton")
+    fields = ["driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0"]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return found
+    return found | dict(zip(fields, told.strip().split(", "), strict=False))
 
 
 def machine_name(described: Mapping[str, Any]) -> str:

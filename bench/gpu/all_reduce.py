@@ -41,7 +41,7 @@ from bench.report import markdown, svg
 from pipekernels import Communicator, PeerError
 
 RANKS = (2, 4, 8)
-SIZES = [1 << 10, 1 << 15, 1 << 20, 1 << 23, 1 << 26, 1 << 28]  # bytes
+SIZES = [1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28]  # bytes
 DTYPES = (torch.bfloat16, torch.float32)
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
 CALLS = 4  # queued together
@@ -185,7 +185,7 @@ class Calls:
 
 def by_threads(ranks: int, size: int, dtype: torch.dtype, args: argparse.Namespace) -> Row:
     """All candidates for one size, in turn; a communicator of their own, whatever became of others."""
-    rounds = 2 if args.quick else 4
+    rounds = 2 if args.quick else 3
     with contextlib.closing(Threads(ranks, args.device)) as threads:
         calls = Calls(threads, size, dtype)
         wrong = {}

@@ -39,14 +39,15 @@ SHARES = {
     "gpu.sharded_gemm": 90,
 }
 ENDING = 15  # of these, seconds that a benchmark which takes as long as it may leaves for its end
-TOGETHER = 6  # processes that test at the same time, those under compute-sanitizer included
+TOGETHER = 8  # processes that test at the same time, those under compute-sanitizer included
 # Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is an
 # allocation of its own, so that memcheck sees every access beyond one; but ranks must not allocate
 # while others wait.
 SANITIZERS: list[tuple[str, str, list[str], dict[str, str]]] = [
     ("memcheck", "memcheck", ["copies", "gemm"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     ("memcheck, collectives", "memcheck", ["collectives"], {}),
-    ("racecheck", "racecheck", ["copies", "gemm", "collectives"], {}),
+    ("racecheck", "racecheck", ["copies", "collectives"], {}),
+    ("racecheck, GEMM", "racecheck", ["gemm"], {}),
 ]
 
 

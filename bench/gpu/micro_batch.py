@@ -96,7 +96,7 @@ def measure(
     )
     del mine, theirs
 
-    rounds, sample = (2, 0.0) if args.quick else (15, SAMPLE)
+    rounds, sample = (2, 0.0) if args.quick else (11, SAMPLE)
     candidates = {"ours": ours, "torch": by_torch, "copy": lambda: copy.copy_(whole)}
     found = compare(candidates, device, rounds=rounds, sample=sample)
     calls = compare(
