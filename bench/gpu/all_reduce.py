@@ -95,12 +95,18 @@ class Threads:
         self._pool.shutdown()
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """``body(rank)`` on all ranks at once, in their streams; waits for all, and the device."""
+        """``body(rank)`` on all ranks at once, in their streams; waits for all, and the device.
+
+        Raises what went wrong on it, too.
+        """
 
         def on_rank(rank: int) -> Any:
             try:
                 with torch.cuda.stream(self.streams[rank]):
-                    return body(rank)
+                    result = body(rank)
+                if self.device.type == "cuda":
+                    self.communicators[rank].synchronize()
+                return result
             except BaseException:
                 self._together.abort()
                 raise
