@@ -27,16 +27,16 @@ ROOT = Path(__file__).parent.parent.parent
 # Seconds of each step. What one leaves over goes to those after it; all together are 8 minutes.
 SHARES = {
     "environment": 15,
-    "build": 60,
+    "build": 120,
     "kernels": 5,
     "info": 10,
-    "tests": 120,
+    "tests": 100,
     "gpu.micro_batch": 25,
     "gpu.pipe": 35,
-    "gpu.all_reduce": 60,
+    "gpu.all_reduce": 55,
     "gpu.p2p_copy": 20,
-    "gpu.soak": 40,
-    "gpu.sharded_gemm": 90,
+    "gpu.soak": 25,
+    "gpu.sharded_gemm": 70,
 }
 ENDING = 15  # of these, seconds that a benchmark which takes as long as it may leaves for its end
 TOGETHER = 8  # processes that test at the same time, those under compute-sanitizer included
