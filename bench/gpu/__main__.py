@@ -39,13 +39,15 @@ def main() -> int:
     path: Path | None = None
     for row in module.run(args):
         rows.append(row)
-        print({k: v for k, v in row.items() if not isinstance(v, (dict, list))}, flush=True)
+        told = {k: v for k, v in row.items() if k != "error" and not isinstance(v, (dict, list))}
+        print(told, flush=True)
         if not args.quick:
             path = harness.save(f"gpu.{args.name}", rows, module.CONDITIONS)
     failed = [row for row in rows if "error" in row]
     print(f"\n{module.table(rows)}\n\n{path or ''}", flush=True)
-    for row in failed:
-        print(f"failed: {row['error'].strip().splitlines()[-1]}", flush=True)
+    if failed:
+        first = failed[0]["error"].strip().splitlines()[-1]
+        print(f"{len(failed)} of {len(rows)} cases failed, the first with: {first}", flush=True)
     return 1 if failed or not rows else 0
 
 
