@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.gpu.all_reduce import ALGORITHMS, RANKS, Threads, contents, expected
-from bench.gpu.timing import Row, attempt, errors
+from bench.gpu.timing import Row, attempt, errors, synchronize
 from bench.report import markdown
 
 CALLS = 100_000
@@ -49,6 +49,7 @@ def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
                 threads.communicators[rank].all_reduce(tensor, algorithm=algorithm)
                 compare(rank, tensor)
 
+        synchronize(device)
         # From now on torch has the memory that comparisons need: no rank is to allocate any while
         # another one waits for it on the device.
         for rank in range(ranks):

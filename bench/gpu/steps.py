@@ -81,7 +81,7 @@ class Process:
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            env=os.environ | defaults | environment,
+            env=os.environ | defaults | dict(environment),
             start_new_session=True,
         )
         assert self._process.stdout is not None
