@@ -1,4 +1,4 @@
-"""Splitting tensors into 8 micro-batches and concatenating them, against torch's own operations.
+"""Splitting CPU tensors into 8 micro-batches and concatenating them, against torch's own operations.
 
 Candidates give contiguous micro-batches. Where the batch comes first in memory, ``torch.chunk`` gives
 them as views, without a copy: that row shows what owning one's memory costs.
@@ -27,11 +27,11 @@ CONDITIONS = {
 SAMPLE = 2e-3  # seconds that a sample lasts at least; short calls are repeated
 
 
-def cases(device: torch.device) -> dict[str, tuple[list[Tensor], int]]:
+def cases() -> dict[str, tuple[list[Tensor], int]]:
     """Tensors and their batch dimension, by description."""
 
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape, device=device).to(dtype)
+        return torch.randn(*shape).to(dtype)
 
     return {
         "1 MiB, batch first": ([make(256, 1024)], 0),
@@ -44,15 +44,13 @@ def cases(device: torch.device) -> dict[str, tuple[list[Tensor], int]]:
     }
 
 
-def sampler(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+def sampler(function: Callable[[], Any]) -> Callable[[], float]:
     """A candidate that repeats ``function`` for long enough and returns seconds per call."""
 
     def repeated(count: int) -> float:
         begin = time.perf_counter()
         for _ in range(count):
             function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
     repeated(3)
@@ -62,9 +60,8 @@ def sampler(function: Callable[[], Any], device: torch.device) -> Callable[[], f
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per case and direction; seconds, and torch's median over ours."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for case, (tensors, dim) in cases(device).items():
+    for case, (tensors, dim) in cases().items():
         parts = split_micro_batches(tensors, CHUNKS, dim)
 
         def split_by_torch(tensors: list[Tensor] = tensors, dim: int = dim) -> list[list[Tensor]]:
@@ -83,14 +80,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             ("split", split, split_by_torch),
             ("concat", concat, cat),
         ):
-            candidates = {"ours": sampler(ours, device), "torch": sampler(theirs, device)}
+            candidates = {"ours": sampler(ours), "torch": sampler(theirs)}
             rounds = 5 if args.quick else 41
             samples = harness.alternate(candidates, warmup=2, rounds=rounds)
             summaries = {name: harness.summary(times) for name, times in samples.items()}
             rows.append(
                 {
                     "case": case,
-                    "device": device.type,
                     "direction": direction,
                     **summaries,
                     "ratio": summaries["torch"]["median"] / summaries["ours"]["median"],

@@ -43,12 +43,13 @@ def copies(device: torch.device) -> None:
 
 
 def collectives(device: torch.device) -> None:
-    """All-reduces by one rank and by two, which are threads."""
+    """All collectives by one rank and by two, which are threads."""
     for ranks in (1, 2):
         with contextlib.closing(Threads(ranks, device, TIMEOUT)) as threads:
             for dtype in (torch.float32, torch.bfloat16):
                 for count in (0, 5, 3001):
                     all_reduce(threads, count, dtype)
+                    others(threads, count, dtype)
 
 
 def gemm(device: torch.device) -> None:
@@ -83,6 +84,28 @@ def all_reduce(threads: Threads, count: int, dtype: torch.dtype) -> None:
         threads.run(body)
         for tensor in tensors:
             check(f"{ranks} ranks, {algorithm} {dtype} {count}", tensor, total)
+
+
+def others(threads: Threads, count: int, dtype: torch.dtype) -> None:
+    """The collectives beside all_reduce."""
+    device, ranks = threads.device, threads.ranks
+    whole = expected(ranks, ranks * count, dtype, device)
+    sources = [contents(rank, ranks * count, dtype, device) for rank in range(ranks)]
+    parts = [torch.empty(count, dtype=dtype, device=device) for _ in range(ranks)]
+    joined, sent = ([torch.empty_like(source) for source in sources] for _ in range(2))
+    sent[0].copy_(sources[0])
+    synchronize(device)
+
+    def body(rank: int) -> None:
+        communicator = threads.communicators[rank]
+        communicator.reduce_scatter(sources[rank], out=parts[rank])
+        communicator.all_gather(parts[rank], out=joined[rank])
+        communicator.broadcast(sent[rank], 0)
+
+    threads.run(body)
+    for rank in range(ranks):
+        check(f"{ranks} ranks, reduce_scatter and all_gather {dtype} {count}", joined[rank], whole)
+        check(f"{ranks} ranks, broadcast {dtype} {count}", sent[rank], sources[0])
 
 
 PARTS: dict[str, Callable[[torch.device], None]] = {
