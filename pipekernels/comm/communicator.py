@@ -246,6 +246,50 @@ class Communicator:
             _mark_changed(tensor)
         return tensor
 
+    def all_reduce_when_ready(
+        self,
+        tensor: Tensor,
+        ready: Tensor,
+        target: int,
+        block_rows: int,
+        *,
+        op: str = "sum",
+        blocks: int = 8,
+    ) -> Tensor:
+        """:meth:`all_reduce` of a CUDA tensor that another kernel is still writing, in place.
+
+        Rows ``i * block_rows .. (i + 1) * block_rows - 1`` (fewer in the last block) count as
+        complete when ``ready[i] >= target``. The tensor is reduced in chunks of consecutive rows,
+        each as soon as it is complete on all ranks; the order of chunks is that of the rows, so the
+        writer should finish rows in that order too. The result has the bits of :meth:`all_reduce`.
+
+        The writer runs in another stream, and is launched before this call. It stores a block of
+        rows, and only then raises its counter, with release semantics at the scope of the GPU (in
+        Triton: ``tl.debug_barrier()``, then ``tl.atomic_add(ready + i, 1, sem="release")``). It
+        does not touch the rows again. Nothing resets ``ready``: zero it, or raise ``target``, for
+        the next call. This call returns at once, and work that follows in the current stream comes
+        after the whole reduction, hence after the writer.
+
+        Args:
+            tensor: ``[rows, ...]``, contiguous, a dtype as for :meth:`all_reduce`, on CUDA; the same
+                shape and dtype on all ranks. A symmetric one is read and written in place.
+            ready: ``[ceil(rows / block_rows)]``, int32, contiguous, on the device of ``tensor``.
+            target: what a counter reaches; may differ between ranks, as may ``block_rows``.
+            block_rows: how many rows one counter stands for.
+            op: as for :meth:`all_reduce`.
+            blocks: how many thread blocks wait and reduce, at most; each keeps up to one
+                multiprocessor from the writer. The same on all ranks.
+
+        Returns:
+            ``tensor``.
+
+        Raises:
+            TypeError: a dtype that cannot be reduced, or a ``ready`` that is not int32.
+            ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not fit
+                it, ``block_rows`` or ``blocks`` less than 1, or as :meth:`all_reduce`.
+        """
+        raise RuntimeError("CUDA collectives are not built yet")
+
     def reduce_scatter(
         self, input: Tensor, op: str = "sum", *, out: Tensor | None = None
     ) -> Tensor:
