@@ -157,33 +157,38 @@ void bind_collectives(py::module_& m) {
       .def(
           "all_reduce",
           [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
-             int algorithm) {
+             int algorithm, uint32_t shape) {
             all_reduce(communicator, address(data), count, static_cast<DType>(dtype),
-                       static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm));
+                       static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm), shape);
           },
-          NoGil())
+          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("reduction"),
+          py::arg("algorithm"), py::arg("shape") = 0, NoGil())
       .def(
           "reduce_scatter",
           [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,
-             int reduction) {
+             int reduction, uint32_t shape) {
             reduce_scatter(communicator, address(input), address(output), count,
-                           static_cast<DType>(dtype), static_cast<Reduction>(reduction));
+                           static_cast<DType>(dtype), static_cast<Reduction>(reduction), shape);
           },
-          NoGil())
+          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"),
+          py::arg("reduction"), py::arg("shape") = 0, NoGil())
       .def(
           "all_gather",
-          [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count,
-             int dtype) {
+          [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,
+             uint32_t shape) {
             all_gather(communicator, address(input), address(output), count,
-                       static_cast<DType>(dtype));
+                       static_cast<DType>(dtype), shape);
           },
-          NoGil())
+          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"),
+          py::arg("shape") = 0, NoGil())
       .def(
           "broadcast",
-          [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int root) {
-            broadcast(communicator, address(data), count, static_cast<DType>(dtype), root);
+          [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int root,
+             uint32_t shape) {
+            broadcast(communicator, address(data), count, static_cast<DType>(dtype), root, shape);
           },
-          NoGil())
+          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"),
+          py::arg("shape") = 0, NoGil())
       .def("barrier", &barrier, NoGil())
       .def("close", &Communicator::close, NoGil())
       .def("abort", &Communicator::abort, NoGil());

@@ -218,6 +218,10 @@ def call_differently(comm: Communicator) -> None:
         (lambda: comm.all_reduce(x, algorithm="ring" if odd else "auto"), "sum, auto.* sum, ring"),
         (lambda: comm.broadcast(x, int(odd)), "src=0.* src=1"),
         (lambda: comm.barrier() if odd else comm.all_reduce(x), r"rank 0 all_reduce.* rank 1 barrier\(\)"),
+        (lambda: comm.all_reduce(x.view(2, 5) if odd else x), r"10 x float32.*10 x float32.*but of different shapes"),
+        (lambda: comm.broadcast(x.view(2, 5) if odd else x.view(5, 2)), "but of different shapes"),
+        (lambda: comm.all_gather(x.view(1, 10) if odd else x), "but of different shapes"),
+        (lambda: comm.reduce_scatter(torch.ones((6, 2) if odd else (3, 4))), "but of different shapes"),
         (lambda: comm.all_gather(x) if odd else comm.reduce_scatter(x[:9]), "reduce_scatter.* all_gather"),
     ]  # fmt: skip
     for call, message in calls:

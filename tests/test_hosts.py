@@ -227,6 +227,7 @@ def call_differently(comm: Communicator) -> None:
     for call, message in [
         (lambda: comm.all_reduce(x[: 7 + odd]), r"rank 0 all_reduce\(7 x float32, sum, auto\), .* rank 3 all_reduce\(8"),
         (lambda: comm.all_reduce(x, "max" if odd else "sum"), "sum, auto.* max, auto"),
+        (lambda: comm.all_reduce(x.view(2, 4) if odd else x), "but of different shapes"),
         (lambda: comm.broadcast(x, int(odd)), "src=0.* src=1"),
         (lambda: comm.barrier() if odd else comm.all_gather(x), r"rank 0 all_gather\(8 x float32\).* rank 3 barrier\(\)"),
         (lambda: comm.reduce_scatter(x.int() if odd else x), r"8 x float32, sum\).* reduce_scatter\(8 x int32, sum\)"),

@@ -9,13 +9,13 @@ namespace pipekernels {
 // Block k + 1 is copied before block k is read, so that peers need not wait for it. That takes the
 // three sets there are: copy_in(k+1) comes after wait S_k, which peers make after gather(k-2).
 void all_gather(Communicator& communicator, const void* input, void* output, size_t count,
-                DType dtype) {
+                DType dtype, uint32_t shape) {
   const int me = communicator.rank();
   const size_t size = size_of(dtype);
   const Slices blocks{count, count, kStagingBytes / size};
   const auto* mine = static_cast<const std::byte*>(input);
   auto* all = static_cast<std::byte*>(output);
-  const Call call{Operation::kAllGather, dtype, {}, {}, 0, count};
+  const Call call{Operation::kAllGather, dtype, {}, {}, 0, shape, count};
 
   run_collective(communicator, call, input, count * size, [&](Collective& collective) {
     const auto copy_in = [&](size_t k) {

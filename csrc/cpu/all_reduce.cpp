@@ -182,15 +182,17 @@ void ring(Collective& collective, const Task& task) {
       task.kernels.accumulate(segment.reduce_mailbox(me, number), partial, data, chunk.count);
       mine.reduce_sent.raise(number + 1);
     }
+    return true;
   };
   const auto gather = [&](size_t i) {
-    if (me == last) return;
+    if (me == last) return true;
     const uint32_t number = first + static_cast<uint32_t>(i);
     const Range chunk = chunks(0, i);
     collective.wait(gathered_before, number + 1, before);
     copy_bytes(task.at(chunk.begin), segment.gather_mailbox(before, number),
                chunk.count * task.element_size);
     if (me != last - 1) send_result(number, chunk);
+    return true;
   };
   // A result is due at rank 0 when the chunk has passed all ranks.
   const int lag = std::min(collective.world_size(), kRingDepth - 1);
@@ -210,11 +212,11 @@ Algorithm choose_algorithm(size_t bytes, const Communicator& communicator) {
 }
 
 void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
-                Reduction reduction, Algorithm algorithm) {
+                Reduction reduction, Algorithm algorithm, uint32_t shape) {
   check_reducible(dtype, reduction);
   const Task task{static_cast<std::byte*>(data), count, size_of(dtype), partial_size_of(dtype),
                   reduce_kernels(dtype, reduction)};
-  const Call call{Operation::kAllReduce, dtype, reduction, algorithm, 0, count};
+  const Call call{Operation::kAllReduce, dtype, reduction, algorithm, 0, shape, count};
   const size_t bytes = count * task.element_size;
   run_collective(communicator, call, data, bytes, [&](Collective& collective) {
     if (algorithm == Algorithm::kAuto) algorithm = choose_algorithm(bytes, communicator);

@@ -9,7 +9,8 @@
 namespace pipekernels {
 
 // As all_gather(), with the root as the only one that has anything to give.
-void broadcast(Communicator& communicator, void* data, size_t count, DType dtype, int root) {
+void broadcast(Communicator& communicator, void* data, size_t count, DType dtype, int root,
+               uint32_t shape) {
   if (root < 0 || root >= communicator.world_size()) {
     throw std::invalid_argument("src must be a rank in 0.." +
                                 std::to_string(communicator.world_size() - 1) + ", got " +
@@ -19,7 +20,7 @@ void broadcast(Communicator& communicator, void* data, size_t count, DType dtype
   const size_t size = size_of(dtype);
   const Slices blocks{count, count, kStagingBytes / size};
   auto* mine = static_cast<std::byte*>(data);
-  const Call call{Operation::kBroadcast, dtype, {}, {}, static_cast<uint32_t>(root), count};
+  const Call call{Operation::kBroadcast, dtype, {}, {}, static_cast<uint32_t>(root), shape, count};
 
   run_collective(communicator, call, data, count * size, [&](Collective& collective) {
     const auto copy_in = [&](size_t k) {

@@ -25,31 +25,11 @@ constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
 constexpr int kSpins = 1000;      // In the others.
 constexpr int kYields = 200;
 
-std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
-
 std::string seconds(Seconds duration) {
   std::string text = std::to_string(duration.count());
   text.erase(text.find_last_not_of('0') + 1);
   if (text.back() == '.') text.pop_back();
   return text + " s";
-}
-
-std::string describe(const Call& call) {
-  constexpr const char* names[] = {"barrier", "all_reduce", "reduce_scatter", "all_gather",
-                                   "broadcast"};
-  std::string text = names[static_cast<int>(call.operation)];
-  if (call.operation == Operation::kBarrier) return text + "()";
-  text += "(" + std::to_string(call.count) + " x " + name_of(call.dtype);
-  if (call.operation == Operation::kBroadcast)
-    return text + ", src=" + std::to_string(call.root) + ")";
-  if (call.operation != Operation::kAllGather) text += std::string(", ") + name_of(call.reduction);
-  if (call.operation == Operation::kAllReduce) text += std::string(", ") + name_of(call.algorithm);
-  return text + ")";
-}
-
-bool same(const Call& a, const Call& b) {
-  return a.operation == b.operation && a.dtype == b.dtype && a.reduction == b.reduction &&
-         a.algorithm == b.algorithm && a.root == b.root && a.count == b.count;
 }
 
 }  // namespace
@@ -203,18 +183,6 @@ void Communicator::check_processes(const Signal& signal, uint32_t target) const 
   }
 }
 
-// Throws what a rank with this status means for the others.
-void Communicator::throw_gone(int rank, uint32_t status) const {
-  constexpr const char* what[] = {" has died", " has closed its communicator",
-                                  " gave up after an error of its own", " did not arrive in time"};
-  const Reason reason = RankStatus::reason(status);
-  const int culprit = RankStatus::is_failed(status) ? RankStatus::culprit(status) : rank;
-  std::string message = rank_name(culprit) + what[static_cast<int>(reason)];
-  if (culprit != rank) message += ", as " + rank_name(rank) + " has noticed";
-  if (reason == Reason::kTimedOut) throw TimeoutError(culprit, message);
-  throw PeerError(culprit, reason, message);
-}
-
 void Communicator::throw_timeout(const Signal& signal, uint32_t target, int owner) const {
   std::string missing = std::to_string(owner);
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -310,14 +278,18 @@ int Collective::spins() const {
 
 void Collective::compare_descriptors() {
   compared_ = true;
+  bool equal = true;
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (same(descriptor(peer).call, mine_.call)) continue;
-    std::string message = "the ranks call different collectives: ";
-    for (int i = 0; i < world_size(); ++i) {
-      message += (i ? ", " : "") + rank_name(i) + " " + describe(descriptor(i).call);
-    }
-    throw MismatchError(message);
+    equal = equal && same(descriptor(peer).call, mine_.call);
   }
+  if (equal) return;
+  std::vector<Call> calls;
+  std::vector<int> ranks;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    calls.push_back(descriptor(peer).call);
+    ranks.push_back(peer);
+  }
+  throw MismatchError(describe_mismatch(calls.data(), ranks.data(), world_size()));
 }
 
 std::byte* Collective::data_of(int peer) const { return address(descriptor(peer).location); }

@@ -10,7 +10,7 @@ namespace pipekernels {
 
 // The first half of two_shot() in all_reduce.cpp, and its argument for two sets of input buffers.
 void reduce_scatter(Communicator& communicator, const void* input, void* output, size_t count,
-                    DType dtype, Reduction reduction) {
+                    DType dtype, Reduction reduction, uint32_t shape) {
   check_reducible(dtype, reduction);
   const ReduceKernels& kernels = reduce_kernels(dtype, reduction);
   const int me = communicator.rank();
@@ -19,7 +19,7 @@ void reduce_scatter(Communicator& communicator, const void* input, void* output,
   const size_t block_size = kStagingBytes / terms / 64 * 64;
   const Slices slices{terms * count, count, block_size / size};
   const auto* mine = static_cast<const std::byte*>(input);
-  const Call call{Operation::kReduceScatter, dtype, reduction, {}, 0, terms * count};
+  const Call call{Operation::kReduceScatter, dtype, reduction, {}, 0, shape, terms * count};
 
   run_collective(communicator, call, input, terms * count * size, [&](Collective& collective) {
     const auto copy_in = [&](size_t k) {

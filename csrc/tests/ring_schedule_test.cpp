@@ -2,6 +2,7 @@
 
 #include "pipekernels/ring_schedule.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 #include <vector>
@@ -16,8 +17,15 @@ using Step = std::pair<Kind, int>;
 std::vector<Step> steps_of(int chunks, int lag) {
   std::vector<Step> steps;
   pipekernels::ring_schedule(
-      chunks, lag, [&](size_t i) { steps.push_back({kReduce, int(i)}); },
-      [&](size_t i) { steps.push_back({kGather, int(i)}); });
+      chunks, lag,
+      [&](size_t i) {
+        steps.push_back({kReduce, int(i)});
+        return true;
+      },
+      [&](size_t i) {
+        steps.push_back({kGather, int(i)});
+        return true;
+      });
   return steps;
 }
 
@@ -28,6 +36,14 @@ void test_order(int chunks, int lag) {
     CHECK(kind == kReduce || next[kReduce] == std::min(chunks, chunk + lag + 1));
   }
   CHECK(next[kReduce] == chunks && next[kGather] == chunks);
+}
+
+// The first step that fails is the last one.
+void test_stop(size_t stop) {
+  size_t steps = 0;
+  const auto step = [&](size_t) { return steps++ != stop; };
+  CHECK(pipekernels::ring_schedule(5, 2, step, step) == (stop >= 10));
+  CHECK(steps == std::min<size_t>(stop + 1, 10));
 }
 
 // Runs all ranks in an order that starves the ranks from `first` on as long as another can move. No
@@ -74,6 +90,7 @@ int main() {
   for (int chunks = 0; chunks < 30; ++chunks) {
     for (int lag = 0; lag < 10; ++lag) test_order(chunks, lag);
   }
+  for (size_t stop = 0; stop < 12; ++stop) test_stop(stop);
   for (int ranks = 2; ranks <= 9; ++ranks) {
     for (int lag = 0; lag < 8; ++lag) {
       for (int chunks = 0; chunks < 25; ++chunks) {

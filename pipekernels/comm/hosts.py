@@ -51,6 +51,7 @@ class _Call(NamedTuple):
     reduction: int = _SUM
     algorithm: int = 0
     root: int = 0
+    shape: int = 0
 
     def __str__(self) -> str:
         name = _OPERATIONS[self.operation]
@@ -118,35 +119,37 @@ class Hosts:
 
     # ---- the methods of _C.Communicator ------------------------------------------------------------
 
-    def all_reduce(self, data: int, count: int, dtype: int, reduction: int, algorithm: int) -> None:
+    def all_reduce(
+        self, data: int, count: int, dtype: int, reduction: int, algorithm: int, shape: int = 0
+    ) -> None:
         _check_reduction(dtype, reduction)
-        with self._collective(_Call(1, count, dtype, reduction, algorithm)):
+        with self._collective(_Call(1, count, dtype, reduction, algorithm, 0, shape)):
             if count > 0:
                 tensor = _tensor_at(data, count, dtype)
                 tensor.copy_(self._reduced(tensor, reduction))
 
     def reduce_scatter(
-        self, input: int, output: int, count: int, dtype: int, reduction: int
+        self, input: int, output: int, count: int, dtype: int, reduction: int, shape: int = 0
     ) -> None:
         _check_reduction(dtype, reduction)
         whole = count * self._world_size
-        with self._collective(_Call(2, whole, dtype, reduction)):
+        with self._collective(_Call(2, whole, dtype, reduction, shape=shape)):
             if count > 0:
                 reduced = self._reduced(_tensor_at(input, whole, dtype), reduction)
                 start = self._members[self._position] * count
                 _tensor_at(output, count, dtype).copy_(reduced[start : start + count])
 
-    def all_gather(self, input: int, output: int, count: int, dtype: int) -> None:
-        with self._collective(_Call(3, count, dtype)):
+    def all_gather(self, input: int, output: int, count: int, dtype: int, shape: int = 0) -> None:
+        with self._collective(_Call(3, count, dtype, shape=shape)):
             if count > 0:
                 size = count * _DTYPES[dtype].itemsize
                 gathered = self._gathered(_tensor_at(input, size, _BYTES))
                 _tensor_at(output, self._world_size * size, _BYTES).copy_(gathered.flatten())
 
-    def broadcast(self, data: int, count: int, dtype: int, root: int) -> None:
+    def broadcast(self, data: int, count: int, dtype: int, root: int, shape: int = 0) -> None:
         if not 0 <= root < self._world_size:
             raise ValueError(f"src must be a rank in 0..{self._world_size - 1}, got {root}")
-        with self._collective(_Call(4, count, dtype, root=root)):
+        with self._collective(_Call(4, count, dtype, root=root, shape=shape)):
             if count > 0:
                 size = count * _DTYPES[dtype].itemsize
                 self._copy_from(_tensor_at(data, size, _BYTES), root)
@@ -266,6 +269,8 @@ class Hosts:
                 calls = self._exchange(call)
             if len(set(calls)) > 1:
                 text = ", ".join(f"rank {rank} {other}" for rank, other in enumerate(calls))
+                if len({other._replace(shape=0) for other in calls}) == 1:
+                    text += ", but of different shapes"
                 raise ValueError(f"the ranks call different collectives: {text}")
             with self._failing(call):
                 yield

@@ -11,6 +11,6 @@ namespace pipekernels {
 // `input` has `count` elements; `output` has world_size times as many, in rank order. They do not
 // overlap, unless `input` is this rank's part of `output`. Throws what communicator.h says.
 void all_gather(Communicator& communicator, const void* input, void* output, size_t count,
-                DType dtype);
+                DType dtype, uint32_t shape = 0);
 
 }  // namespace pipekernels

@@ -77,7 +77,6 @@ class Communicator {
   void check_peers(const Signal& signal, uint32_t target) const;
   void check_processes(const Signal& signal, uint32_t target) const;
   [[noreturn]] void throw_timeout(const Signal& signal, uint32_t target, int owner) const;
-  [[noreturn]] void throw_gone(int rank, uint32_t status) const;
   void publish(uint32_t status, uint64_t failed_call);
   void fail(Failure failure);
   void shut_down(uint32_t status);
@@ -96,7 +95,7 @@ class Communicator {
   std::shared_ptr<Segment> segment_;
   std::vector<int> pidfds_;
   std::optional<Failure> failure_;
-  Call call_;            // The last one.
+  Call call_{};          // The last one.
   uint64_t calls_ = 0;   // So far; the same on all ranks, as is the next.
   uint64_t rounds_ = 0;  // Of staging, so far.
   uint32_t chunks_ = 0;  // Of rings, so far.

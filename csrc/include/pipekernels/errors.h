@@ -8,7 +8,7 @@
 namespace pipekernels {
 
 // Why a rank no longer takes part.
-enum class Reason : uint8_t { kDied, kClosed, kAborted, kTimedOut };
+enum class Reason : uint8_t { kDied, kClosed, kAborted, kTimedOut, kMismatched };
 
 // Rank `rank` has died, closed its communicator or given up.
 class PeerError : public std::runtime_error {

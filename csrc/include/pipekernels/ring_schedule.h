@@ -3,9 +3,12 @@
 
 #include <cstddef>
 
+#include "pipekernels/host_device.h"
+
 namespace pipekernels {
 
-// Calls reduce(i) for every chunk i in order, and gather(i) for every chunk, `lag` chunks later.
+// Calls reduce(i) for every chunk i in order, and gather(i) for every chunk, `lag` chunks later,
+// until one of them returns false; whether none has.
 //
 // reduce(i) waits for reduce(i) of the rank before; gather(i) waits for gather(i) of the rank
 // before, or on rank 0 for reduce(i) of the last rank. This cannot deadlock: give reduce(i) the
@@ -18,11 +21,12 @@ namespace pipekernels {
 // of rank 0, hence gather(i - lag - 1) of rank 0, hence reduce(i - lag - 1) of all ranks; gather(i)
 // of any rank follows reduce(i) of all ranks, hence gather(i - lag - 1) of all.
 template <class Reduce, class Gather>
-void ring_schedule(size_t chunks, size_t lag, Reduce reduce, Gather gather) {
+PK_HOST_DEVICE bool ring_schedule(size_t chunks, size_t lag, Reduce reduce, Gather gather) {
   for (size_t i = 0; i < chunks + lag; ++i) {
-    if (i < chunks) reduce(i);
-    if (i >= lag) gather(i - lag);
+    if (i < chunks && !reduce(i)) return false;
+    if (i >= lag && !gather(i - lag)) return false;
   }
+  return true;
 }
 
 }  // namespace pipekernels

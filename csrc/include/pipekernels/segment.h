@@ -13,45 +13,10 @@
 #include <cstdint>
 #include <memory>
 
-#include "pipekernels/dtype.h"
-#include "pipekernels/errors.h"
+#include "pipekernels/call.h"
 #include "pipekernels/signal.h"
 
 namespace pipekernels {
-
-enum class Operation : uint8_t { kBarrier, kAllReduce, kReduceScatter, kAllGather, kBroadcast };
-
-// What a rank calls; equal on all ranks.
-struct Call {
-  Operation operation = Operation::kBarrier;
-  DType dtype = DType::kUInt8;
-  Reduction reduction = Reduction::kSum;
-  Algorithm algorithm = Algorithm::kAuto;
-  uint32_t root = 0;
-  uint64_t count = 0;  // Elements of this rank's input.
-};
-
-// What a rank publishes with the first signal of a collective.
-struct Descriptor {
-  Call call;
-  // Where peers can read and write this rank's data: an offset in the segment if the ranks are
-  // processes, an address if they are threads. 0: nowhere, peers see what is copied to the staging.
-  uint64_t location = 0;
-};
-
-// What a rank says of itself: open, closed, or that it has failed, why, and because of which rank.
-struct RankStatus {
-  static constexpr uint32_t kOpen = 0;
-  static constexpr uint32_t kClosed = 1;
-  static constexpr uint32_t failed(Reason reason, int culprit) {
-    return 2 | static_cast<uint32_t>(reason) << 8 | static_cast<uint32_t>(culprit) << 16;
-  }
-  static constexpr bool is_failed(uint32_t status) { return status > kClosed; }
-  static constexpr Reason reason(uint32_t status) {
-    return status == kClosed ? Reason::kClosed : static_cast<Reason>(status >> 8 & 0xff);
-  }
-  static constexpr int culprit(uint32_t status) { return static_cast<int>(status >> 16); }
-};
 
 // What all ranks must do alike, written before any of them maps the memory.
 struct alignas(128) Agreement {
@@ -82,8 +47,6 @@ struct alignas(128) RankState {
 };
 
 static_assert(offsetof(RankState, inside) == 64);
-
-constexpr int kMaxRanks = 1024;
 
 // Bytes in one set of staging buffers: small enough that all sets together stay in a core's L2.
 constexpr size_t kStagingBytes = 256 << 10;

@@ -1,0 +1,46 @@
+#include "pipekernels/call.h"
+
+namespace pipekernels {
+
+std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+std::string describe(const Call& call) {
+  constexpr const char* names[] = {"barrier",    "all_reduce", "reduce_scatter",
+                                   "all_gather", "broadcast",  "all_reduce_when_ready"};
+  std::string text = names[static_cast<int>(call.operation)];
+  if (call.operation == Operation::kBarrier) return text + "()";
+  text += "(" + std::to_string(call.count) + " x " + name_of(call.dtype);
+  if (call.operation == Operation::kBroadcast)
+    return text + ", src=" + std::to_string(call.root) + ")";
+  if (call.operation != Operation::kAllGather) text += std::string(", ") + name_of(call.reduction);
+  if (call.operation == Operation::kAllReduce) text += std::string(", ") + name_of(call.algorithm);
+  if (call.operation == Operation::kAllReduceWhenReady)
+    text += ", blocks=" + std::to_string(call.root);
+  return text + ")";
+}
+
+std::string describe_mismatch(const Call* calls, const int* ranks, int count) {
+  std::string text = "the ranks call different collectives: ";
+  bool only_shapes = true;
+  for (int i = 0; i < count; ++i) {
+    text += (i ? ", " : "") + rank_name(ranks[i]) + " " + describe(calls[i]);
+    Call reshaped = calls[i];
+    reshaped.shape = calls[0].shape;
+    only_shapes = only_shapes && same(reshaped, calls[0]);
+  }
+  return only_shapes ? text + ", but of different shapes" : text;
+}
+
+void throw_gone(int rank, uint32_t status) {
+  constexpr const char* what[] = {" has died", " has closed its communicator",
+                                  " gave up after an error of its own", " did not arrive in time",
+                                  " called another collective"};
+  const Reason reason = RankStatus::reason(status);
+  const int culprit = RankStatus::is_failed(status) ? RankStatus::culprit(status) : rank;
+  std::string message = rank_name(culprit) + what[static_cast<int>(reason)];
+  if (culprit != rank) message += ", as " + rank_name(rank) + " has noticed";
+  if (reason == Reason::kTimedOut) throw TimeoutError(culprit, message);
+  throw PeerError(culprit, reason, message);
+}
+
+}  // namespace pipekernels
