@@ -14,7 +14,6 @@
 namespace pipekernels {
 namespace {
 
-constexpr size_t kAlignment = 128;
 constexpr int kWindow = 64;               // Releases.
 constexpr size_t kAlwaysKept = 16 << 20;  // Not worth returning.
 
@@ -24,67 +23,39 @@ SymmetricHeap::SymmetricHeap(std::shared_ptr<Segment> segment, int rank)
     : segment_(std::move(segment)),
       base_(segment_->heap(rank)),
       process_(process_generation()),
-      free_{{0, kHeapBytes}} {}
+      parts_(kHeapBytes) {}
 
 std::byte* SymmetricHeap::allocate(size_t bytes) {
-  if (bytes > kHeapBytes) bytes = kHeapBytes + 1;  // Too large, and safe to round up.
-  const size_t size = std::max(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto block = std::find_if(free_.begin(), free_.end(),
-                                  [size](const auto& entry) { return entry.second >= size; });
-  if (block == free_.end()) {
+  const size_t before = parts_.used();
+  const auto offset = parts_.allocate(bytes);
+  if (!offset) {
     throw std::runtime_error("no room for " + std::to_string(bytes) +
-                             " bytes of symmetric memory: " + std::to_string(used_bytes_) + " of " +
+                             " bytes of symmetric memory: " + std::to_string(before) + " of " +
                              std::to_string(kHeapBytes) +
                              " are in use; drop symmetric tensors that are no longer needed");
   }
-  const auto [offset, available] = *block;
-  free_.erase(block);
-  if (available > size) free_[offset + size] = available - size;
-  used_[offset] = size;
-  used_bytes_ += size;
-  kept_bytes_ -= std::min(kept_bytes_, size);
-  peak_ = std::max(peak_, used_bytes_);
-  return base_ + offset;
+  kept_bytes_ -= std::min(kept_bytes_, parts_.used() - before);
+  peak_ = std::max(peak_, parts_.used());
+  return base_ + *offset;
 }
 
 void SymmetricHeap::release(std::byte* block) {
   if (process_ != process_generation())
     return;  // A forked child has no say in its parent's blocks.
   std::lock_guard<std::mutex> lock(mutex_);
-  size_t offset = block - base_;
-  const auto used = used_.find(offset);
-  size_t size = used->second;
-  used_.erase(used);
-  used_bytes_ -= size;
-  kept_bytes_ += size;
-
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && next->first == offset + size) {
-    size += next->second;
-    next = free_.erase(next);
-  }
-  if (next != free_.begin()) {
-    const auto previous = std::prev(next);
-    if (previous->first + previous->second == offset) {
-      offset = previous->first;
-      size += previous->second;
-      free_.erase(previous);
-    }
-  }
-  free_[offset] = size;
-
+  kept_bytes_ += parts_.release(block - base_);
   if (++window_ == kWindow) {
     window_ = 0;
     last_peak_ = peak_;
-    peak_ = used_bytes_;
+    peak_ = parts_.used();
   }
   if (kept_bytes_ > std::max(kAlwaysKept, std::max(peak_, last_peak_))) trim();
 }
 
 void SymmetricHeap::trim() {
   const size_t page = sysconf(_SC_PAGESIZE);
-  for (const auto& [offset, size] : free_) {
+  for (const auto& [offset, size] : parts_.free()) {
     const size_t begin = (offset + page - 1) / page * page;
     const size_t end = (offset + size) / page * page;
     if (begin < end) madvise(base_ + begin, end - begin, MADV_REMOVE);

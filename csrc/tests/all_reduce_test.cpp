@@ -15,57 +15,17 @@
 #include "pipekernels/reduce.h"
 #include "pipekernels/reduce_scatter.h"
 #include "ranks.h"
+#include "values.h"
 
 namespace {
 
 using namespace pipekernels;
-using Bytes = std::vector<std::byte>;
-
-// Small integers, as any dtype, of a rank in a call.
-Bytes values(DType dtype, size_t count, uint64_t seed, int rank) {
-  std::mt19937_64 random(seed * 64 + rank);
-  Bytes bytes(count * size_of(dtype));
-  for (size_t i = 0; i < count; ++i) {
-    const int value = static_cast<int>(random() % 2001) - 1000;
-    const auto put = [&](auto v) { std::memcpy(bytes.data() + i * sizeof(v), &v, sizeof(v)); };
-    switch (dtype) {
-      case DType::kFloat64:
-        put(value * 1.1);
-        break;
-      case DType::kFloat32:
-        put(value * 1.1f);
-        break;
-      case DType::kBFloat16: {
-        const float f = value * 1.1f;
-        uint32_t bits;
-        std::memcpy(&bits, &f, sizeof(bits));
-        put(static_cast<uint16_t>(bits >> 16));
-        break;
-      }
-      default:
-        put(value * (int64_t{1} << 40));
-    }
-  }
-  return bytes;
-}
-
 constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kInt64};
 
 Bytes reduced(DType dtype, size_t count, uint64_t seed, int world_size, Reduction reduction) {
   std::vector<Bytes> inputs;
-  std::vector<const void*> sources;
-  for (int rank = 0; rank < world_size; ++rank) {
-    inputs.push_back(values(dtype, count, seed, rank));
-    sources.push_back(inputs.back().data());
-  }
-  Bytes result(count * size_of(dtype));
-  reduce_kernels(dtype, reduction, Isa::kBaseline)
-      .reduce(result.data(), sources.data(), world_size, count);
-  return result;
-}
-
-bool equal(const std::byte* data, const Bytes& expected) {
-  return expected.empty() || std::memcmp(data, expected.data(), expected.size()) == 0;
+  for (int rank = 0; rank < world_size; ++rank) inputs.push_back(values(dtype, count, seed, rank));
+  return reduced(inputs, dtype, reduction);
 }
 
 // Room for `bytes`, in symmetric memory or not, at no particular alignment.

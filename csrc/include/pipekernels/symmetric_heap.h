@@ -2,16 +2,15 @@
 #pragma once
 
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 
+#include "pipekernels/free_list.h"
 #include "pipekernels/segment.h"
 
 namespace pipekernels {
 
-// First fit over a free list that only the owner knows. Pages of freed blocks are kept for the
+// Only the owner knows its free list. Pages of freed blocks are kept for the
 // next allocations, up to the largest use of late, so that a loop neither grows nor faults.
 class SymmetricHeap {
  public:
@@ -34,11 +33,9 @@ class SymmetricHeap {
   const unsigned process_;
 
   std::mutex mutex_;
-  std::map<size_t, size_t> free_;            // Offset -> size; neighbours are merged.
-  std::unordered_map<size_t, size_t> used_;  // Offset -> size.
-  size_t used_bytes_ = 0;
+  FreeList parts_;
   size_t kept_bytes_ = 0;  // Freed since the last trim and not handed out again.
-  // The largest used_bytes_ in this window of releases and in the one before.
+  // The largest use in this window of releases and in the one before.
   size_t peak_ = 0;
   size_t last_peak_ = 0;
   int window_ = 0;

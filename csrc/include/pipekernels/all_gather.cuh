@@ -1,0 +1,82 @@
+// all_gather() on CUDA: what each thread block does, for a Team of device_meeting.h. The protocol
+// is that of csrc/cpu/all_gather.cpp.
+#pragma once
+
+#include "pipekernels/device_chunks.h"
+#include "pipekernels/device_elements.h"
+#include "pipekernels/device_meeting.h"
+
+namespace pipekernels {
+
+// One block's share of gathering launch.count bytes of each rank: from launch.input to
+// launch.output.
+template <class Team>
+PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
+  Meeting<Team> meeting(team, launch);
+  const Chunks chunks(launch, team.block());
+  const size_t rounds = chunks.rounds();
+  const int me = meeting.rank(), ranks = meeting.ranks();
+
+  const auto copy_in = [&](size_t k) {
+    if (k >= rounds || meeting.direct()) return;
+    const ChunkRange chunk = chunks(k);
+    copy_block(team, meeting.result(me, k), launch.input + chunk.begin, chunk.count);
+  };
+  const auto gather = [&](size_t k) {
+    const ChunkRange chunk = chunks(k);
+    for (int step = 0; step < ranks; ++step) {  // Not all from the same rank at once.
+      const int rank = (me + step) % ranks;
+      const std::byte* data = rank == me ? launch.input : meeting.data_of(rank);
+      copy_block(team, launch.output + rank * launch.count + chunk.begin,
+                 data ? data + chunk.begin : meeting.result(rank, k), chunk.count);
+    }
+  };
+  const auto body = [&] {
+    copy_in(0);
+    meeting.signal();
+    if (!meeting.wait()) return false;
+    const int direct = meeting.direct_ranks();
+    const bool meets = direct < ranks;
+    for (size_t k = 0; k < rounds; ++k) {
+      const bool more = meets && k + 1 < rounds;
+      if (more) {
+        copy_in(k + 1);
+        meeting.signal();
+      }
+      gather(k);
+      if (more && !meeting.wait()) return false;
+    }
+    if (direct > 0) {  // Peers read until here.
+      meeting.signal();
+      if (!meeting.wait()) return false;
+    }
+    if (meets) meeting.finish_rounds(rounds);
+    return true;
+  };
+
+  if (meeting.usable() && body()) return meeting.finish();
+  for (size_t k = 0; k < rounds; ++k) {
+    const ChunkRange chunk = chunks(k);
+    for (int rank = 0; rank < ranks; ++rank) {
+      std::byte* part = launch.output + rank * launch.count + chunk.begin;
+      if (part != launch.input + chunk.begin) spoil_block(team, part, chunk.count);
+    }
+  }
+}
+
+inline DeviceLaunch plan_all_gather(const DeviceRanks& ranks, const Call& call, const void* input,
+                                    void* output, uint64_t location) {
+  const DeviceLayout& layout = ranks.layout;
+  const size_t bytes = call.count * size_of(call.dtype);
+  const DeviceGrid grid = plan_grid(bytes, 1, layout.set_bytes, layout.least_bytes, layout.blocks);
+  return {ranks,
+          {call, location},
+          static_cast<const std::byte*>(input),
+          static_cast<std::byte*>(output),
+          bytes,
+          grid.chunk,
+          grid.blocks,
+          {}};
+}
+
+}  // namespace pipekernels

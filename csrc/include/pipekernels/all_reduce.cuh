@@ -1,0 +1,267 @@
+// all_reduce() on CUDA: what each thread block does, for a Team of device_meeting.h.
+//
+// The protocols, and the arguments why two sets of inputs, three of results and kDeviceRingDepth
+// slots suffice, are those of csrc/cpu/all_reduce.cpp and ring_schedule.h, held by the blocks of
+// each number among themselves.
+#pragma once
+
+#include "pipekernels/device_chunks.h"
+#include "pipekernels/device_elements.h"
+#include "pipekernels/device_meeting.h"
+#include "pipekernels/ring_schedule.h"
+
+namespace pipekernels {
+
+// The tensor of this rank, seen by one block.
+template <class Type, class Team>
+class AllReduceBlock {
+ public:
+  static constexpr size_t kSize = sizeof(typename Type::Element);
+
+  PK_HOST_DEVICE AllReduceBlock(Meeting<Team>& meeting)
+      : meeting_(meeting),
+        team_(meeting.team()),
+        chunks_(meeting.launch(), team_.block()),
+        rounds_(chunks_.rounds()),
+        me_(meeting.rank()),
+        terms_(meeting.ranks()),
+        reduction_(meeting.launch().descriptor.call.reduction) {}
+
+  // Every rank copies its tensor to its staging, and reduces those of all ranks.
+  PK_HOST_DEVICE bool one_shot() {
+    for (size_t k = 0; k == 0 || k < rounds_; ++k) {
+      const ChunkRange chunk = k < rounds_ ? chunks_(k) : ChunkRange{0, 0};
+      copy_block(team_, meeting_.input(me_, k), at(chunk.begin), chunk.count * kSize);
+      meeting_.signal();
+      if (!meeting_.wait()) return false;
+      point_at([&](int rank) { return rank == me_ ? at(chunk.begin) : meeting_.input(rank, k); });
+      reduce(chunk, [&](size_t i, const Pack& pack, size_t bytes) {
+        store_any(at(chunk.begin) + i * 16, pack, bytes);
+      });
+    }
+    meeting_.finish_rounds(rounds_);
+    return true;
+  }
+
+  // Every rank reduces its part of each chunk, and collects those of its peers.
+  PK_HOST_DEVICE bool two_shot() {
+    if (!copy_in(0)) return false;
+    meeting_.signal();
+    if (!meeting_.wait()) return false;
+    if (meeting_.direct_ranks() == terms_) return two_shot_in_place();
+    for (size_t k = 0; k < rounds_; ++k) {
+      reduce_part(k);
+      if (!copy_in(k + 1)) return false;
+      meeting_.signal();
+      if (k > 0) gather(k - 1);
+      if (!meeting_.wait()) return false;
+    }
+    if (rounds_ > 0) gather(rounds_ - 1);
+    meeting_.finish_rounds(rounds_);
+    return true;
+  }
+
+  // Partial results travel from rank 0 to the last, the result from there to rank 0 and on. A rank
+  // writes into the mailboxes of the next one.
+  PK_HOST_DEVICE bool ring() {
+    meeting_.signal();
+    if (!meeting_.wait()) return false;
+    const int last = terms_ - 1;
+    const int before = me_ == 0 ? last : me_ - 1, next = me_ == last ? 0 : me_ + 1;
+    const uint64_t first = meeting_.first_chunk();
+    const auto reduce_step = [&](size_t k) {
+      const ChunkRange chunk = chunks_(k);
+      const uint64_t number = first + k;
+      if (me_ != 0 && !meeting_.wait_reduced(before, number)) return false;
+      if (me_ == last) {
+        ring_finish(chunk, meeting_.reduce_mailbox(me_, number),
+                    meeting_.gather_mailbox(next, number));
+        meeting_.send_gathered(next, number);
+      } else {
+        ring_accumulate(chunk, me_ == 0 ? nullptr : meeting_.reduce_mailbox(me_, number),
+                        meeting_.reduce_mailbox(next, number));
+        meeting_.send_reduced(next, number);
+      }
+      return true;
+    };
+    const auto gather_step = [&](size_t k) {
+      if (me_ == last) return true;
+      const ChunkRange chunk = chunks_(k);
+      const uint64_t number = first + k;
+      if (!meeting_.wait_gathered(before, number)) return false;
+      const std::byte* arrived = meeting_.gather_mailbox(me_, number);
+      copy_block(team_, at(chunk.begin), arrived, chunk.count * kSize);
+      if (me_ != last - 1) {
+        copy_block(team_, meeting_.gather_mailbox(next, number), arrived, chunk.count * kSize);
+        meeting_.send_gathered(next, number);
+      }
+      return true;
+    };
+    const size_t lag = terms_ < kDeviceRingDepth - 1 ? terms_ : kDeviceRingDepth - 1;
+    if (!ring_schedule(rounds_, lag, reduce_step, gather_step)) return false;
+    meeting_.finish_chunks(rounds_);
+    meeting_.signal();
+    return meeting_.wait();
+  }
+
+  // All that this block alone fills.
+  PK_HOST_DEVICE void spoil() {
+    for (size_t k = 0; k < rounds_; ++k) {
+      const ChunkRange chunk = chunks_(k);
+      spoil_block(team_, at(chunk.begin), chunk.count * kSize);
+    }
+  }
+
+ private:
+  PK_HOST_DEVICE std::byte* at(size_t element) const {
+    return meeting_.launch().output + element * kSize;
+  }
+
+  // Sets the sources of reduce() to source(rank).
+  template <class Source>
+  PK_HOST_DEVICE void point_at(Source source) {
+    team_.sync();  // The last reduction is done with them.
+    for (int rank = team_.thread(); rank < terms_; rank += team_.threads()) {
+      team_.shared().source[rank] = source(rank);
+    }
+    team_.sync();
+  }
+  template <class Store>
+  PK_HOST_DEVICE void reduce(const ChunkRange& range, Store store) {
+    reduce_block<Type>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
+                       store);
+  }
+
+  // What peers reduce of chunk k, once it is complete.
+  PK_HOST_DEVICE bool copy_in(size_t k) {
+    if (k >= rounds_) return true;
+    const ChunkRange chunk = chunks_(k);
+    if (!meeting_.wait_ready(chunk.begin, chunk.count)) return false;
+    if (meeting_.direct()) return true;
+    const ChunkRange own = part_of(chunk, me_, terms_, kSize);
+    const size_t before = own.begin - chunk.begin, after = before + own.count;
+    std::byte* staged = meeting_.input(me_, k);
+    copy_block(team_, staged, at(chunk.begin), before * kSize);
+    copy_block(team_, staged + after * kSize, at(chunk.begin + after),
+               (chunk.count - after) * kSize);
+    return true;
+  }
+
+  PK_HOST_DEVICE void reduce_part(size_t k) {
+    const ChunkRange chunk = chunks_(k), own = part_of(chunk, me_, terms_, kSize);
+    point_at([&](int rank) -> const std::byte* {
+      const std::byte* data = rank == me_ ? at(0) : meeting_.data_of(rank);
+      return data ? data + own.begin * kSize
+                  : meeting_.input(rank, k) + (own.begin - chunk.begin) * kSize;
+    });
+    std::byte* result = meeting_.result(me_, k);
+    reduce(own, [&](size_t i, const Pack& pack, size_t bytes) {
+      store_any(at(own.begin) + i * 16, pack, bytes);
+      store_any(result + i * 16, pack, bytes);
+    });
+  }
+
+  PK_HOST_DEVICE void gather(size_t k) {
+    const ChunkRange chunk = chunks_(k);
+    for (int step = 1; step < terms_; ++step) {  // Not all from the same rank at once.
+      const int rank = (me_ + step) % terms_;
+      const ChunkRange part = part_of(chunk, rank, terms_, kSize);
+      copy_block(team_, at(part.begin), meeting_.result(rank, k), part.count * kSize);
+    }
+  }
+
+  // Where peers read and write each other's tensors. Where these are still being written, the ranks
+  // meet before each chunk.
+  PK_HOST_DEVICE bool two_shot_in_place() {
+    for (size_t k = 0; k < rounds_; ++k) {
+      if (k > 0 && meeting_.launch().gates.ready != nullptr) {
+        if (!copy_in(k)) return false;
+        meeting_.signal();
+        if (!meeting_.wait()) return false;
+      }
+      const ChunkRange own = part_of(chunks_(k), me_, terms_, kSize);
+      const size_t offset = own.begin * kSize;
+      point_at([&](int rank) { return meeting_.data_of(rank) + offset; });
+      reduce(own, [&](size_t i, const Pack& pack, size_t bytes) {
+        for (int rank = 0; rank < terms_; ++rank) {
+          store_any(meeting_.data_of(rank) + offset + i * 16, pack, bytes);
+        }
+      });
+    }
+    meeting_.signal();
+    return meeting_.wait();
+  }
+
+  PK_HOST_DEVICE void ring_accumulate(const ChunkRange& chunk, const std::byte* partial,
+                                      std::byte* to) {
+    using W = Wide<Type>;
+    const std::byte* data = at(chunk.begin);
+    for_each_pack(team_, chunk.count * kSize, [&](size_t i, size_t bytes) {
+      W total(load_any(data + i * 16, bytes));
+      if (partial != nullptr) {
+        const W term = total;
+        total = W::load_partial(partial + i * W::kPartialBytes);
+        total.combine(term, reduction_);
+      }
+      total.store_partial(to + i * W::kPartialBytes);
+    });
+  }
+  PK_HOST_DEVICE void ring_finish(const ChunkRange& chunk, const std::byte* partial,
+                                  std::byte* to) {
+    using W = Wide<Type>;
+    std::byte* data = at(chunk.begin);
+    for_each_pack(team_, chunk.count * kSize, [&](size_t i, size_t bytes) {
+      W total = W::load_partial(partial + i * W::kPartialBytes);
+      total.combine(W(load_any(data + i * 16, bytes)), reduction_);
+      const Pack pack = total.finish(reduction_, terms_);
+      store_any(data + i * 16, pack, bytes);
+      store_any(to + i * 16, pack, bytes);
+    });
+  }
+
+  Meeting<Team>& meeting_;
+  Team& team_;
+  const Chunks chunks_;
+  const size_t rounds_;
+  const int me_, terms_;
+  const Reduction reduction_;
+};
+
+// One block's share of an all-reduce of launch.count elements at launch.output, in place.
+template <Algorithm algorithm, class Type, class Team>
+PK_HOST_DEVICE void all_reduce_block(Team& team, const DeviceLaunch& launch) {
+  Meeting<Team> meeting(team, launch);
+  AllReduceBlock<Type, Team> block(meeting);
+  bool done = meeting.usable();
+  if constexpr (algorithm == Algorithm::kOneShot) done = done && block.one_shot();
+  if constexpr (algorithm == Algorithm::kTwoShot) done = done && block.two_shot();
+  if constexpr (algorithm == Algorithm::kRing) done = done && block.ring();
+  done ? meeting.finish() : block.spoil();
+}
+
+// What Algorithm::kAuto stands for. A second step takes some 3 us, in which a link of 400 GB/s
+// moves 1.2 MB. With one step a rank reads ranks - 1 tensors, with two the equivalent of 2 (ranks -
+// 1) / ranks. Nobody has measured these limits yet.
+inline Algorithm choose_device_algorithm(size_t bytes, int ranks) {
+  const size_t limit = ranks <= 2 ? 1 << 20 : ranks <= 4 ? 512 << 10 : 256 << 10;
+  return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
+}
+
+// The launch for `call`, whose count, dtype and root say the rest; `algorithm` is not kAuto.
+inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, Algorithm algorithm,
+                                    void* data, uint64_t location, const Gates& gates = {}) {
+  const size_t size = size_of(call.dtype);
+  size_t limit = ranks.layout.set_bytes;
+  if (algorithm == Algorithm::kRing) {
+    limit = ranks.layout.slot_bytes / partial_size_of(call.dtype) * size;
+  }
+  int blocks = ranks.layout.blocks;
+  if (call.operation == Operation::kAllReduceWhenReady && static_cast<int>(call.root) < blocks) {
+    blocks = static_cast<int>(call.root);
+  }
+  const DeviceGrid grid = plan_grid(call.count, size, limit, ranks.layout.least_bytes, blocks);
+  auto* bytes = static_cast<std::byte*>(data);
+  return {ranks, {call, location}, bytes, bytes, call.count, grid.chunk, grid.blocks, gates};
+}
+
+}  // namespace pipekernels

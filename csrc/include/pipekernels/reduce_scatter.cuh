@@ -1,0 +1,90 @@
+// reduce_scatter() on CUDA: what each thread block does, for a Team of device_meeting.h. The
+// protocol is that of csrc/cpu/reduce_scatter.cpp.
+#pragma once
+
+#include "pipekernels/device_chunks.h"
+#include "pipekernels/device_elements.h"
+#include "pipekernels/device_meeting.h"
+
+namespace pipekernels {
+
+// One block's share of the reduction of a slice of launch.count elements to launch.output, from a
+// slice for each rank at launch.input.
+template <class Type, class Team>
+PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch) {
+  constexpr size_t kSize = sizeof(typename Type::Element);
+  Meeting<Team> meeting(team, launch);
+  const Chunks chunks(launch, team.block());
+  const size_t rounds = chunks.rounds();
+  const int me = meeting.rank(), terms = meeting.ranks();
+  const size_t stride = launch.chunk * kSize;  // Of the slices of a chunk in the staging.
+
+  const auto copy_in = [&](size_t k) {
+    if (k >= rounds || meeting.direct()) return;
+    const ChunkRange chunk = chunks(k);
+    for (int rank = 0; rank < terms; ++rank) {
+      if (rank == me) continue;
+      copy_block(team, meeting.input(me, k) + rank * stride,
+                 launch.input + (rank * launch.count + chunk.begin) * kSize, chunk.count * kSize);
+    }
+  };
+  const auto reduce = [&](size_t k) {
+    const ChunkRange chunk = chunks(k);
+    const size_t offset = (me * launch.count + chunk.begin) * kSize;
+    team.sync();  // The last reduction is done with the sources.
+    for (int rank = team.thread(); rank < terms; rank += team.threads()) {
+      const std::byte* data = rank == me ? launch.input : meeting.data_of(rank);
+      team.shared().source[rank] = data ? data + offset : meeting.input(rank, k) + me * stride;
+    }
+    team.sync();
+    reduce_block<Type>(team, team.shared().source, terms, chunk.count * kSize,
+                       launch.descriptor.call.reduction,
+                       [&](size_t i, const Pack& pack, size_t bytes) {
+                         store_any(launch.output + chunk.begin * kSize + i * 16, pack, bytes);
+                       });
+  };
+  const auto body = [&] {
+    copy_in(0);
+    meeting.signal();
+    if (!meeting.wait()) return false;
+    const int direct = meeting.direct_ranks();
+    for (size_t k = 0; k < rounds; ++k) {
+      reduce(k);
+      if (k + 1 == rounds || direct == terms) continue;
+      copy_in(k + 1);
+      meeting.signal();
+      if (!meeting.wait()) return false;
+    }
+    if (direct > 0) {  // Peers read until here.
+      meeting.signal();
+      if (!meeting.wait()) return false;
+    }
+    if (direct < terms) meeting.finish_rounds(rounds);
+    return true;
+  };
+
+  if (meeting.usable() && body()) return meeting.finish();
+  for (size_t k = 0; k < rounds; ++k) {
+    const ChunkRange chunk = chunks(k);
+    spoil_block(team, launch.output + chunk.begin * kSize, chunk.count * kSize);
+  }
+}
+
+// The launch for `call`, whose count is that of the whole input.
+inline DeviceLaunch plan_reduce_scatter(const DeviceRanks& ranks, const Call& call,
+                                        const void* input, void* output, uint64_t location) {
+  const DeviceLayout& layout = ranks.layout;
+  const size_t count = call.count / layout.ranks;
+  const DeviceGrid grid = plan_grid(count, size_of(call.dtype), layout.set_bytes / layout.ranks,
+                                    layout.least_bytes / layout.ranks, layout.blocks);
+  return {ranks,
+          {call, location},
+          static_cast<const std::byte*>(input),
+          static_cast<std::byte*>(output),
+          count,
+          grid.chunk,
+          grid.blocks,
+          {}};
+}
+
+}  // namespace pipekernels

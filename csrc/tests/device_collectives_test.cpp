@@ -1,0 +1,484 @@
+// The CUDA collectives on devices made of CPU threads: values bit for bit, any grid and order of
+// calls, replays, and ranks that are late, lost, or call something else.
+
+#include <chrono>
+#include <random>
+
+#include "device_team.h"
+#include "pipekernels/all_gather.cuh"
+#include "pipekernels/all_reduce.cuh"
+#include "pipekernels/broadcast.cuh"
+#include "pipekernels/reduce_scatter.cuh"
+#include "values.h"
+
+namespace {
+
+using namespace pipekernels;
+
+template <class Body>
+void with_element(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return body(ElementOf<DType::kFloat64>());
+    case DType::kFloat32:
+      return body(ElementOf<DType::kFloat32>());
+    case DType::kFloat16:
+      return body(ElementOf<DType::kFloat16>());
+    case DType::kBFloat16:
+      return body(ElementOf<DType::kBFloat16>());
+    case DType::kInt32:
+      return body(ElementOf<DType::kInt32>());
+    default:
+      return body(ElementOf<DType::kInt64>());
+  }
+}
+
+void all_reduce_kernel(CpuTeam& team, const DeviceLaunch& launch, Algorithm algorithm) {
+  with_element(launch.descriptor.call.dtype, [&](auto element) {
+    using Type = decltype(element);
+    if (algorithm == Algorithm::kOneShot) {
+      all_reduce_block<Algorithm::kOneShot, Type>(team, launch);
+    } else if (algorithm == Algorithm::kTwoShot) {
+      all_reduce_block<Algorithm::kTwoShot, Type>(team, launch);
+    } else {
+      all_reduce_block<Algorithm::kRing, Type>(team, launch);
+    }
+  });
+}
+
+void reduce_scatter_kernel(CpuTeam& team, const DeviceLaunch& launch) {
+  with_element(launch.descriptor.call.dtype,
+               [&](auto element) { reduce_scatter_block<decltype(element)>(team, launch); });
+}
+
+// Memory of one rank in one call, symmetric or not, at no particular alignment.
+class Buffer {
+ public:
+  Buffer(CpuDevices& devices, int rank, bool symmetric, size_t shift, const Bytes& contents)
+      : bytes_(contents.size()) {
+    if (symmetric) {
+      location_ = devices.allocate(rank, bytes_ + shift) + shift;
+      data_ = devices.at(rank, location_);
+    } else {
+      ordinary_.reset(new std::byte[bytes_ + shift]);
+      data_ = ordinary_.get() + shift;
+    }
+    fill(contents);
+  }
+  std::byte* data() const { return data_; }
+  uint64_t location() const { return location_; }
+  size_t bytes() const { return bytes_; }
+  void fill(const Bytes& contents) {
+    if (!contents.empty()) std::memcpy(data_, contents.data(), contents.size());
+  }
+  bool spoiled() const {
+    return std::all_of(data_, data_ + bytes_, [](std::byte b) { return b == std::byte{0xff}; });
+  }
+
+ private:
+  const size_t bytes_;
+  std::byte* data_;
+  uint64_t location_ = 0;
+  std::unique_ptr<std::byte[]> ordinary_;
+};
+
+// One collective of all ranks.
+struct Case {
+  Call call{};
+  Algorithm algorithm = Algorithm::kOneShot;             // What is run for kAuto.
+  std::vector<Bytes> contents;                           // Of the inputs.
+  std::vector<std::unique_ptr<Buffer>> inputs, outputs;  // The latter none if in place.
+
+  CpuLaunch launch(CpuDevices& devices, int rank) const {
+    const DeviceRanks ranks = devices.seen_by(rank);
+    Buffer& input = *inputs[rank];
+    switch (call.operation) {
+      case Operation::kAllReduce:
+        return {
+            plan_all_reduce(ranks, call, algorithm, input.data(), input.location()),
+            [way = algorithm](CpuTeam& t, const DeviceLaunch& l) { all_reduce_kernel(t, l, way); }};
+      case Operation::kReduceScatter:
+        return {
+            plan_reduce_scatter(ranks, call, input.data(), outputs[rank]->data(), input.location()),
+            reduce_scatter_kernel};
+      case Operation::kAllGather:
+        return {plan_all_gather(ranks, call, input.data(), outputs[rank]->data(), input.location()),
+                all_gather_block<CpuTeam>};
+      default:
+        return {plan_broadcast(ranks, call, input.data(), input.location()),
+                broadcast_block<CpuTeam>};
+    }
+  }
+
+  // Makes `contents` what the inputs are after the call; checks inputs and outputs.
+  void check() {
+    const int ranks = static_cast<int>(inputs.size());
+    if (call.operation == Operation::kAllReduce) {
+      contents.assign(ranks, reduced(contents, call.dtype, call.reduction));
+    }
+    if (call.operation == Operation::kBroadcast) {
+      contents.assign(ranks, Bytes(contents[call.root]));
+    }
+    Bytes whole;
+    if (call.operation == Operation::kReduceScatter) {
+      whole = reduced(contents, call.dtype, call.reduction);
+    }
+    if (call.operation == Operation::kAllGather) {
+      for (const Bytes& part : contents) whole.insert(whole.end(), part.begin(), part.end());
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      CHECK(equal(inputs[rank]->data(), contents[rank]));
+      if (call.operation == Operation::kAllGather) CHECK(equal(outputs[rank]->data(), whole));
+      if (call.operation == Operation::kReduceScatter) {
+        const size_t part = whole.size() / ranks;
+        const Bytes own(whole.begin() + rank * part, whole.begin() + (rank + 1) * part);
+        CHECK(equal(outputs[rank]->data(), own));
+      }
+    }
+  }
+};
+
+Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes) {
+  const int ranks = devices.layout().ranks;
+  Case made;
+  Call& call = made.call;
+  call.operation = static_cast<Operation>(1 + random() % 7 % 4);  // Mostly the first.
+  call.dtype = static_cast<DType>(random() % kReducibleDTypes);
+  call.shape = 77;
+  const size_t size = size_of(call.dtype);
+  size_t count = random() % 5 == 0 ? random() % 9 : random() % (most_bytes / size);
+  if (random() % 10 == 0) count = 0;
+  if (call.operation == Operation::kReduceScatter) count = count / ranks * ranks;
+  call.count = count;
+  if (call.operation == Operation::kAllReduce || call.operation == Operation::kReduceScatter) {
+    call.reduction = static_cast<Reduction>(random() % kReductions);
+    if (is_integer(call.dtype) && call.reduction == Reduction::kAvg) {
+      call.reduction = Reduction::kSum;
+    }
+  }
+  if (call.operation == Operation::kBroadcast) call.root = random() % ranks;
+  if (call.operation == Operation::kAllReduce) {
+    // A ring of one rank has nobody before it; all_reduce_cuda() does nothing then.
+    made.algorithm = static_cast<Algorithm>(1 + random() % (ranks == 1 ? 2 : 3));
+    call.algorithm = made.algorithm;
+  }
+  const int symmetric_ranks = random() % 3;  // None, some, all.
+  const uint64_t seed = random();
+  for (int rank = 0; rank < ranks; ++rank) {
+    const bool symmetric = symmetric_ranks == 2 || (symmetric_ranks == 1 && random() % 2);
+    const size_t shift = random() % 3 ? 0 : random() % 16 / size * size;
+    made.contents.push_back(values(call.dtype, count, seed, rank));
+    made.inputs.push_back(
+        std::make_unique<Buffer>(devices, rank, symmetric, shift, made.contents[rank]));
+    size_t out = 0;
+    if (call.operation == Operation::kReduceScatter) out = count * size / ranks;
+    if (call.operation == Operation::kAllGather) out = count * size * ranks;
+    made.outputs.push_back(std::make_unique<Buffer>(devices, rank, false, shift, Bytes(out)));
+  }
+  return made;
+}
+
+// Staging so small that all loops over chunks go round many times.
+DeviceLayout random_layout(std::mt19937_64& random, int ranks, int blocks) {
+  return {ranks, blocks, 128u * static_cast<unsigned>((ranks + 1) / 2 + random() % 4),
+          128u * static_cast<unsigned>(1 + random() % 3), static_cast<uint32_t>(random() % 600)};
+}
+
+// A row of random calls, run twice, as a captured graph would be.
+void test_random(int ranks, int blocks, int threads, uint64_t seed, int calls) {
+  std::mt19937_64 random(seed);
+  CpuDevices devices(random_layout(random, ranks, blocks), calls * 8192);
+  std::vector<Case> cases;
+  std::vector<std::vector<CpuLaunch>> streams(ranks);
+  for (int i = 0; i < calls; ++i) {
+    cases.push_back(random_case(random, devices, 4000));
+    for (int rank = 0; rank < ranks; ++rank) {
+      streams[rank].push_back(cases.back().launch(devices, rank));
+    }
+  }
+  for (int replay = 0; replay < 2; ++replay) {
+    run_streams(streams, blocks, threads);
+    for (Case& each : cases) each.check();
+  }
+  for (int rank = 0; rank < ranks; ++rank) CHECK(devices.flags(rank).reported == 0);
+}
+
+// ---- data that are still being written ----------------------------------------------------------
+
+// Writers fill tensors block of rows by block, at their own pace, while they are reduced.
+void test_gates(int ranks, bool symmetric, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  constexpr int kBlocks = 2, kThreads = 2;
+  CpuDevices devices(random_layout(random, ranks, kBlocks), 1 << 16);
+  const size_t rows = 1 + random() % 40, row = 1 + random() % 30, block_rows = 1 + random() % 7;
+  const size_t gates = (rows + block_rows - 1) / block_rows;
+  Call call{};
+  call.operation = Operation::kAllReduceWhenReady;
+  call.dtype = random() % 2 ? DType::kFloat32 : DType::kBFloat16;
+  call.root = kBlocks;
+  call.count = rows * row;
+  const size_t size = size_of(call.dtype);
+  std::vector<Bytes> contents;
+  std::vector<std::unique_ptr<Buffer>> tensors;
+  std::vector<std::vector<int32_t>> ready(ranks, std::vector<int32_t>(gates, 0));
+  std::vector<std::vector<CpuLaunch>> streams(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    contents.push_back(values(call.dtype, call.count, seed, rank));
+    tensors.push_back(std::make_unique<Buffer>(devices, rank, symmetric, 0,
+                                               Bytes(contents[rank].size(), std::byte{0xee})));
+    const Gates when{ready[rank].data(), rank + 1, block_rows * row};
+    streams[rank].push_back(
+        {plan_all_reduce(devices.seen_by(rank), call, Algorithm::kTwoShot, tensors[rank]->data(),
+                         tensors[rank]->location(), when),
+         [](CpuTeam& team, const DeviceLaunch& launch) {
+           all_reduce_kernel(team, launch, Algorithm::kTwoShot);
+         }});
+  }
+  std::vector<std::thread> writers;
+  for (int rank = 0; rank < ranks; ++rank) {
+    writers.emplace_back([&, rank, pace = random() % 300] {
+      for (size_t i = 0; i < gates; ++i) {
+        std::this_thread::sleep_for(std::chrono::microseconds(pace));
+        const size_t begin = i * block_rows * row * size;
+        const size_t end = std::min((i + 1) * block_rows * row * size, contents[rank].size());
+        std::memcpy(tensors[rank]->data() + begin, contents[rank].data() + begin, end - begin);
+        __atomic_store_n(&ready[rank][i], rank + 1, __ATOMIC_RELEASE);
+      }
+    });
+  }
+  run_streams(streams, kBlocks, kThreads);
+  for (auto& writer : writers) writer.join();
+  const Bytes expected = reduced(contents, call.dtype, call.reduction);
+  for (const auto& tensor : tensors) CHECK(equal(tensor->data(), expected));
+}
+
+// ---- failures
+// -------------------------------------------------------------------------------------
+
+// One all-reduce of floats that every rank but `absent` launches, after `before` good ones.
+struct Failing {
+  CpuDevices devices;
+  std::vector<std::unique_ptr<Buffer>> tensors;
+  std::vector<std::vector<CpuLaunch>> streams;
+
+  Failing(int ranks, Algorithm algorithm, double timeout, int blocks = 2, size_t count = 500)
+      : devices({ranks, blocks, 256, 128, 64}, 0, timeout), streams(ranks) {
+    for (int rank = 0; rank < ranks; ++rank) add(rank, algorithm, count);
+  }
+  void add(int rank, Algorithm algorithm, size_t count, Reduction reduction = Reduction::kSum) {
+    Call call{};
+    call.operation = Operation::kAllReduce;
+    call.dtype = DType::kFloat32;
+    call.algorithm = algorithm;
+    call.reduction = reduction;
+    call.count = count;
+    tensors.push_back(
+        std::make_unique<Buffer>(devices, rank, false, 0, values(call.dtype, count, 5, rank)));
+    streams[rank].push_back(
+        {plan_all_reduce(devices.seen_by(rank), call, algorithm, tensors.back()->data(), 0),
+         [algorithm](CpuTeam& team, const DeviceLaunch& launch) {
+           all_reduce_kernel(team, launch, algorithm);
+         }});
+  }
+  const DeviceFailure& failure(int rank) {
+    CHECK(devices.flags(rank).reported == 1);
+    return devices.flags(rank).failure;
+  }
+};
+
+// A rank stays away; the others say so, spoil their results, and leave at once from then on. When
+// it comes at last it hears of that.
+void test_late_rank(int ranks, Algorithm algorithm) {
+  Failing job(ranks, algorithm, 1.0);
+  const int late = ranks - 1;
+  auto streams = job.streams;
+  streams[late].clear();
+  run_streams(streams, 2, 2);
+  for (int rank = 0; rank < late; ++rank) {
+    const DeviceFailure& failure = job.failure(rank);
+    const bool heard = failure.kind == DeviceFailureKind::kPeer;
+    CHECK(heard || failure.kind == DeviceFailureKind::kMissing);
+    if (!heard && ranks == 2) CHECK(failure.rank == late);
+    CHECK(RankStatus::reason(failure.status) == Reason::kTimedOut);
+    CHECK(job.tensors[rank]->spoiled());
+    job.tensors[rank]->fill(Bytes(job.tensors[rank]->bytes()));
+  }
+  const auto start = std::chrono::steady_clock::now();
+  run_streams(job.streams, 2, 2);
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
+  CHECK(job.failure(late).kind == DeviceFailureKind::kPeer);
+  CHECK(RankStatus::reason(job.failure(late).status) == Reason::kTimedOut);
+  for (const auto& tensor : job.tensors) CHECK(tensor->spoiled());
+}
+
+// The host ends a wait: because it gives up itself, or because a peer has died or closed.
+void test_stop(uint32_t status, int who) {
+  Failing job(3, Algorithm::kTwoShot, 60);
+  auto streams = job.streams;
+  streams[2].clear();
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    __atomic_store_n(&job.devices.flags(0).stop, HostFlags::stop_for(who, status),
+                     __ATOMIC_RELEASE);
+  });
+  run_streams(streams, 2, 2);
+  host.join();
+  CHECK(job.failure(0).kind == DeviceFailureKind::kStopped);
+  CHECK(job.failure(0).rank == who && job.failure(0).status == status);
+  const DeviceFailure& other = job.failure(1);
+  CHECK(other.kind == DeviceFailureKind::kPeer && other.rank == 0);
+  CHECK(RankStatus::reason(other.status) == RankStatus::reason(status));
+  CHECK(RankStatus::culprit(other.status) == who);
+  CHECK(job.tensors[0]->spoiled() && job.tensors[1]->spoiled());
+}
+
+// Ranks call different things, with grids of their own: all of them find out, and see two calls
+// that differ.
+void test_mismatch(int ranks, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Failing job(ranks, Algorithm::kOneShot, 60, 3, 700);
+  const size_t odd = random() % ranks;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const bool other = static_cast<size_t>(rank) == odd || random() % 3 == 0;
+    constexpr size_t counts[] = {0, 10, 100, 699};
+    const size_t which = other ? random() % 6 : 6;
+    job.add(rank, which == 4 ? Algorithm::kRing : Algorithm::kTwoShot,
+            which < 4 ? counts[which] : 700, which == 5 ? Reduction::kMax : Reduction::kSum);
+    if (static_cast<size_t>(rank) == odd && which == 6) std::abort();
+  }
+  bool differ = false;
+  for (int rank = 1; rank < ranks; ++rank) {
+    differ = differ || !same(job.streams[rank].back().launch.descriptor.call,
+                             job.streams[0].back().launch.descriptor.call);
+  }
+  run_streams(job.streams, 3, 2);
+  for (int rank = 0; rank < ranks && differ; ++rank) {
+    const DeviceFailure& failure = job.failure(rank);
+    CHECK(failure.kind == DeviceFailureKind::kMismatch);
+    CHECK(same(failure.mine, job.streams[rank].back().launch.descriptor.call));
+    CHECK(same(failure.theirs, job.streams[failure.rank].back().launch.descriptor.call));
+    CHECK(!same(failure.mine, failure.theirs));
+    CHECK(job.tensors[ranks + rank]->spoiled());
+    // The call before was a good one.
+    std::vector<Bytes> inputs;
+    for (int peer = 0; peer < ranks; ++peer) {
+      inputs.push_back(values(DType::kFloat32, 700, 5, peer));
+    }
+    CHECK(equal(job.tensors[rank]->data(), reduced(inputs, DType::kFloat32, Reduction::kSum)));
+  }
+}
+
+// A writer that does not come is a failure of its own rank.
+void test_never_ready() {
+  Failing job(2, Algorithm::kTwoShot, 1.0);
+  const int32_t never = 0, always = 1;
+  for (int rank = 0; rank < 2; ++rank) {
+    DeviceLaunch& launch = job.streams[rank][0].launch;
+    launch.descriptor.call.operation = Operation::kAllReduceWhenReady;
+    launch.gates = {rank ? &never : &always, 1, 500};
+    if (rank == 0) launch.ranks.timeout *= 60;
+  }
+  run_streams(job.streams, 2, 2);
+  CHECK(job.failure(1).kind == DeviceFailureKind::kNotReady);
+  CHECK(job.failure(0).kind == DeviceFailureKind::kPeer);
+  CHECK(RankStatus::culprit(job.failure(0).status) == 1);
+  CHECK(job.tensors[0]->spoiled() && job.tensors[1]->spoiled());
+}
+
+// ---- what needs no ranks
+// --------------------------------------------------------------------------
+
+// Every element is in one chunk of one block and in one rank's part of it, in order and in place.
+void test_chunks() {
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 20000; ++i) {
+    const size_t size = size_t{1} << random() % 4;
+    const size_t count = random() % (random() % 3 ? 5000 : 50);
+    const size_t limit = 64 * (1 + random() % 20), least = random() % 2000;
+    const int most = 1 + random() % 9, parts = 1 + random() % 9;
+    const DeviceGrid grid = plan_grid(count, size, limit, least, most);
+    CHECK(1 <= grid.blocks && grid.blocks <= most);
+    CHECK(grid.chunk * size <= limit && grid.chunk * size % 64 == 0);
+    CHECK(count <= grid.chunk || grid.chunk * size >= std::min(least, limit / 64 * 64));
+    DeviceLaunch launch{};
+    launch.count = count;
+    launch.chunk = grid.chunk;
+    launch.blocks = grid.blocks;
+    size_t next = 0, most_rounds = 0, least_rounds = count + 1;
+    for (int block = 0; block < grid.blocks; ++block) {
+      const size_t rounds = Chunks(launch, block).rounds();
+      most_rounds = std::max(most_rounds, rounds);
+      least_rounds = std::min(least_rounds, rounds);
+    }
+    CHECK(most_rounds - least_rounds <= 1 && (least_rounds >= 1 || count == 0));
+    for (size_t round = 0; round < most_rounds; ++round) {
+      for (int block = 0; block < grid.blocks; ++block) {
+        const Chunks chunks(launch, block);
+        if (round >= chunks.rounds()) continue;
+        const ChunkRange chunk = chunks(round);
+        CHECK(chunk.begin == next && chunk.count >= 1 && chunk.count <= grid.chunk);
+        for (int part = 0; part < parts; ++part) {
+          const ChunkRange range = part_of(chunk, part, parts, size);
+          CHECK(range.begin == next && (range.begin * size % 16 == 0 || range.count == 0));
+          next += range.count;
+        }
+        CHECK(next == chunk.begin + chunk.count);
+      }
+    }
+    CHECK(next == count);
+  }
+}
+
+// Rounds all 16-bit floats, and floats around them and the halves between them, as the CPU does.
+template <class Type>
+void test_conversions(DType dtype) {
+  // A maximum keeps the other term, a NaN too.
+  const ReduceKernels& kernels = reduce_kernels(dtype, Reduction::kMax, Isa::kBaseline);
+  const uint16_t lowest = dtype == DType::kFloat16 ? 0xfc00 : 0xff80;
+  alignas(64) float partial[32] = {};
+  alignas(64) uint16_t source[32] = {lowest}, expected[32];
+  for (uint32_t x = 0; x < 1 << 16; ++x) {
+    const float wide = Type::widen(static_cast<uint16_t>(x));
+    for (const uint32_t offset : {0u, 1u, ~0u, 0xfffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u}) {
+      partial[0] = bits_as<float>(bits_as<uint32_t>(wide) + offset);
+      kernels.finish(expected, partial, source, 2, 1);
+      CHECK(Type::narrow(partial[0]) == expected[0]);
+    }
+    if (wide == wide) CHECK(Type::narrow(wide) == x);
+  }
+}
+
+void test_algorithm_choice() {
+  for (int ranks = 2; ranks <= kMaxDeviceRanks; ++ranks) {
+    CHECK(choose_device_algorithm(0, ranks) == Algorithm::kOneShot);
+    CHECK(choose_device_algorithm(64 << 20, ranks) == Algorithm::kTwoShot);
+  }
+}
+
+}  // namespace
+
+// device_collectives_test [BATCHES [ONE_IN]]: how many rows of random calls; with random delays at
+// one in so many points where threads meet.
+int main(int argc, char** argv) {
+  const int batches = argc > 1 ? std::atoi(argv[1]) : 24;
+  fuzz_one_in = argc > 2 ? std::atoi(argv[2]) : 0;
+  for (int i = 0; i < batches; ++i) {
+    const int ranks = 1 + i % 8, blocks = 1 + i / 8 % 3, threads = 1 + i / 2 % 2;
+    test_random(ranks, blocks, threads, 1000 * batches + i, 12);
+  }
+  for (int i = 0; i < batches / 2; ++i) test_gates(1 + i % 4, i % 3 == 0, i);
+  for (int i = 0; i < 4 * batches; ++i) test_mismatch(2 + i % 4, i);
+  if (fuzz_one_in > 0) return 0;
+  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
+    test_late_rank(2 + static_cast<int>(algorithm), algorithm);
+  }
+  test_stop(RankStatus::failed(Reason::kDied, 2), 2);
+  test_stop(RankStatus::failed(Reason::kAborted, 0), 0);
+  test_stop(RankStatus::kClosed, 2);
+  test_never_ready();
+  test_chunks();
+  test_conversions<Fp16Element>(DType::kFloat16);
+  test_conversions<Bf16Element>(DType::kBFloat16);
+  test_algorithm_choice();
+  return 0;
+}
