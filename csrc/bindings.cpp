@@ -18,6 +18,7 @@
 #include "pipekernels/all_reduce.h"
 #include "pipekernels/broadcast.h"
 #include "pipekernels/communicator.h"
+#include "pipekernels/cuda_communicator.h"
 #include "pipekernels/micro_batch.h"
 #include "pipekernels/reduce_scatter.h"
 
@@ -194,10 +195,88 @@ void bind_collectives(py::module_& m) {
       .def("abort", &Communicator::abort, NoGil());
 }
 
+#ifdef PIPEKERNELS_WITH_CUDA
+void bind_cuda_collectives(py::module_& m) {
+  using namespace pipekernels;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  // Which torch.as_tensor() takes without a copy, and keeps as long as it needs the memory.
+  py::class_<CudaBuffer>(m, "CudaBuffer")
+      .def_property_readonly("__cuda_array_interface__", [](const CudaBuffer& buffer) {
+        py::dict interface;
+        interface["shape"] = py::make_tuple(buffer.bytes());
+        interface["typestr"] = "|u1";
+        interface["data"] =
+            py::make_tuple(reinterpret_cast<uintptr_t>(buffer.data()), /*read-only=*/false);
+        interface["version"] = 2;
+        return interface;
+      });
+
+  py::class_<CudaCommunicator>(m, "CudaCommunicator")
+      .def(py::init<Communicator&, int, size_t>(), py::arg("core"), py::arg("device"),
+           py::arg("symmetric_bytes"), py::keep_alive<1, 2>(), NoGil())
+      .def("allocate",
+           [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) {
+             return communicator.allocate(bytes, address(stream));
+           })
+      .def(
+          "all_reduce",
+          [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
+             int algorithm, uint32_t shape, uintptr_t stream) {
+            all_reduce_cuda(communicator, address(data), count, static_cast<DType>(dtype),
+                            static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm),
+                            shape, address(stream));
+          },
+          NoGil())
+      .def(
+          "all_reduce_when_ready",
+          [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
+             uintptr_t ready, int32_t target, size_t block_elements, int blocks, uint32_t shape,
+             uintptr_t stream) {
+            const Gates gates{static_cast<const int32_t*>(address(ready)), target, block_elements};
+            all_reduce_when_ready_cuda(communicator, address(data), count,
+                                       static_cast<DType>(dtype), static_cast<Reduction>(reduction),
+                                       gates, blocks, shape, address(stream));
+          },
+          NoGil())
+      .def(
+          "reduce_scatter",
+          [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
+             int dtype, int reduction, uint32_t shape, uintptr_t stream) {
+            reduce_scatter_cuda(communicator, address(input), address(output), count,
+                                static_cast<DType>(dtype), static_cast<Reduction>(reduction), shape,
+                                address(stream));
+          },
+          NoGil())
+      .def(
+          "all_gather",
+          [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
+             int dtype, uint32_t shape, uintptr_t stream) {
+            all_gather_cuda(communicator, address(input), address(output), count,
+                            static_cast<DType>(dtype), shape, address(stream));
+          },
+          NoGil())
+      .def(
+          "broadcast",
+          [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int root,
+             uint32_t shape, uintptr_t stream) {
+            broadcast_cuda(communicator, address(data), count, static_cast<DType>(dtype), root,
+                           shape, address(stream));
+          },
+          NoGil())
+      .def("check", &CudaCommunicator::check, NoGil())
+      .def("synchronize", &CudaCommunicator::synchronize, NoGil())
+      .def("close", &CudaCommunicator::close, py::arg("abort"), NoGil());
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   bind_micro_batches(m);
   bind_collectives(m);
+#ifdef PIPEKERNELS_WITH_CUDA
+  bind_cuda_collectives(m);
+#endif
 }

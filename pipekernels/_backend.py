@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from types import ModuleType
+
+import torch
 
 from pipekernels._version import __version__
 
@@ -40,10 +43,25 @@ def has_cuda() -> bool:
     return bool(build_info()["cuda"])
 
 
-def require_cuda() -> None:
-    """Raise RuntimeError unless the extension was built with CUDA."""
+def require_cuda(device: torch.device | None = None) -> None:
+    """Raise RuntimeError unless CUDA operations can run, on ``device`` if one is given."""
     if not has_cuda():
         raise RuntimeError(
             "CUDA tensors need an extension built with CUDA, and this one was built without: "
             "reinstall pipekernels where nvcc is found (with PIPEKERNELS_CUDA=1 a build without it fails)"
+        )
+    if device is None:
+        return
+    if not torch.backends.cuda.is_built():
+        raise RuntimeError(
+            f"torch {torch.__version__} was built without CUDA; install a build for CUDA"
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device, or no driver for it; see nvidia-smi")
+    built = [int(digits) for digits in re.findall(r"\d+", str(build_info()["cuda_architectures"]))]
+    major, minor = torch.cuda.get_device_capability(device)
+    if built and 10 * major + minor < min(built):
+        raise RuntimeError(
+            f"{device} has compute capability {major}.{minor}, and this build of pipekernels begins "
+            f"at {min(built) // 10}.{min(built) % 10}; rebuild it with CUDAARCHS={major}{minor}"
         )

@@ -299,5 +299,5 @@ def test_bad_arguments_raise_before_any_communication() -> None:
         with pytest.raises(ValueError, match=rf"src must be a rank in 0..1, got {src}"):
             comm.broadcast(x, src)
     for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
-        with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
+        with pytest.raises(ValueError, match="CPU and CUDA tensors, got one on meta"):
             call(x.to("meta"))

@@ -8,14 +8,16 @@
 
 namespace pipekernels {
 
+void check_root(int root, int world_size) {
+  if (root >= 0 && root < world_size) return;
+  throw std::invalid_argument("src must be a rank in 0.." + std::to_string(world_size - 1) +
+                              ", got " + std::to_string(root));
+}
+
 // As all_gather(), with the root as the only one that has anything to give.
 void broadcast(Communicator& communicator, void* data, size_t count, DType dtype, int root,
                uint32_t shape) {
-  if (root < 0 || root >= communicator.world_size()) {
-    throw std::invalid_argument("src must be a rank in 0.." +
-                                std::to_string(communicator.world_size() - 1) + ", got " +
-                                std::to_string(root));
-  }
+  check_root(root, communicator.world_size());
   const int me = communicator.rank();
   const size_t size = size_of(dtype);
   const Slices blocks{count, count, kStagingBytes / size};

@@ -25,14 +25,14 @@ constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
 constexpr int kSpins = 1000;      // In the others.
 constexpr int kYields = 200;
 
-std::string seconds(Seconds duration) {
+}  // namespace
+
+std::string format_seconds(Seconds duration) {
   std::string text = std::to_string(duration.count());
   text.erase(text.find_last_not_of('0') + 1);
   if (text.back() == '.') text.pop_back();
   return text + " s";
 }
-
-}  // namespace
 
 // ---- life
 // ----------------------------------------------------------------------------------------
@@ -92,7 +92,8 @@ void Communicator::check_usable() const {
   if (!failure_) return;
   const std::string message = "this communicator cannot be used after a failure (" +
                               failure_->message + "); make a new one";
-  if (failure_->culprit == rank_ || failure_->reason == Reason::kTimedOut) {
+  if (failure_->culprit == rank_ || failure_->reason == Reason::kTimedOut ||
+      failure_->reason == Reason::kMismatched) {
     throw std::runtime_error(message);
   }
   throw PeerError(failure_->culprit, failure_->reason, message);
@@ -111,7 +112,7 @@ void Communicator::lock() {
     if (Clock::now() >= deadline) {
       throw TimeoutError(rank_,
                          "another thread has been in a collective of this communicator for " +
-                             seconds(timeout_) + " (its timeout)");
+                             format_seconds(timeout_) + " (its timeout)");
     }
     interrupt_();
   }
@@ -193,7 +194,7 @@ void Communicator::throw_timeout(const Signal& signal, uint32_t target, int owne
   throw TimeoutError(owner, "rank(s) " + missing + " of " + std::to_string(world_size_) +
                                 " did not arrive at " + describe(call_) + ", collective number " +
                                 std::to_string(calls_) + " of this communicator, within " +
-                                seconds(timeout_));
+                                format_seconds(timeout_));
 }
 
 // ---- failing
@@ -204,6 +205,19 @@ void Communicator::publish(uint32_t status, uint64_t failed_call) {
   mine.failed_call.store(failed_call, std::memory_order_relaxed);
   mine.status.store(status, std::memory_order_seq_cst);
   for (Signal* signal : {&mine.arrivals, &mine.reduce_sent, &mine.gather_sent}) signal->wake();
+}
+
+void Communicator::check() {
+  lock();
+  const std::lock_guard<std::timed_mutex> hold(mutex_, std::adopt_lock);
+  check_usable();
+}
+
+void Communicator::fail_elsewhere(Reason reason, int culprit, const std::string& message) {
+  const std::lock_guard<std::timed_mutex> hold(mutex_);
+  if (failure_ || closed_.load(std::memory_order_relaxed)) return;
+  publish(RankStatus::failed(reason, culprit), calls_ + 1);
+  failure_ = Failure{reason, culprit, message};
 }
 
 // Tells the peers. The data of a thread may be freed as soon as its call has thrown, so that waits

@@ -15,24 +15,6 @@ namespace {
 
 using namespace pipekernels;
 
-template <class Body>
-void with_element(DType dtype, Body body) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return body(ElementOf<DType::kFloat64>());
-    case DType::kFloat32:
-      return body(ElementOf<DType::kFloat32>());
-    case DType::kFloat16:
-      return body(ElementOf<DType::kFloat16>());
-    case DType::kBFloat16:
-      return body(ElementOf<DType::kBFloat16>());
-    case DType::kInt32:
-      return body(ElementOf<DType::kInt32>());
-    default:
-      return body(ElementOf<DType::kInt64>());
-  }
-}
-
 void all_reduce_kernel(CpuTeam& team, const DeviceLaunch& launch, Algorithm algorithm) {
   with_element(launch.descriptor.call.dtype, [&](auto element) {
     using Type = decltype(element);

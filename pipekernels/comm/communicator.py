@@ -1,4 +1,4 @@
-"""One rank's end of a communicator: collectives on CPU tensors."""
+"""One rank's end of a communicator: how it is made, what it owns, how it ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from pipekernels import _backend
 from pipekernels.comm import tuning
 from pipekernels.comm.bootstrap import join_processes
-from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.collectives import Collectives
+from pipekernels.comm.cuda import Device
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts import GRACE, Hosts
 from pipekernels.comm.rendezvous import Rendezvous, of_color, over_group, over_store
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _handles = itertools.count(1)
 
 
-class Communicator:
+class Communicator(Collectives):
     """One rank's end of a communicator.
 
     Made by :meth:`from_process_group` or :meth:`from_store` (ranks are processes), or
@@ -47,13 +48,21 @@ class Communicator:
     inside each host; all ranks get the same bits then too. Ranks that see different values of the
     environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of different hosts.
 
-    Tensors are on the CPU and may have any layout. One made by :meth:`empty` is read by the peers
-    in place, which saves copies. No collective is differentiable; see :mod:`pipekernels.ops`.
+    Tensors may have any layout. One made by :meth:`empty` is read by the peers in place, which saves
+    copies. No collective is differentiable; see :mod:`pipekernels.ops`.
+
+    On CUDA a rank has one device, that of its first CUDA tensor; several ranks may share one. That
+    first use is a collective, and cannot be captured in a graph; later ones can. A collective runs
+    in the current stream and returns at once. Ranks that are threads meet on the CPU before each
+    launch, and must use different streams on one device. What goes wrong on the device is raised by
+    this rank's next call, barrier or :meth:`synchronize`; until then the tensors that the collective
+    was to fill have all bits set (NaN, or -1), and the CUDA context stays usable. Every such error
+    ends the communicator, different calls included where the ranks are processes.
 
     Every collective raises, besides what it says itself:
         ValueError: the ranks call different collectives, or with different shapes, dtypes or
-            arguments; raised on all ranks, and the communicator stays usable. Or a tensor that is
-            not on the CPU.
+            arguments; raised on all ranks, and the communicator stays usable. Or a tensor on a
+            device that this rank does not use.
         PeerError: a rank has died, closed its communicator or given up; raised on all that are
             left. Names the rank, unless it is on another host. The communicator cannot be used any
             more.
@@ -79,6 +88,8 @@ class Communicator:
         self._world_size = world_size
         self._timeout = timeout
         self._divide = divide
+        self._device: Device | None = None  # From the first use of CUDA on.
+        self._lock = threading.Lock()  # Held to make that.
         self._handle = next(_handles)
         resolve_handle[self._handle] = self
 
@@ -208,211 +219,67 @@ class Communicator:
         """A number that names this communicator in this process."""
         return self._handle
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
-        """Reduce ``tensor`` elementwise over all ranks, in place.
-
-        Args:
-            tensor: any shape, float64, float32, float16, bfloat16, int32 or int64; the same shape
-                and dtype on all ranks.
-            op: ``'sum'``, ``'avg'`` (of floating-point types), ``'max'`` or ``'min'`` (NaN where a
-                rank has NaN). Sums of integers wrap around.
-            algorithm: ``'one_shot'``: every rank reads all tensors (small ones). ``'two_shot'``:
-                every rank reduces its slice and collects those of its peers (large ones).
-                ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one of the
-                first two by size, at the limit that ``pipekernels tune`` has measured on the
-                machine, or a built-in one. The result does not depend on it.
-                Over several hosts all are the same.
-
-        Returns:
-            ``tensor``.
-
-        Raises:
-            TypeError: a dtype that cannot be reduced.
-            ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
-        """
-        try:
-            dtype = REDUCIBLE[tensor.dtype]
-            reduction, way = REDUCTIONS[op], ALGORITHMS[algorithm]
-        except KeyError:
-            _raise_for(tensor, op, algorithm)
-        dense = tensor
-        if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
-            dense = _dense(tensor)
-        self._core.all_reduce(
-            dense.data_ptr(), dense.numel(), dtype, reduction, way, _digest(tensor)
-        )
-        if dense is not tensor:
-            with torch.no_grad():
-                tensor.copy_(dense)
-        else:
-            _mark_changed(tensor)
-        return tensor
-
-    def all_reduce_when_ready(
-        self,
-        tensor: Tensor,
-        ready: Tensor,
-        target: int,
-        block_rows: int,
-        *,
-        op: str = "sum",
-        blocks: int = 8,
-    ) -> Tensor:
-        """:meth:`all_reduce` of a CUDA tensor that another kernel is still writing, in place.
-
-        Rows ``i * block_rows .. (i + 1) * block_rows - 1`` (fewer in the last block) count as
-        complete when ``ready[i] >= target``. The tensor is reduced in chunks of consecutive rows,
-        each as soon as it is complete on all ranks; the order of chunks is that of the rows, so the
-        writer should finish rows in that order too. The result has the bits of :meth:`all_reduce`.
-
-        The writer runs in another stream, and is launched before this call. It stores a block of
-        rows, and only then raises its counter, with release semantics at the scope of the GPU (in
-        Triton: ``tl.debug_barrier()``, then ``tl.atomic_add(ready + i, 1, sem="release")``). It
-        does not touch the rows again. Nothing resets ``ready``: zero it, or raise ``target``, for
-        the next call. This call returns at once, and work that follows in the current stream comes
-        after the whole reduction, hence after the writer.
-
-        Args:
-            tensor: ``[rows, ...]``, contiguous, a dtype as for :meth:`all_reduce`, on CUDA; the same
-                shape and dtype on all ranks. A symmetric one is read and written in place.
-            ready: ``[ceil(rows / block_rows)]``, int32, contiguous, on the device of ``tensor``.
-            target: what a counter reaches; may differ between ranks, as may ``block_rows``.
-            block_rows: how many rows one counter stands for.
-            op: as for :meth:`all_reduce`.
-            blocks: how many thread blocks wait and reduce, at most; each keeps up to one
-                multiprocessor from the writer. The same on all ranks.
-
-        Returns:
-            ``tensor``.
-
-        Raises:
-            TypeError: a dtype that cannot be reduced, or a ``ready`` that is not int32.
-            ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not fit
-                it, ``block_rows`` or ``blocks`` less than 1, or as :meth:`all_reduce`.
-        """
-        raise RuntimeError("CUDA collectives are not built yet")
-
-    def reduce_scatter(
-        self, input: Tensor, op: str = "sum", *, out: Tensor | None = None
-    ) -> Tensor:
-        """Reduce ``input`` elementwise over all ranks, and return this rank's slice.
-
-        Args:
-            input: ``[world_size * k, ...]``, a dtype as for :meth:`all_reduce`; the same shape and
-                dtype on all ranks.
-            op: as for :meth:`all_reduce`.
-            out: where the result is to be; a new tensor if ``None``. Contiguous, apart from
-                ``input``.
-
-        Returns:
-            ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduction.
-
-        Raises:
-            TypeError: a dtype that cannot be reduced.
-            ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``,
-                ``'avg'`` of integers, or an ``out`` that does not suit the result.
-        """
-        if input.dtype not in REDUCIBLE or op not in REDUCTIONS:
-            _raise_for(input, op, "auto")
-        if input.dim() == 0 or input.shape[0] % self._world_size != 0:
-            raise ValueError(
-                f"reduce_scatter splits dimension 0 into {self._world_size} equal slices, but the "
-                f"input has shape {tuple(input.shape)}; pad it to a multiple of {self._world_size}"
-            )
-        dense = _dense(input)
-        rows = input.shape[0] // self._world_size
-        output = _output(out, (rows, *input.shape[1:]), dense)
-        self._core.reduce_scatter(
-            dense.data_ptr(),
-            output.data_ptr(),
-            output.numel(),
-            REDUCIBLE[input.dtype],
-            REDUCTIONS[op],
-            _digest(input),
-        )
-        if out is not None:
-            _mark_changed(out)
-        return output
-
-    def all_gather(self, input: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The inputs of all ranks, concatenated along the first dimension in rank order.
-
-        Args:
-            input: ``[k, ...]``, any dtype; the same shape and dtype on all ranks.
-            out: where the result is to be; a new tensor if ``None``. Contiguous; ``input`` may be
-                this rank's rows of it, but not overlap it otherwise.
-
-        Returns:
-            ``[world_size * k, ...]``.
-
-        Raises:
-            ValueError: ``input`` has no dimension, or ``out`` does not suit the result.
-        """
-        if input.dim() == 0:
-            raise ValueError(
-                "all_gather joins tensors along dimension 0, but the input has none; "
-                "pass input[None]"
-            )
-        dense = _dense(input)
-        rows = self._world_size * input.shape[0]
-        in_place = self._rank * dense.numel() * dense.itemsize
-        output = _output(out, (rows, *input.shape[1:]), dense, in_place)
-        self._core.all_gather(
-            dense.data_ptr(), output.data_ptr(), *_elements(dense), _digest(input)
-        )
-        if out is not None:
-            _mark_changed(out)
-        return output
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Copy ``tensor`` of rank ``src`` to ``tensor`` of all ranks, in place.
-
-        Args:
-            tensor: any shape and dtype, the same on all ranks.
-            src: the rank that sends.
-
-        Returns:
-            ``tensor``.
-
-        Raises:
-            ValueError: ``src`` is no rank.
-        """
-        dense = _dense(tensor)
-        self._core.broadcast(dense.data_ptr(), *_elements(dense), src, _digest(tensor))
-        if dense is not tensor:
-            with torch.no_grad():
-                tensor.copy_(dense)
-        else:
-            _mark_changed(tensor)
-        return tensor
-
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Return when all ranks have called it. Does not wait for what runs on a device."""
+        if self._device is not None:
+            self._device.check()
         self._core.barrier()
 
-    def empty(self, *shape: int | Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    def synchronize(self) -> None:
+        """Wait until the collectives of this rank on its CUDA device have ended.
+
+        Those that belong to a CUDA graph count only if the stream in which it is replayed has been
+        synchronised before. Does not wait on a CPU, where a collective has ended when it returns.
+
+        Raises:
+            ValueError, PeerError, TimeoutError: what has gone wrong in them.
+        """
+        if self._device is not None:
+            self._device.synchronize()
+
+    def empty(
+        self,
+        *shape: int | Iterable[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         """An uninitialised tensor in memory that the peers can access: a symmetric tensor.
 
-        A call of this rank alone. The memory is this tensor's (and its views') as long as any of
-        them lives, also after :meth:`close`.
+        A call of this rank alone, but for the first use of CUDA. The memory is this tensor's (and
+        its views') as long as any of them lives, also after :meth:`close`. On CUDA it belongs to the
+        current stream, as torch's own does: keep a tensor that another stream uses until that is
+        done.
 
         Args:
             shape: sizes, one by one or as one sequence.
             dtype: any.
+            device: the CPU if ``None``, or this rank's CUDA device, where there is room for
+                ``PIPEKERNELS_SYMMETRIC_BYTES`` (an environment variable; by default 1 GiB).
 
         Raises:
             ValueError: a negative size.
-            RuntimeError: the symmetric memory is exhausted, or the communicator has been closed.
+            RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
+                CUDA also while a graph is being captured.
         """
         one_argument = len(shape) == 1 and isinstance(shape[0], Iterable)
         sizes = torch.Size(cast("Iterable[int]", shape[0] if one_argument else shape))
         if sizes and min(sizes) < 0:
             raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
+        if device is not None and torch.device(device).type != "cpu":
+            return self._on(torch.device(device)).empty(sizes, dtype)
         buffer = self._core.allocate(sizes.numel() * dtype.itemsize)
         if sizes.numel() == 0:  # Which torch.frombuffer() does not take.
             return torch.empty(sizes, dtype=dtype)
         # Reshaped in place: a view, as the output of a custom autograd function, could not be changed.
         return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
+
+    def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
+        """As :meth:`empty`, of the dtype and on the CUDA device of ``like``; for results.
+
+        An ordinary tensor where there is no room, or while a graph is captured, whose own memory it
+        then has.
+        """
+        return self._on(like.device).output(torch.Size(shape), like.dtype)
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
@@ -441,9 +308,12 @@ class Communicator:
         """Leave: peers that need this rank, now or later, get a :class:`PeerError`.
 
         Gives the shared memory back, but for symmetric tensors that are still in use. Does nothing
-        the second time. A collective in another thread of this rank fails.
+        the second time. A collective in another thread of this rank fails; one on a CUDA device is
+        waited for.
         """
         resolve_handle.pop(self._handle, None)
+        if self._device is not None:
+            self._device.close(abort=False)
         self._core.close()
 
     def __enter__(self) -> Self:
@@ -455,9 +325,21 @@ class Communicator:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._core.abort()  # So that the peers learn that this rank gave up.
+        if kind is not None:  # The peers learn that this rank gave up.
+            if self._device is not None:
+                self._device.close(abort=True)
+            self._core.abort()
         self.close()
+
+    def _on(self, device: torch.device) -> Any:
+        """What has the methods of ``_C.Communicator`` for tensors on ``device``."""
+        if device.type == "cpu":
+            return self._core
+        with self._lock:
+            if self._device is None:
+                self._device = Device(self._core, device)
+        self._device.check_is(device)
+        return self._device
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"
@@ -506,68 +388,3 @@ def _all_gather_objects(comm: Communicator, item: Any) -> list[Any]:
 def _check_timeout(timeout: float) -> None:
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
-
-
-def _raise_for(tensor: Tensor, op: str, algorithm: str) -> NoReturn:
-    """Say which of the arguments has no code."""
-    if op not in REDUCTIONS:
-        raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-    names = ", ".join(str(dtype) for dtype in REDUCIBLE)
-    raise TypeError(f"cannot reduce {tensor.dtype}; convert the tensor to one of {names}")
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """``tensor`` itself, or a copy of it in which elements lie as they are counted."""
-    if not tensor.is_cpu:
-        raise ValueError(
-            f"a communicator over shared memory works on CPU tensors, got one on {tensor.device}; "
-            "pass tensor.cpu()"
-        )
-    if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
-        return tensor
-    return tensor.detach().resolve_neg().resolve_conj().contiguous()
-
-
-def _output(
-    out: Tensor | None, shape: tuple[int, ...], dense: Tensor, in_place: int | None = None
-) -> Tensor:
-    """``out`` if it is a place for a result of ``shape``; a new tensor for ``None``.
-
-    ``dense``: the input. ``in_place``: at which byte of ``out`` the input may lie.
-    """
-    if out is None:
-        return torch.empty(shape, dtype=dense.dtype, device=dense.device)
-    is_plain = out.is_cpu and out.is_contiguous() and not (out.is_neg() or out.is_conj())
-    if not is_plain or out.shape != shape or out.dtype != dense.dtype:
-        raise ValueError(
-            f"out must be a contiguous CPU tensor of shape {shape} and {dense.dtype}, got one of "
-            f"shape {tuple(out.shape)}, strides {out.stride()} and {out.dtype} on {out.device}"
-        )
-    offset = dense.data_ptr() - out.data_ptr()  # In bytes.
-    overlaps = -dense.numel() * dense.itemsize < offset < out.numel() * out.itemsize
-    if overlaps and offset != in_place:
-        raise ValueError("out must not overlap the input; pass another tensor")
-    return out
-
-
-def _elements(dense: Tensor) -> tuple[int, int]:
-    """The number of elements and the code of their dtype; of bytes, if that has none."""
-    code = MOVABLE.get(dense.dtype)
-    if code is None:
-        return dense.numel() * dense.itemsize, MOVABLE[torch.uint8]
-    return dense.numel(), code
-
-
-def _digest(tensor: Tensor) -> int:
-    """Differs between shapes, as good as always; the same in all processes."""
-    return hash(tensor.shape) & 0x3FFFFF
-
-
-def _mark_changed(tensor: Tensor) -> None:
-    """Let autograd see that ``tensor`` has changed in place, in case it was saved for backward."""
-    try:  # noqa: SIM105 (contextlib.suppress takes longer than a small collective)
-        increment_version(tensor)
-    except RuntimeError:  # Inference tensors have no version.
-        pass

@@ -53,11 +53,15 @@ def communicator_of(handle: int) -> Any:
 
 
 def symmetric_empty(communicator: Any, shape: Sequence[int], like: Tensor) -> Tensor:
-    """An output that the peers read in place, of the dtype of ``like``.
+    """An output that the peers read in place, of the dtype and on the device of ``like``.
+
+    An ordinary tensor on CUDA where there is no room, or while a graph is captured.
 
     Raises:
-        ValueError: ``like`` is not on the device of the communicator's memory.
+        ValueError: ``like`` is on a device that the communicator does not use.
     """
+    if like.is_cuda:
+        return communicator.output(shape, like)
     out = communicator.empty(shape, dtype=like.dtype)
     if out.device != like.device:
         raise ValueError(

@@ -35,9 +35,8 @@ class AllReduceBlock {
       meeting_.signal();
       if (!meeting_.wait()) return false;
       point_at([&](int rank) { return rank == me_ ? at(chunk.begin) : meeting_.input(rank, k); });
-      reduce(chunk, [&](size_t i, const Pack& pack, size_t bytes) {
-        store_any(at(chunk.begin) + i * 16, pack, bytes);
-      });
+      std::byte* data = at(chunk.begin);
+      reduce(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
     }
     meeting_.finish_rounds(rounds_);
     return true;
@@ -129,7 +128,7 @@ class AllReduceBlock {
   template <class Store>
   PK_HOST_DEVICE void reduce(const ChunkRange& range, Store store) {
     reduce_block<Type>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
-                       store);
+                       nullptr, store);
   }
 
   // What peers reduce of chunk k, once it is complete.
@@ -155,9 +154,10 @@ class AllReduceBlock {
                   : meeting_.input(rank, k) + (own.begin - chunk.begin) * kSize;
     });
     std::byte* result = meeting_.result(me_, k);
-    reduce(own, [&](size_t i, const Pack& pack, size_t bytes) {
-      store_any(at(own.begin) + i * 16, pack, bytes);
-      store_any(result + i * 16, pack, bytes);
+    std::byte* data = at(own.begin);
+    reduce(own, [&](size_t offset, auto unit) {
+      store_unit(data + offset, unit);
+      store_unit(result + offset, unit);
     });
   }
 
@@ -180,11 +180,11 @@ class AllReduceBlock {
         if (!meeting_.wait()) return false;
       }
       const ChunkRange own = part_of(chunks_(k), me_, terms_, kSize);
-      const size_t offset = own.begin * kSize;
-      point_at([&](int rank) { return meeting_.data_of(rank) + offset; });
-      reduce(own, [&](size_t i, const Pack& pack, size_t bytes) {
+      const size_t begin = own.begin * kSize;
+      point_at([&](int rank) { return meeting_.data_of(rank) + begin; });
+      reduce(own, [&](size_t offset, auto unit) {
         for (int rank = 0; rank < terms_; ++rank) {
-          store_any(meeting_.data_of(rank) + offset + i * 16, pack, bytes);
+          store_unit(meeting_.data_of(rank) + begin + offset, unit);
         }
       });
     }
@@ -194,29 +194,35 @@ class AllReduceBlock {
 
   PK_HOST_DEVICE void ring_accumulate(const ChunkRange& chunk, const std::byte* partial,
                                       std::byte* to) {
-    using W = Wide<Type>;
     const std::byte* data = at(chunk.begin);
-    for_each_pack(team_, chunk.count * kSize, [&](size_t i, size_t bytes) {
-      W total(load_any(data + i * 16, bytes));
+    ring_units(chunk, data, [&](size_t offset, auto unit) {
+      using W = Wide<Type, decltype(unit)>;
+      const size_t at_partial = offset / kSize * W::kPartialSize;
+      W total(load_unit<decltype(unit)>(data + offset));
       if (partial != nullptr) {
         const W term = total;
-        total = W::load_partial(partial + i * W::kPartialBytes);
+        total = W::load_partial(partial + at_partial);
         total.combine(term, reduction_);
       }
-      total.store_partial(to + i * W::kPartialBytes);
+      total.store_partial(to + at_partial);
     });
   }
   PK_HOST_DEVICE void ring_finish(const ChunkRange& chunk, const std::byte* partial,
                                   std::byte* to) {
-    using W = Wide<Type>;
     std::byte* data = at(chunk.begin);
-    for_each_pack(team_, chunk.count * kSize, [&](size_t i, size_t bytes) {
-      W total = W::load_partial(partial + i * W::kPartialBytes);
-      total.combine(W(load_any(data + i * 16, bytes)), reduction_);
-      const Pack pack = total.finish(reduction_, terms_);
-      store_any(data + i * 16, pack, bytes);
-      store_any(to + i * 16, pack, bytes);
+    ring_units(chunk, data, [&](size_t offset, auto unit) {
+      using W = Wide<Type, decltype(unit)>;
+      W total = W::load_partial(partial + offset / kSize * W::kPartialSize);
+      total.combine(W(load_unit<decltype(unit)>(data + offset)), reduction_);
+      unit = total.finish(reduction_, terms_);
+      store_unit(data + offset, unit);
+      store_unit(to + offset, unit);
     });
+  }
+  template <class Step>
+  PK_HOST_DEVICE void ring_units(const ChunkRange& chunk, const std::byte* data, Step step) {
+    for_each_unit<typename Type::Element>(team_, chunk.count * kSize, is_aligned(data, data, 16),
+                                          step);
   }
 
   Meeting<Team>& meeting_;

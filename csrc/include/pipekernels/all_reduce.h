@@ -4,9 +4,12 @@
 #include <cstddef>
 
 #include "pipekernels/communicator.h"
+#include "pipekernels/device_memory.h"
 #include "pipekernels/dtype.h"
 
 namespace pipekernels {
+
+class CudaCommunicator;
 
 // Reduces `count` elements at `data` in place. Every algorithm gives every rank the same bits:
 // those of the reduction in rank order, see reduce.h. `shape`: a digest that ranks compare. Throws
@@ -18,5 +21,15 @@ void all_reduce(Communicator& communicator, void* data, size_t count, DType dtyp
 // What Algorithm::kAuto stands for: one_shot up to the communicator's one_shot_bytes(), or up to a
 // built-in size if that is 0; else two_shot. The same on all ranks.
 Algorithm choose_algorithm(size_t bytes, const Communicator& communicator);
+
+// On CUDA, in `stream`; returns at once. A call with one rank does nothing.
+void all_reduce_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype,
+                     Reduction reduction, Algorithm algorithm, uint32_t shape, void* stream);
+
+// As two_shot, by at most `blocks` thread blocks, while another stream still writes the data: see
+// Gates in device_memory.h.
+void all_reduce_when_ready_cuda(CudaCommunicator& communicator, void* data, size_t count,
+                                DType dtype, Reduction reduction, const Gates& gates, int blocks,
+                                uint32_t shape, void* stream);
 
 }  // namespace pipekernels

@@ -43,11 +43,21 @@ class Communicator {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  Seconds timeout() const { return timeout_; }
+  bool is_threads() const { return pidfds_.empty(); }
+  // Not after close().
+  const std::shared_ptr<Segment>& segment() const { return segment_; }
+  const std::vector<int>& pidfds() const { return pidfds_; }
   // Of the segment's agreement.
   size_t one_shot_bytes() const { return one_shot_bytes_; }
 
   // Throws std::runtime_error if this communicator has been closed.
   std::shared_ptr<SymmetricHeap> heap() const;
+
+  // Throws what keeps it from being used, if anything does.
+  void check();
+  // Ends it after a failure outside of shared memory, of which the peers hear.
+  void fail_elsewhere(Reason reason, int culprit, const std::string& message);
 
   // Gives the shared memory back; from now on peers that need this rank get a PeerError. A call in
   // another thread fails. Does nothing the second time.
@@ -66,7 +76,6 @@ class Communicator {
   };
 
   RankState& state(int rank) const { return segment_->state(rank); }
-  bool is_threads() const { return pidfds_.empty(); }
 
   void lock();
   void check_process() const;
@@ -100,6 +109,9 @@ class Communicator {
   uint64_t rounds_ = 0;  // Of staging, so far.
   uint32_t chunks_ = 0;  // Of rings, so far.
 };
+
+// "30 s".
+std::string format_seconds(Seconds duration);
 
 // One collective in progress on this rank; holds the communicator.
 class Collective {

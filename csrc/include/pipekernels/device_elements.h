@@ -16,87 +16,61 @@ struct alignas(16) Pack {
   uint32_t words[4];
 };
 
-// The largest power of two up to 16 that divides an address.
-PK_HOST_DEVICE inline int alignment_of(const void* pointer) {
-  const auto address = static_cast<unsigned>(reinterpret_cast<uintptr_t>(pointer)) | 16;
-  return static_cast<int>(address & (0 - address));
+// Whether both pointers are multiples of `size`, a power of two.
+PK_HOST_DEVICE inline bool is_aligned(const void* a, const void* b, size_t size) {
+  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (size - 1)) == 0;
 }
 
-// 16 bytes in units that `Unit` is aligned for.
+// A unit of memory that is aligned to its size: one access on a device.
 template <class Unit>
-PK_HOST_DEVICE Pack load_units(const std::byte* from) {
-  Unit units[16 / sizeof(Unit)];
-  PK_UNROLL
-  for (size_t i = 0; i < 16 / sizeof(Unit); ++i) {
+PK_HOST_DEVICE Unit load_unit(const std::byte* from) {
+  Unit unit;
 #ifdef __CUDA_ARCH__
-    units[i] = reinterpret_cast<const Unit*>(from)[i];
-#else
-    std::memcpy(&units[i], from + i * sizeof(Unit), sizeof(Unit));
-#endif
+  if constexpr (sizeof(Unit) == 16) {
+    const uint4 words = *reinterpret_cast<const uint4*>(from);
+    memcpy(&unit, &words, 16);
+  } else {
+    unit = *reinterpret_cast<const Unit*>(from);
   }
-  Pack pack;
-  memcpy(&pack, units, 16);
-  return pack;
+#else
+  std::memcpy(&unit, from, sizeof(Unit));
+#endif
+  return unit;
 }
 
 template <class Unit>
-PK_HOST_DEVICE void store_units(std::byte* to, const Pack& pack) {
-  Unit units[16 / sizeof(Unit)];
-  memcpy(units, &pack, 16);
-  PK_UNROLL
-  for (size_t i = 0; i < 16 / sizeof(Unit); ++i) {
+PK_HOST_DEVICE void store_unit(std::byte* to, const Unit& unit) {
 #ifdef __CUDA_ARCH__
-    reinterpret_cast<Unit*>(to)[i] = units[i];
-#else
-    std::memcpy(to + i * sizeof(Unit), &units[i], sizeof(Unit));
-#endif
+  if constexpr (sizeof(Unit) == 16) {
+    uint4 words;
+    memcpy(&words, &unit, 16);
+    *reinterpret_cast<uint4*>(to) = words;
+  } else {
+    *reinterpret_cast<Unit*>(to) = unit;
   }
-}
-
-#ifdef __CUDA_ARCH__
-using Unit128 = uint4;
 #else
-using Unit128 = Pack;
+  std::memcpy(to, &unit, sizeof(Unit));
 #endif
-
-PK_HOST_DEVICE inline Pack load_pack(const std::byte* from, int alignment) {
-  if (alignment == 16) return load_units<Unit128>(from);
-  if (alignment == 8) return load_units<uint64_t>(from);
-  if (alignment == 4) return load_units<uint32_t>(from);
-  if (alignment == 2) return load_units<uint16_t>(from);
-  return load_units<uint8_t>(from);
 }
 
-PK_HOST_DEVICE inline void store_pack(std::byte* to, const Pack& pack, int alignment) {
-  if (alignment == 16) return store_units<Unit128>(to, pack);
-  if (alignment == 8) return store_units<uint64_t>(to, pack);
-  if (alignment == 4) return store_units<uint32_t>(to, pack);
-  if (alignment == 2) return store_units<uint16_t>(to, pack);
-  store_units<uint8_t>(to, pack);
-}
-
-// The first `bytes` of a pack, where memory ends before the rest.
-PK_HOST_DEVICE inline Pack load_part(const std::byte* from, size_t bytes) {
-  std::byte units[16];
-  PK_UNROLL
-  for (size_t i = 0; i < 16; ++i) units[i] = i < bytes ? from[i] : std::byte{0};
-  Pack pack;
-  memcpy(&pack, units, 16);
-  return pack;
-}
-PK_HOST_DEVICE inline void store_part(std::byte* to, const Pack& pack, size_t bytes) {
-  std::byte units[16];
-  memcpy(units, &pack, 16);
-  PK_UNROLL
-  for (size_t i = 0; i < 16; ++i) {
-    if (i < bytes) to[i] = units[i];
+template <class Unit, class Team>
+PK_HOST_DEVICE void copy_units(const Team& team, std::byte* to, const std::byte* from,
+                               size_t units) {
+  constexpr int kInFlight = 4;  // Loads that a thread issues before its first store.
+  const size_t stride = team.threads();
+  size_t i = team.thread();
+  for (; i + (kInFlight - 1) * stride < units; i += kInFlight * stride) {
+    Unit held[kInFlight];
+    PK_UNROLL
+    for (int k = 0; k < kInFlight; ++k) {
+      held[k] = load_unit<Unit>(from + (i + k * stride) * sizeof(Unit));
+    }
+    PK_UNROLL
+    for (int k = 0; k < kInFlight; ++k) store_unit(to + (i + k * stride) * sizeof(Unit), held[k]);
   }
-}
-PK_HOST_DEVICE inline Pack load_any(const std::byte* from, size_t bytes) {
-  return bytes == 16 ? load_pack(from, alignment_of(from)) : load_part(from, bytes);
-}
-PK_HOST_DEVICE inline void store_any(std::byte* to, const Pack& pack, size_t bytes) {
-  bytes == 16 ? store_pack(to, pack, alignment_of(to)) : store_part(to, pack, bytes);
+  for (; i < units; i += stride) {
+    store_unit(to + i * sizeof(Unit), load_unit<Unit>(from + i * sizeof(Unit)));
+  }
 }
 
 // By all threads of a block. Both may be the same, but not overlap otherwise.
@@ -104,34 +78,23 @@ template <class Team>
 PK_HOST_DEVICE void copy_block(const Team& team, std::byte* to, const std::byte* from,
                                size_t bytes) {
   if (to == from) return;
-  constexpr int kInFlight = 4;  // Loads that a thread issues before its first store.
-  const int from_alignment = alignment_of(from), to_alignment = alignment_of(to);
-  const size_t packs = bytes / 16, stride = team.threads();
-  for (size_t first = team.thread(); first < packs; first += kInFlight * stride) {
-    Pack held[kInFlight];
-    PK_UNROLL
-    for (int k = 0; k < kInFlight; ++k) {
-      const size_t i = first + k * stride;
-      if (i < packs) held[k] = load_pack(from + i * 16, from_alignment);
-    }
-    PK_UNROLL
-    for (int k = 0; k < kInFlight; ++k) {
-      const size_t i = first + k * stride;
-      if (i < packs) store_pack(to + i * 16, held[k], to_alignment);
-    }
+  size_t done = 0;
+  if (is_aligned(to, from, 16)) {
+    done = bytes / 16 * 16;
+    copy_units<Pack>(team, to, from, bytes / 16);
+  } else if (is_aligned(to, from, 4)) {
+    done = bytes / 4 * 4;
+    copy_units<uint32_t>(team, to, from, bytes / 4);
   }
-  for (size_t i = packs * 16 + team.thread(); i < bytes; i += stride) to[i] = from[i];
+  copy_units<uint8_t>(team, to + done, from + done, bytes - done);
 }
 
 // Sets all bits: a NaN, or -1, and nobody's sum.
 template <class Team>
 PK_HOST_DEVICE void spoil_block(const Team& team, std::byte* to, size_t bytes) {
-  const int alignment = alignment_of(to);
-  const size_t packs = bytes / 16;
+  const size_t packs = is_aligned(to, to, 16) ? bytes / 16 : 0;
   const Pack ones{{~0u, ~0u, ~0u, ~0u}};
-  for (size_t i = team.thread(); i < packs; i += team.threads()) {
-    store_pack(to + i * 16, ones, alignment);
-  }
+  for (size_t i = team.thread(); i < packs; i += team.threads()) store_unit(to + i * 16, ones);
   for (size_t i = packs * 16 + team.thread(); i < bytes; i += team.threads()) {
     to[i] = std::byte{0xff};
   }
@@ -221,21 +184,39 @@ struct ElementOf<DType::kInt32> : PlainElement<uint32_t, int32_t> {};
 template <>
 struct ElementOf<DType::kInt64> : PlainElement<uint64_t, int64_t> {};
 
+// Calls body(ElementOf<dtype>()), for a dtype that can be reduced.
+template <class Body>
+void with_element(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return body(ElementOf<DType::kFloat64>());
+    case DType::kFloat32:
+      return body(ElementOf<DType::kFloat32>());
+    case DType::kFloat16:
+      return body(ElementOf<DType::kFloat16>());
+    case DType::kBFloat16:
+      return body(ElementOf<DType::kBFloat16>());
+    case DType::kInt32:
+      return body(ElementOf<DType::kInt32>());
+    default:
+      return body(ElementOf<DType::kInt64>());
+  }
+}
+
 // ---- reductions --------------------------------------------------------------------------------
 
-// The elements of a pack, widened.
-template <class Type>
+// The elements of a unit, which is a Pack or one element, widened.
+template <class Type, class Unit>
 struct Wide {
   using Element = typename Type::Element;
   using Accumulator = typename Type::Accumulator;
-  static constexpr int kElements = 16 / sizeof(Element);
-  static constexpr int kPartialBytes = kElements * sizeof(Accumulator);
+  static constexpr int kElements = sizeof(Unit) / sizeof(Element);
 
   Accumulator values[kElements];
 
-  PK_HOST_DEVICE explicit Wide(const Pack& pack) {
+  PK_HOST_DEVICE explicit Wide(const Unit& unit) {
     Element elements[kElements];
-    memcpy(elements, &pack, 16);
+    memcpy(elements, &unit, sizeof(unit));
     PK_UNROLL
     for (int i = 0; i < kElements; ++i) values[i] = Type::widen(elements[i]);
   }
@@ -260,7 +241,7 @@ struct Wide {
   }
 
   // Of `terms` terms, rounded to the element type.
-  PK_HOST_DEVICE Pack finish(Reduction reduction, int terms) const {
+  PK_HOST_DEVICE Unit finish(Reduction reduction, int terms) const {
     Element elements[kElements];
     PK_UNROLL
     for (int i = 0; i < kElements; ++i) {
@@ -271,74 +252,75 @@ struct Wide {
       }
       elements[i] = Type::narrow(v);
     }
-    Pack pack;
-    memcpy(&pack, elements, 16);
-    return pack;
+    Unit unit;
+    memcpy(&unit, elements, sizeof(unit));
+    return unit;
   }
 
-  // Partial results are kept unrounded, in aligned memory.
+  // Partial results are kept unrounded, in aligned memory; those of element i at i * kPartialSize.
+  static constexpr size_t kPartialSize = sizeof(Accumulator);
+  using PartialUnit = std::conditional_t<sizeof(values) % 16 == 0, Pack, Accumulator>;
+  static constexpr int kPartialUnits = sizeof(values) / sizeof(PartialUnit);
+
   PK_HOST_DEVICE static Wide load_partial(const std::byte* from) {
-    Wide wide;
+    PartialUnit units[kPartialUnits];
     PK_UNROLL
-    for (int i = 0; i < kPartialBytes / 16; ++i) {
-      const Pack pack = load_pack(from + i * 16, 16);
-      memcpy(wide.values + i * (16 / sizeof(Accumulator)), &pack, 16);
+    for (int i = 0; i < kPartialUnits; ++i) {
+      units[i] = load_unit<PartialUnit>(from + i * sizeof(PartialUnit));
     }
+    Wide wide;
+    memcpy(wide.values, units, sizeof(wide.values));
     return wide;
   }
   PK_HOST_DEVICE void store_partial(std::byte* to) const {
+    PartialUnit units[kPartialUnits];
+    memcpy(units, values, sizeof(values));
     PK_UNROLL
-    for (int i = 0; i < kPartialBytes / 16; ++i) {
-      Pack pack;
-      memcpy(&pack, values + i * (16 / sizeof(Accumulator)), 16);
-      store_pack(to + i * 16, pack, 16);
-    }
+    for (int i = 0; i < kPartialUnits; ++i) store_unit(to + i * sizeof(PartialUnit), units[i]);
   }
 
  private:
   Wide() = default;
 };
 
-// Calls step(i, bytes) for packs i of `bytes` in all that are this thread's; `bytes` is 16 but for
-// the last.
-template <class Team, class Step>
-PK_HOST_DEVICE void for_each_pack(const Team& team, size_t bytes, Step step) {
-  const size_t packs = bytes / 16;
-  for (size_t i = team.thread(); i < packs; i += team.threads()) step(i, size_t{16});
-  if (bytes % 16 != 0 && packs % team.threads() == static_cast<size_t>(team.thread())) {
-    step(packs, bytes % 16);
+// Calls step(offset, unit) for the units of `bytes` that are this thread's: packs as far as there
+// are, if all addresses are aligned for them, then elements. The second argument only names the
+// type of unit.
+template <class Element, class Team, class Step>
+PK_HOST_DEVICE void for_each_unit(const Team& team, size_t bytes, bool aligned, Step step) {
+  const size_t packs = aligned ? bytes / 16 : 0;
+  for (size_t i = team.thread(); i < packs; i += team.threads()) step(i * 16, Pack{});
+  for (size_t i = packs * 16 / sizeof(Element) + team.thread(); i < bytes / sizeof(Element);
+       i += team.threads()) {
+    step(i * sizeof(Element), Element{});
   }
 }
 
 // Reduces `bytes` of sources[0], ..., sources[terms - 1] by all threads of a block, in this order,
-// and hands each pack to store(i, pack, bytes). A source may be where store() writes.
+// and hands each unit to store(offset, unit). A source may be where store() writes. `target`: of
+// what is written, the part that is not at the sources' addresses, for its alignment.
 template <class Type, class Team, class Store>
 PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sources, int terms,
-                                 size_t bytes, Reduction reduction, Store store) {
-  constexpr int kInFlight = 4;  // Loads that a thread issues before it waits for the first.
-  int alignment = 16;
-  for (int s = 0; s < terms; ++s) {
-    const int own = alignment_of(sources[s]);
-    if (own < alignment) alignment = own;
-  }
-  for_each_pack(team, bytes, [&](size_t i, size_t size) {
-    const auto load = [&](int s) {
-      const std::byte* from = sources[s] + i * 16;
-      return size == 16 ? load_pack(from, alignment) : load_part(from, size);
-    };
-    Wide<Type> total(load(0));
+                                 size_t bytes, Reduction reduction, const std::byte* target,
+                                 Store store) {
+  bool aligned = is_aligned(target, target, 16);
+  for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
+  for_each_unit<typename Type::Element>(team, bytes, aligned, [&](size_t offset, auto unit) {
+    using Unit = decltype(unit);
+    constexpr int kInFlight = 4;  // Loads that a thread issues before it waits for the first.
+    Wide<Type, Unit> total(load_unit<Unit>(sources[0] + offset));
     for (int s = 1; s < terms; s += kInFlight) {
-      Pack held[kInFlight];
+      Unit held[kInFlight];
       PK_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
-        if (s + k < terms) held[k] = load(s + k);
+        held[k] = s + k < terms ? load_unit<Unit>(sources[s + k] + offset) : Unit{};
       }
       PK_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
-        if (s + k < terms) total.combine(Wide<Type>(held[k]), reduction);
+        if (s + k < terms) total.combine(Wide<Type, Unit>(held[k]), reduction);
       }
     }
-    store(i, total.finish(reduction, terms), size);
+    store(offset, total.finish(reduction, terms));
   });
 }
 

@@ -194,49 +194,60 @@ class Meeting {
     if (!poll(reached, owner)) return false;
     // One that has failed since no longer keeps its data for us. If it has found different calls,
     // then not in this one, of which it has passed the first wait, or we find them ourselves.
-    const uint64_t status = team_.load_acquire(&failed(own_memory(), owner));
+    const uint64_t status = status_of(owner);
     return status == 0 || is_mismatch(status) || peer_failed(owner, status);
   }
 
   // Polls until reached(), which `owner` brings about.
   template <class Reached>
   PK_HOST_DEVICE bool poll(const Reached& reached, int owner) {
-    uint64_t start = 0, looked = 0;
+    Patience patience{};
     for (unsigned spins = 1;; ++spins) {
       if (reached()) return true;
       if (spins % kSpins != 0) continue;
       team_.pause();
-      if (team_.load_relaxed(&failed(own_memory(), rank())) != 0) return false;
-      for (int peer = 0; peer < ranks(); ++peer) {
-        const uint64_t status = team_.load_acquire(&failed(own_memory(), peer));
-        if (status == 0 || (peer != owner && is_mismatch(status))) continue;
-        // A rank fails after its last signal: what has been read before may be older than that.
-        return reached() || peer_failed(peer, status);
-      }
-      const uint64_t now = team_.now();
-      if (start == 0) start = looked = now;
-      if (now - looked > kHostInterval) {
-        looked = now;
-        if (const uint64_t stop = team_.load_acquire(&ranks_.host->stop)) {
-          report({DeviceFailureKind::kStopped,
-                  static_cast<int32_t>(stop),
-                  static_cast<uint32_t>(stop >> 32),
-                  launch_.descriptor.call,
-                  {}});
-          return false;
-        }
-      }
-      if (now - start > ranks_.timeout) {
-        const auto kind =
-            owner == rank() ? DeviceFailureKind::kNotReady : DeviceFailureKind::kMissing;
-        report({kind,
-                owner,
-                RankStatus::failed(Reason::kTimedOut, owner),
+      const int failed_rank = look_around(owner, patience);
+      if (failed_rank == kGoOn) continue;
+      if (failed_rank == kGiveUp) return false;
+      // A rank fails after its last signal: what has been read before may be older than that.
+      return reached() || peer_failed(failed_rank, status_of(failed_rank));
+    }
+  }
+
+  struct Patience {
+    uint64_t start, looked;
+  };
+  static constexpr int kGoOn = -1, kGiveUp = -2;
+
+  PK_HOST_DEVICE uint64_t status_of(int peer) const {
+    return team_.load_acquire(&failed(own_memory(), peer));
+  }
+
+  // Returns the rank of a peer that has failed, or one of the above. Reports what it finds else.
+  PK_HOST_DEVICE int look_around(int owner, Patience& patience) {
+    if (team_.load_relaxed(&failed(own_memory(), rank())) != 0) return kGiveUp;
+    for (int peer = 0; peer < ranks(); ++peer) {
+      const uint64_t status = status_of(peer);
+      if (status != 0 && (peer == owner || !is_mismatch(status))) return peer;
+    }
+    const uint64_t now = team_.now();
+    if (patience.start == 0) patience = {now, now};
+    if (now - patience.looked > kHostInterval) {
+      patience.looked = now;
+      if (const uint64_t stop = team_.load_acquire(&ranks_.host->stop)) {
+        report({DeviceFailureKind::kStopped,
+                static_cast<int32_t>(stop),
+                static_cast<uint32_t>(stop >> 32),
                 launch_.descriptor.call,
                 {}});
-        return false;
+        return kGiveUp;
       }
     }
+    if (now - patience.start <= ranks_.timeout) return kGoOn;
+    const auto kind = owner == rank() ? DeviceFailureKind::kNotReady : DeviceFailureKind::kMissing;
+    report(
+        {kind, owner, RankStatus::failed(Reason::kTimedOut, owner), launch_.descriptor.call, {}});
+    return kGiveUp;
   }
 
   PK_HOST_DEVICE static bool is_mismatch(uint64_t status) {
@@ -276,7 +287,7 @@ class Meeting {
   // different calls, block 0 tells, whose threads have all sent their signals by then.
   PK_HOST_DEVICE bool agree(bool good) {
     if (!team_.any(!good)) return true;
-    const uint64_t status = team_.load_acquire(&failed(own_memory(), rank()));
+    const uint64_t status = status_of(rank());
     if (status != 0 && (team_.block() == 0 || !is_mismatch(status))) {
       for (int peer = team_.thread(); peer < ranks(); peer += team_.threads()) {
         if (peer != rank()) team_.store_release(&failed(ranks_.memory[peer], rank()), status);

@@ -37,11 +37,10 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
       team.shared().source[rank] = data ? data + offset : meeting.input(rank, k) + me * stride;
     }
     team.sync();
+    std::byte* output = launch.output + chunk.begin * kSize;
     reduce_block<Type>(team, team.shared().source, terms, chunk.count * kSize,
-                       launch.descriptor.call.reduction,
-                       [&](size_t i, const Pack& pack, size_t bytes) {
-                         store_any(launch.output + chunk.begin * kSize + i * 16, pack, bytes);
-                       });
+                       launch.descriptor.call.reduction, output,
+                       [&](size_t at, auto unit) { store_unit(output + at, unit); });
   };
   const auto body = [&] {
     copy_in(0);

@@ -40,6 +40,8 @@ struct alignas(128) RankState {
   alignas(64) std::atomic<uint32_t> inside;
   // If it has failed: the number of the collective since which its data are invalid.
   std::atomic<uint64_t> failed_call;
+  // The process, if it has device memory of its peers mapped; else 0.
+  std::atomic<int32_t> device_mapper;
 
   // Ring: how many chunks this rank has put into its mailboxes, which the next rank reads.
   alignas(64) Signal reduce_sent;

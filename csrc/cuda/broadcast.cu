@@ -1,0 +1,29 @@
+#include "device_team.cuh"
+#include "pipekernels/broadcast.cuh"
+#include "pipekernels/broadcast.h"
+
+namespace pipekernels {
+namespace {
+
+__global__ void __launch_bounds__(kDeviceThreads, 1)
+    broadcast_kernel(const __grid_constant__ DeviceLaunch launch) {
+  __shared__ DeviceScratch scratch;
+  CudaTeam team(scratch);
+  broadcast_block(team, launch);
+}
+
+const void* const kKernel = reinterpret_cast<const void*>(broadcast_kernel);
+
+}  // namespace
+
+void add_broadcast_kernels(KernelList& kernels) { kernels.push_back(kKernel); }
+
+void broadcast_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype, int root,
+                    uint32_t shape, void* stream) {
+  check_root(root, communicator.world_size());
+  const Call call{Operation::kBroadcast, dtype, {}, {}, static_cast<uint32_t>(root), shape, count};
+  const uint64_t location = communicator.location_of(data, count * size_of(dtype));
+  communicator.launch(kKernel, plan_broadcast(communicator.ranks(), call, data, location), stream);
+}
+
+}  // namespace pipekernels

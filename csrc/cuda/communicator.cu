@@ -1,0 +1,567 @@
+#include <cuda_runtime.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+#include "pipekernels/all_gather.h"
+#include "pipekernels/communicator.h"
+#include "pipekernels/cuda_communicator.h"
+#include "pipekernels/process.h"
+
+namespace pipekernels {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint32_t kSetBytes = 128 << 10;
+constexpr uint32_t kSlotBytes = 16 << 10;
+constexpr uint32_t kLeastBytes = 16 << 10;  // Of a chunk: two packs for each thread.
+
+// How long a thread that watches sleeps, as kSlice in csrc/cpu/communicator.cpp.
+constexpr std::chrono::milliseconds kSlice{20};
+// A rank that leaves has sent its last signals to all, but may have seen those of a third rank
+// before this rank does: kernels go on waiting for so long.
+constexpr std::chrono::milliseconds kGrace{200};
+
+void check_cuda(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // Not to be found by somebody else.
+  throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(status));
+}
+
+// Makes a device the current one of this thread.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ == device) previous_ = -1;
+    if (previous_ >= 0) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+KernelList all_kernels() {
+  KernelList kernels;
+  add_all_reduce_kernels(kernels);
+  add_reduce_scatter_kernels(kernels);
+  add_all_gather_kernels(kernels);
+  add_broadcast_kernels(kernels);
+  return kernels;
+}
+
+// Loads them: later that could wait for a kernel that waits for this rank. Fails on a device older
+// than every architecture that has been built.
+void load_kernels() {
+  for (const void* kernel : all_kernels()) {
+    cudaFuncAttributes attributes;
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
+      cudaGetLastError();
+      throw std::runtime_error(
+          "this build of pipekernels has no code for its GPU; rebuild it with the GPU's "
+          "architecture in CUDAARCHS");
+    }
+    check_cuda(status, "loading a kernel");
+  }
+}
+
+}  // namespace
+
+// ---- memory
+// ----------------------------------------------------------------------------------------
+
+class DeviceMemory {
+ public:
+  // `owners`: the ranks that may have it mapped, if they are processes; else null.
+  DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> owners, int rank)
+      : device_(device), process_(process_generation()), owners_(std::move(owners)), rank_(rank) {
+    bury_or_free_old();
+    const DeviceGuard guard(device);
+    void* base = nullptr;
+    const cudaError_t status = cudaMalloc(&base, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw std::runtime_error("no room for " + std::to_string(bytes >> 20) +
+                               " MiB of device memory, most of which is for symmetric tensors; set "
+                               "PIPEKERNELS_SYMMETRIC_BYTES to less, or free memory first");
+    }
+    check_cuda(status, "cudaMalloc");
+    base_ = static_cast<std::byte*>(base);
+  }
+  ~DeviceMemory() {
+    if (process_ != process_generation()) return;  // A forked child has no CUDA.
+    if (is_mapped()) {
+      const std::lock_guard<std::mutex> lock(graves_mutex());
+      graves().push_back({device_, base_, owners_, rank_});
+    } else {
+      free_memory(device_, base_);
+    }
+  }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  std::byte* base() const { return base_; }
+  bool is_mapped() const { return owners_ && mapped_by_peers(*owners_, rank_); }
+
+ private:
+  // Memory that peers may still have mapped must not be freed yet. It is when this process makes
+  // the next communicator, or ends.
+  struct Grave {
+    int device;
+    std::byte* base;
+    std::shared_ptr<Segment> owners;
+    int rank;
+  };
+  static std::mutex& graves_mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::vector<Grave>& graves() {
+    static auto* graves = new std::vector<Grave>;  // Not destroyed: CUDA may have ended before.
+    return *graves;
+  }
+  static void bury_or_free_old() {
+    const std::lock_guard<std::mutex> lock(graves_mutex());
+    auto& all = graves();
+    const auto free = [](const Grave& grave) {
+      if (mapped_by_peers(*grave.owners, grave.rank)) return false;
+      free_memory(grave.device, grave.base);
+      return true;
+    };
+    all.erase(std::remove_if(all.begin(), all.end(), free), all.end());
+  }
+  static bool mapped_by_peers(const Segment& segment, int rank) {
+    for (int peer = 0; peer < segment.world_size(); ++peer) {
+      const pid_t process = segment.state(peer).device_mapper.load(std::memory_order_acquire);
+      if (peer != rank && process != 0 && kill(process, 0) == 0) return true;
+    }
+    return false;
+  }
+  static void free_memory(int device, std::byte* base) {
+    int previous = 0;
+    if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return;
+    cudaFree(base);
+    cudaSetDevice(previous);
+    cudaGetLastError();
+  }
+
+  const int device_;
+  const unsigned process_;
+  const std::shared_ptr<Segment> owners_;
+  const int rank_;
+  std::byte* base_ = nullptr;
+};
+
+CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity)
+    : memory_(std::move(memory)),
+      base_(memory_->base() + begin),
+      begin_(begin),
+      process_(process_generation()),
+      parts_(capacity) {}
+
+std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto offset = parts_.allocate(bytes);
+  if (!offset) return nullptr;
+  for (void* other : streams_) {
+    if (other == stream) continue;
+    cudaEvent_t event;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    const cudaError_t recorded = cudaEventRecord(event, stream_of(other));
+    const cudaError_t waited =
+        recorded == cudaSuccess ? cudaStreamWaitEvent(stream_of(stream), event, 0) : recorded;
+    cudaEventDestroy(event);  // Once it has been waited for.
+    if (waited != cudaSuccess) parts_.release(*offset);
+    check_cuda(waited, "ordering two streams");
+  }
+  streams_.assign(streams_.empty() ? 0 : 1, stream);
+  return base_ + *offset;
+}
+
+void CudaHeap::release(std::byte* block, void* stream) {
+  if (process_ != process_generation()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  parts_.release(block - base_);
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+    streams_.push_back(stream);
+  }
+}
+
+uint64_t CudaHeap::location_of(const void* data, size_t bytes) const {
+  const auto* begin = static_cast<const std::byte*>(data);
+  const size_t all = parts_.capacity();
+  if (begin < base_ || begin > base_ + all || bytes > size_t(base_ + all - begin)) return 0;
+  return begin_ + (begin - base_);
+}
+
+size_t CudaHeap::used() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return parts_.used();
+}
+
+// ---- set-up
+// ----------------------------------------------------------------------------------------
+
+// What a rank tells the others while they set up.
+struct CudaCommunicator::Card {
+  char problem[200];  // Empty if there is none.
+  cudaUUID_t device;
+  int32_t multiprocessors;
+  cudaIpcMemHandle_t handle;              // If the ranks are processes.
+  std::shared_ptr<DeviceMemory>* memory;  // If they are threads; to be copied before the next card.
+};
+
+struct CudaCommunicator::Events {
+  cudaEvent_t last = nullptr;  // The end of the last collective that was not captured.
+  void* stream = nullptr;      // In which it was.
+  bool recorded = false;
+  ~Events() {
+    if (last) cudaEventDestroy(last);
+  }
+};
+
+CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes)
+    : core_(core), device_(device), process_(process_generation()), segment_(core.segment()) {
+  try {
+    wake_ = eventfd(0, EFD_CLOEXEC);
+    if (wake_ < 0) throw std::runtime_error("eventfd failed");
+    set_up(symmetric_bytes);
+  } catch (...) {
+    tear_down();
+    throw;
+  }
+  watcher_ = std::make_unique<std::thread>([this] { watch(); });
+}
+
+void CudaCommunicator::set_up(size_t symmetric_bytes) {
+  if (core_.world_size() > kMaxDeviceRanks) {
+    throw std::runtime_error("CUDA collectives take at most " + std::to_string(kMaxDeviceRanks) +
+                             " ranks of one host, got " + std::to_string(core_.world_size()));
+  }
+  ranks_.rank = core_.rank();
+  ranks_.timeout = static_cast<uint64_t>(core_.timeout().count() * 1e9);
+  agree_on_layout();
+  share_memory(symmetric_bytes);
+}
+
+// Gives all ranks the cards of all. Throws on all of them if one has a problem.
+void CudaCommunicator::exchange(Card& mine, std::vector<Card>& all) {
+  all.resize(core_.world_size());
+  all_gather(core_, &mine, all.data(), sizeof(Card), DType::kUInt8);
+  std::string problems;
+  for (int rank = 0; rank < core_.world_size(); ++rank) {
+    if (all[rank].problem[0] == '\0') continue;
+    problems += (problems.empty() ? "" : "; ") + rank_name(rank) + ": " + all[rank].problem;
+  }
+  if (!problems.empty()) throw std::runtime_error("the ranks cannot use CUDA: " + problems);
+}
+
+namespace {
+
+template <class Work>
+void attempt(char (&problem)[200], Work work) {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    std::snprintf(problem, sizeof(problem), "%s", error.what());
+  }
+}
+
+}  // namespace
+
+void CudaCommunicator::agree_on_layout() {
+  Card mine{};
+  attempt(mine.problem, [&] {
+    const DeviceGuard guard(device_);
+    load_kernels();
+    void* flags = nullptr;
+    check_cuda(
+        cudaHostAlloc(&flags, sizeof(HostFlags), cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
+    flags_ = new (flags) HostFlags{};
+    void* seen_by_device = nullptr;
+    check_cuda(cudaHostGetDevicePointer(&seen_by_device, flags, 0), "cudaHostGetDevicePointer");
+    ranks_.host = static_cast<HostFlags*>(seen_by_device);
+    events_ = std::make_unique<Events>();
+    check_cuda(cudaEventCreateWithFlags(&events_->last, cudaEventDisableTiming), "cudaEventCreate");
+    cudaDeviceProp properties;
+    check_cuda(cudaGetDeviceProperties(&properties, device_), "cudaGetDeviceProperties");
+    mine.device = properties.uuid;
+    mine.multiprocessors = properties.multiProcessorCount;
+  });
+  std::vector<Card> all;
+  exchange(mine, all);
+  // All blocks of all ranks on one device must run at once: one block on each multiprocessor.
+  int blocks = kMaxDeviceBlocks;
+  for (const Card& card : all) {
+    const auto sharers = std::count_if(all.begin(), all.end(), [&](const Card& other) {
+      return std::memcmp(&other.device, &card.device, sizeof(card.device)) == 0;
+    });
+    blocks = std::min(blocks, card.multiprocessors / static_cast<int>(sharers));
+  }
+  if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
+  ranks_.layout = {core_.world_size(), blocks, kSetBytes, kSlotBytes, kLeastBytes};
+}
+
+void CudaCommunicator::share_memory(size_t symmetric_bytes) {
+  const size_t begin = (ranks_.layout.heap() + 511) / 512 * 512;
+  Card mine{};
+  attempt(mine.problem, [&] {
+    const DeviceGuard guard(device_);
+    memory_ = std::make_shared<DeviceMemory>(device_, begin + symmetric_bytes,
+                                             core_.is_threads() ? nullptr : segment_, core_.rank());
+    heap_ = std::make_shared<CudaHeap>(memory_, begin, symmetric_bytes);
+    check_cuda(cudaMemset(memory_->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    mine.memory = &memory_;
+    if (!core_.is_threads()) {
+      check_cuda(cudaIpcGetMemHandle(&mine.handle, memory_->base()), "cudaIpcGetMemHandle");
+    }
+  });
+  std::vector<Card> all;
+  exchange(mine, all);
+
+  Card outcome{};
+  attempt(outcome.problem, [&] {
+    const DeviceGuard guard(device_);
+    segment_->state(core_.rank()).device_mapper.store(getpid(), std::memory_order_release);
+    for (int peer = 0; peer < core_.world_size(); ++peer) {
+      if (peer == core_.rank()) {
+        ranks_.memory[peer] = memory_->base();
+      } else if (core_.is_threads()) {
+        peers_.push_back(*all[peer].memory);
+        ranks_.memory[peer] = peers_.back()->base();
+        cudaPointerAttributes attributes;
+        check_cuda(cudaPointerGetAttributes(&attributes, ranks_.memory[peer]),
+                   "cudaPointerGetAttributes");
+        if (attributes.device == device_) continue;
+        const cudaError_t status = cudaDeviceEnablePeerAccess(attributes.device, 0);
+        if (status == cudaErrorPeerAccessAlreadyEnabled) {
+          cudaGetLastError();
+        } else if (status != cudaSuccess) {
+          cudaGetLastError();
+          throw std::runtime_error("GPU " + std::to_string(device_) + " cannot access GPU " +
+                                   std::to_string(attributes.device) + " directly (" +
+                                   cudaGetErrorString(status) + ")");
+        }
+      } else {
+        void* base = nullptr;
+        const cudaError_t status =
+            cudaIpcOpenMemHandle(&base, all[peer].handle, cudaIpcMemLazyEnablePeerAccess);
+        if (status != cudaSuccess) {
+          cudaGetLastError();
+          throw std::runtime_error("the GPU memory of rank " + std::to_string(peer) +
+                                   " cannot be mapped (" + cudaGetErrorString(status) +
+                                   "); CUDA IPC needs peer access between the GPUs, and one IPC "
+                                   "namespace for all ranks");
+        }
+        mapped_.push_back(base);
+        ranks_.memory[peer] = static_cast<std::byte*>(base);
+      }
+    }
+  });
+  exchange(outcome, all);
+}
+
+// ---- calls
+// -----------------------------------------------------------------------------------------
+
+std::unique_ptr<CudaBuffer> CudaCommunicator::allocate(size_t bytes, void* stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check();
+  const DeviceGuard guard(device_);
+  std::byte* data = heap_->allocate(bytes, stream);
+  if (data == nullptr) return nullptr;
+  return std::make_unique<CudaBuffer>(heap_, data, bytes, stream);
+}
+
+uint64_t CudaCommunicator::location_of(const void* data, size_t bytes) const {
+  return heap_ ? heap_->location_of(data, bytes) : 0;
+}
+
+void CudaCommunicator::check() {
+  core_.check();  // Closed, failed before, or forked.
+  if (closed_) throw std::runtime_error("this communicator has been closed; make a new one");
+  if (!failed_ && __atomic_load_n(&flags_->reported, __ATOMIC_ACQUIRE) != 0) throw_failure();
+}
+
+void CudaCommunicator::throw_failure() {
+  failed_ = true;
+  const DeviceFailure& failure = flags_->failure;
+  const std::string text = describe(failure.mine);
+  const std::string limit = " within " + format_seconds(core_.timeout());
+  try {
+    switch (failure.kind) {
+      case DeviceFailureKind::kMissing:
+        throw TimeoutError(failure.rank, rank_name(failure.rank) + " of " +
+                                             std::to_string(world_size()) + " did not arrive at " +
+                                             text + " on its device" + limit);
+      case DeviceFailureKind::kNotReady:
+        throw TimeoutError(rank(), "the data of " + text + " were not ready" + limit);
+      case DeviceFailureKind::kMismatch: {
+        const bool first = rank() < failure.rank;
+        const Call calls[] = {first ? failure.mine : failure.theirs,
+                              first ? failure.theirs : failure.mine};
+        const int ranks[] = {std::min(rank(), failure.rank), std::max(rank(), failure.rank)};
+        throw MismatchError(describe_mismatch(calls, ranks, 2));
+      }
+      default:
+        throw_gone(failure.rank, failure.status);
+    }
+  } catch (const PeerError& error) {
+    core_.fail_elsewhere(error.reason, error.rank, error.what());
+    throw;
+  } catch (const TimeoutError& error) {
+    core_.fail_elsewhere(Reason::kTimedOut, error.rank, error.what());
+    throw;
+  } catch (const MismatchError& error) {
+    core_.fail_elsewhere(Reason::kMismatched, failure.rank, error.what());
+    throw;
+  }
+}
+
+void CudaCommunicator::synchronize() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check();
+  const DeviceGuard guard(device_);
+  if (events_->recorded) check_cuda(cudaEventSynchronize(events_->last), "a collective");
+  check();
+}
+
+void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch, void* stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check();
+  if (core_.is_threads()) meet(launch, stream);
+  const DeviceGuard guard(device_);
+  // A captured launch is ordered by its graph alone.
+  const bool captured = is_capturing(stream);
+  if (!captured && events_->recorded && events_->stream != stream) {
+    check_cuda(cudaStreamWaitEvent(stream_of(stream), events_->last, 0), "cudaStreamWaitEvent");
+  }
+  void* arguments[] = {const_cast<DeviceLaunch*>(&launch)};
+  check_cuda(cudaLaunchKernel(kernel, dim3(launch.blocks), dim3(kDeviceThreads), arguments, 0,
+                              stream_of(stream)),
+             "launching a collective");
+  if (captured) return;
+  check_cuda(cudaEventRecord(events_->last, stream_of(stream)), "cudaEventRecord");
+  events_->stream = stream;
+  events_->recorded = true;
+}
+
+// The ranks of a process before a launch. In place of where its data are, each tells its stream:
+// two in one stream of one device would run one after the other, and wait for ever.
+void CudaCommunicator::meet(const DeviceLaunch& launch, void* stream) {
+  // The default streams have the same small handles on every device.
+  auto key = reinterpret_cast<uintptr_t>(stream);
+  if (key <= 2) key = uintptr_t(device_ + 1) << 8;
+  run_collective(core_, launch.descriptor.call, reinterpret_cast<void*>(key), 0,
+                 [&](Collective& collective) {
+                   collective.signal();
+                   collective.wait();
+                   for (int a = 0; a < world_size(); ++a) {
+                     for (int b = 0; b < a; ++b) {
+                       if (collective.data_of(a) != collective.data_of(b)) continue;
+                       throw MismatchError(
+                           "ranks " + std::to_string(b) + " and " + std::to_string(a) +
+                           " are threads that use the same CUDA stream, in which their kernels "
+                           "would wait for each other for ever; let each rank work in a stream of "
+                           "its own: with torch.cuda.stream(torch.cuda.Stream())");
+                     }
+                   }
+                 });
+}
+
+// ---- watching
+// --------------------------------------------------------------------------------------
+
+void CudaCommunicator::stop(int rank, uint32_t status) {
+  __atomic_store_n(&flags_->stop, HostFlags::stop_for(rank, status), __ATOMIC_RELEASE);
+}
+
+// Until a peer has gone, or this rank closes.
+void CudaCommunicator::watch() {
+  std::vector<pollfd> polls{{wake_, POLLIN, 0}};
+  for (const int fd : core_.pidfds()) polls.push_back({fd, POLLIN, 0});  // -1 is ignored.
+  int who = -1;
+  uint32_t status = RankStatus::kOpen;
+  while (status == RankStatus::kOpen) {
+    poll(polls.data(), polls.size(), static_cast<int>(kSlice.count()));
+    if (polls[0].revents != 0) return;
+    for (int peer = 0; peer < world_size() && status == RankStatus::kOpen; ++peer) {
+      if (peer == rank()) continue;
+      who = peer;
+      status = segment_->state(peer).status.load(std::memory_order_acquire);
+      const bool died = !core_.is_threads() && polls[peer + 1].revents != 0;
+      if (status == RankStatus::kOpen && died) status = RankStatus::failed(Reason::kDied, peer);
+    }
+  }
+  if (poll(polls.data(), 1, static_cast<int>(kGrace.count())) == 0) stop(who, status);
+}
+
+// ---- the end
+// ---------------------------------------------------------------------------------------
+
+CudaCommunicator::~CudaCommunicator() { close(false); }
+
+void CudaCommunicator::close(bool abort) {
+  if (process_ != process_generation()) {  // Neither thread nor CUDA are ours.
+    watcher_.release();
+    events_.release();
+    return;
+  }
+  if (abort) stop(rank(), RankStatus::failed(Reason::kAborted, rank()));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  if (events_->recorded) {
+    const DeviceGuard guard(device_);
+    cudaEventSynchronize(events_->last);  // Soon, as every wait is bounded.
+    cudaGetLastError();
+  }
+  eventfd_write(wake_, 1);
+  watcher_->join();
+  tear_down();
+}
+
+void CudaCommunicator::tear_down() {
+  if (cudaSetDevice(device_) != cudaSuccess) cudaGetLastError();
+  for (void* base : mapped_) cudaIpcCloseMemHandle(base);
+  mapped_.clear();
+  peers_.clear();
+  segment_->state(core_.rank()).device_mapper.store(0, std::memory_order_release);
+  // The peers mostly close at the same time; what they still have mapped is freed later.
+  const auto patience = Clock::now() + kGrace;
+  while (memory_ && memory_->is_mapped() && Clock::now() < patience) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  heap_.reset();
+  memory_.reset();
+  events_.reset();
+  if (wake_ >= 0) ::close(wake_);
+  if (flags_) cudaFreeHost(flags_);
+  flags_ = nullptr;
+  cudaGetLastError();
+}
+
+}  // namespace pipekernels

@@ -1,0 +1,45 @@
+#include "device_team.cuh"
+#include "pipekernels/reduce.h"
+#include "pipekernels/reduce_scatter.cuh"
+#include "pipekernels/reduce_scatter.h"
+
+namespace pipekernels {
+namespace {
+
+template <class Type>
+__global__ void __launch_bounds__(kDeviceThreads, 1)
+    reduce_scatter_kernel(const __grid_constant__ DeviceLaunch launch) {
+  __shared__ DeviceScratch scratch;
+  CudaTeam team(scratch);
+  reduce_scatter_block<Type>(team, launch);
+}
+
+const void* kernel_for(DType dtype) {
+  const void* kernel = nullptr;
+  with_element(dtype, [&](auto element) {
+    kernel = reinterpret_cast<const void*>(reduce_scatter_kernel<decltype(element)>);
+  });
+  return kernel;
+}
+
+}  // namespace
+
+void add_reduce_scatter_kernels(KernelList& kernels) {
+  for (int dtype = 0; dtype < kReducibleDTypes; ++dtype) {
+    kernels.push_back(kernel_for(static_cast<DType>(dtype)));
+  }
+}
+
+void reduce_scatter_cuda(CudaCommunicator& communicator, const void* input, void* output,
+                         size_t count, DType dtype, Reduction reduction, uint32_t shape,
+                         void* stream) {
+  check_reducible(dtype, reduction);
+  const size_t whole = count * communicator.world_size();
+  const Call call{Operation::kReduceScatter, dtype, reduction, {}, 0, shape, whole};
+  const uint64_t location = communicator.location_of(input, whole * size_of(dtype));
+  communicator.launch(kernel_for(dtype),
+                      plan_reduce_scatter(communicator.ranks(), call, input, output, location),
+                      stream);
+}
+
+}  // namespace pipekernels

@@ -1,0 +1,227 @@
+"""The collectives of one rank, on tensors of the CPU or its CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.tensors import (
+    check_gates,
+    check_root,
+    digest_of,
+    elements_of,
+    mark_changed,
+    output_for,
+    raise_for,
+    to_dense,
+)
+
+
+class Collectives:
+    """What :class:`Communicator` can do with tensors; errors that all have in common stand there."""
+
+    _core: Any  # A `_C.Communicator`, or what has its methods.
+    _rank: int
+    _world_size: int
+
+    def _on(self, device: torch.device) -> Any:
+        """What has the methods of ``_C.Communicator`` for tensors on ``device``."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
+        """Reduce ``tensor`` elementwise over all ranks, in place.
+
+        Args:
+            tensor: any shape, float64, float32, float16, bfloat16, int32 or int64; the same shape
+                and dtype on all ranks.
+            op: ``'sum'``, ``'avg'`` (of floating-point types), ``'max'`` or ``'min'`` (NaN where a
+                rank has NaN). Sums of integers wrap around.
+            algorithm: ``'one_shot'``: every rank reads all tensors (small ones). ``'two_shot'``:
+                every rank reduces its slice and collects those of its peers (large ones).
+                ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one of the
+                first two by size, at the limit that ``pipekernels tune`` has measured on the
+                machine, or a built-in one. The result does not depend on it.
+                Over several hosts all are the same.
+
+        Returns:
+            ``tensor``.
+
+        Raises:
+            TypeError: a dtype that cannot be reduced.
+            ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
+        """
+        try:
+            dtype = REDUCIBLE[tensor.dtype]
+            reduction, way = REDUCTIONS[op], ALGORITHMS[algorithm]
+        except KeyError:
+            raise_for(tensor, op, algorithm)
+        dense = tensor
+        if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
+            dense = to_dense(tensor)
+        core = self._core if tensor.is_cpu else self._on(tensor.device)
+        core.all_reduce(dense.data_ptr(), dense.numel(), dtype, reduction, way, digest_of(tensor))
+        if dense is not tensor:
+            with torch.no_grad():
+                tensor.copy_(dense)
+        else:
+            mark_changed(tensor)
+        return tensor
+
+    def all_reduce_when_ready(
+        self,
+        tensor: Tensor,
+        ready: Tensor,
+        target: int,
+        block_rows: int,
+        *,
+        op: str = "sum",
+        blocks: int = 8,
+    ) -> Tensor:
+        """:meth:`all_reduce` of a CUDA tensor that another kernel is still writing, in place.
+
+        Rows ``i * block_rows .. (i + 1) * block_rows - 1`` (fewer in the last block) count as
+        complete when ``ready[i] >= target``. The tensor is reduced in chunks of consecutive rows,
+        each as soon as it is complete on all ranks; the order of chunks is that of the rows, so the
+        writer should finish rows in that order too. The result has the bits of :meth:`all_reduce`.
+
+        The writer runs in another stream, and is launched before this call. It stores a block of
+        rows, and only then raises its counter, with release semantics at the scope of the GPU (in
+        Triton: ``tl.debug_barrier()``, then ``tl.atomic_add(ready + i, 1, sem="release")``). It
+        does not touch the rows again. Nothing resets ``ready``: zero it, or raise ``target``, for
+        the next call. This call returns at once, and work that follows in the current stream comes
+        after the whole reduction, hence after the writer.
+
+        Args:
+            tensor: ``[rows, ...]``, contiguous, a dtype as for :meth:`all_reduce`, on CUDA; the same
+                shape and dtype on all ranks. A symmetric one is read and written in place.
+            ready: ``[ceil(rows / block_rows)]``, int32, contiguous, on the device of ``tensor``.
+            target: what a counter reaches; may differ between ranks, as may ``block_rows``.
+            block_rows: how many rows one counter stands for.
+            op: as for :meth:`all_reduce`.
+            blocks: how many thread blocks wait and reduce, at most; each keeps up to one
+                multiprocessor from the writer. The same on all ranks.
+
+        Returns:
+            ``tensor``.
+
+        Raises:
+            TypeError: a dtype that cannot be reduced, or a ``ready`` that is not int32.
+            ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not fit
+                it, ``block_rows`` or ``blocks`` less than 1, or as :meth:`all_reduce`.
+        """
+        if tensor.dtype not in REDUCIBLE or op not in REDUCTIONS:
+            raise_for(tensor, op, "auto")
+        gates = check_gates(tensor, ready, block_rows, blocks)
+        self._on(tensor.device).all_reduce_when_ready(
+            tensor.data_ptr(),
+            tensor.numel(),
+            REDUCIBLE[tensor.dtype],
+            REDUCTIONS[op],
+            ready.data_ptr(),
+            target,
+            gates,
+            blocks,
+            digest_of(tensor),
+        )
+        mark_changed(tensor)
+        return tensor
+
+    def reduce_scatter(
+        self, input: Tensor, op: str = "sum", *, out: Tensor | None = None
+    ) -> Tensor:
+        """Reduce ``input`` elementwise over all ranks, and return this rank's slice.
+
+        Args:
+            input: ``[world_size * k, ...]``, a dtype as for :meth:`all_reduce`; the same shape and
+                dtype on all ranks.
+            op: as for :meth:`all_reduce`.
+            out: where the result is to be; a new tensor if ``None``. Contiguous, apart from
+                ``input``.
+
+        Returns:
+            ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduction.
+
+        Raises:
+            TypeError: a dtype that cannot be reduced.
+            ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``,
+                ``'avg'`` of integers, or an ``out`` that does not suit the result.
+        """
+        if input.dtype not in REDUCIBLE or op not in REDUCTIONS:
+            raise_for(input, op, "auto")
+        if input.dim() == 0 or input.shape[0] % self._world_size != 0:
+            raise ValueError(
+                f"reduce_scatter splits dimension 0 into {self._world_size} equal slices, but the "
+                f"input has shape {tuple(input.shape)}; pad it to a multiple of {self._world_size}"
+            )
+        dense = to_dense(input)
+        rows = input.shape[0] // self._world_size
+        output = output_for(dense, (rows, *input.shape[1:]), out)
+        self._on(input.device).reduce_scatter(
+            dense.data_ptr(),
+            output.data_ptr(),
+            output.numel(),
+            REDUCIBLE[input.dtype],
+            REDUCTIONS[op],
+            digest_of(input),
+        )
+        if out is not None:
+            mark_changed(out)
+        return output
+
+    def all_gather(self, input: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The inputs of all ranks, concatenated along the first dimension in rank order.
+
+        Args:
+            input: ``[k, ...]``, any dtype; the same shape and dtype on all ranks.
+            out: where the result is to be; a new tensor if ``None``. Contiguous; ``input`` may be
+                this rank's rows of it, but not overlap it otherwise.
+
+        Returns:
+            ``[world_size * k, ...]``.
+
+        Raises:
+            ValueError: ``input`` has no dimension, or ``out`` does not suit the result.
+        """
+        if input.dim() == 0:
+            raise ValueError(
+                "all_gather joins tensors along dimension 0, but the input has none; "
+                "pass input[None]"
+            )
+        dense = to_dense(input)
+        rows = self._world_size * input.shape[0]
+        in_place = self._rank * dense.numel() * dense.itemsize
+        output = output_for(dense, (rows, *input.shape[1:]), out, in_place)
+        self._on(input.device).all_gather(
+            dense.data_ptr(), output.data_ptr(), *elements_of(dense), digest_of(input)
+        )
+        if out is not None:
+            mark_changed(out)
+        return output
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Copy ``tensor`` of rank ``src`` to ``tensor`` of all ranks, in place.
+
+        Args:
+            tensor: any shape and dtype, the same on all ranks.
+            src: the rank that sends.
+
+        Returns:
+            ``tensor``.
+
+        Raises:
+            ValueError: ``src`` is no rank.
+        """
+        dense = to_dense(tensor)
+        check_root(src, self._world_size)
+        self._on(tensor.device).broadcast(
+            dense.data_ptr(), *elements_of(dense), src, digest_of(tensor)
+        )
+        if dense is not tensor:
+            with torch.no_grad():
+                tensor.copy_(dense)
+        else:
+            mark_changed(tensor)
+        return tensor

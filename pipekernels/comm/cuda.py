@@ -1,0 +1,133 @@
+"""The CUDA side of one rank: what a communicator does with tensors on its device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipekernels import _backend
+
+_VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
+_DEFAULT = 1 << 30
+
+
+def symmetric_bytes() -> int:
+    """How much device memory a rank sets aside for symmetric tensors.
+
+    Raises:
+        ValueError: the environment variable ``PIPEKERNELS_SYMMETRIC_BYTES`` is no such number.
+    """
+    text = os.environ.get(_VARIABLE, str(_DEFAULT))
+    if not text.isdecimal() or not 0 < int(text) < 1 << 48:
+        raise ValueError(f"{_VARIABLE} must be a positive number of bytes, got {text!r}")
+    return int(text)
+
+
+class Device:
+    """Has the methods of ``_C.Communicator``; they run in the current stream, and return at once.
+
+    Making one is a collective over ``core``.
+
+    Args:
+        core: a ``_C.Communicator``; to be closed after this.
+        device: a CUDA device.
+
+    Raises:
+        RuntimeError: this build, torch, or one of the ranks' devices cannot do it, a graph is being
+            captured, or the communicator spans several hosts.
+    """
+
+    def __init__(self, core: Any, device: torch.device) -> None:
+        _backend.require_cuda(device)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the first CUDA collective of a communicator sets its device up, which a graph "
+                "cannot hold; call one before the capture"
+            )
+        module = _backend.load()
+        if not isinstance(core, module.Communicator):
+            raise RuntimeError(  # noqa: TRY004
+                "a communicator over several hosts works on CPU tensors; use one that "
+                "Communicator.split() makes for the ranks of each host"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._own = module.CudaCommunicator(core, index, symmetric_bytes())
+
+    def check_is(self, device: torch.device) -> None:
+        """Raise ValueError if ``device`` is another one."""
+        if device.type != "cuda" or device.index not in (None, self._device.index):
+            raise ValueError(
+                f"this rank of the communicator is on {self._device}, but the tensor on {device}; "
+                f"move it with .to({str(self._device)!r}), or make another communicator"
+            )
+
+    def all_reduce(self, *arguments: int) -> None:
+        self._own.all_reduce(*arguments, self._stream())
+
+    def all_reduce_when_ready(self, *arguments: int) -> None:
+        self._own.all_reduce_when_ready(*arguments, self._stream())
+
+    def reduce_scatter(self, *arguments: int) -> None:
+        self._own.reduce_scatter(*arguments, self._stream())
+
+    def all_gather(self, *arguments: int) -> None:
+        self._own.all_gather(*arguments, self._stream())
+
+    def broadcast(self, *arguments: int) -> None:
+        self._own.broadcast(*arguments, self._stream())
+
+    def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A symmetric tensor.
+
+        Raises:
+            RuntimeError: there is no room, or a graph is being captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "symmetric memory cannot be allocated while a graph is captured, which would go on "
+                "using it; allocate it before, and keep it"
+            )
+        tensor = self._allocate(sizes, dtype)
+        if tensor is None:
+            raise RuntimeError(
+                f"no room for {sizes.numel() * dtype.itemsize} bytes of symmetric memory on "
+                f"{self._device}; drop symmetric tensors that are no longer needed, or set "
+                f"{_VARIABLE} to more than {symmetric_bytes()}"
+            )
+        return tensor
+
+    def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A symmetric tensor where there is room and no capture, else an ordinary one."""
+        tensor = None
+        if not torch.cuda.is_current_stream_capturing():
+            tensor = self._allocate(sizes, dtype)
+        return torch.empty(sizes, dtype=dtype, device=self._device) if tensor is None else tensor
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far."""
+        self._own.check()
+
+    def synchronize(self) -> None:
+        """Wait for this rank's collectives, then check()."""
+        self._own.synchronize()
+
+    def close(self, *, abort: bool) -> None:
+        """Wait for this rank's collectives, or end them, and give the memory back."""
+        self._own.close(abort)
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        if sizes.numel() == 0:
+            return torch.empty(sizes, dtype=dtype, device=self._device)
+        buffer = self._own.allocate(sizes.numel() * dtype.itemsize, self._stream())
+        if buffer is None:
+            return None
+        # No view, as in Communicator.empty(). The storage keeps the buffer.
+        storage = torch.as_tensor(buffer, device=self._device).untyped_storage()
+        return torch.empty(0, dtype=dtype, device=self._device).set_(storage).resize_(sizes)

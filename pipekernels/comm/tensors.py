@@ -1,0 +1,108 @@
+"""What collectives ask of tensors."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCIBLE, REDUCTIONS
+
+
+def raise_for(tensor: Tensor, op: str, algorithm: str) -> NoReturn:
+    """Say which of the arguments has no code."""
+    if op not in REDUCTIONS:
+        raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    names = ", ".join(str(dtype) for dtype in REDUCIBLE)
+    raise TypeError(f"cannot reduce {tensor.dtype}; convert the tensor to one of {names}")
+
+
+def to_dense(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or a copy of it in which elements lie as they are counted."""
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise ValueError(
+            f"a communicator works on CPU and CUDA tensors, got one on {tensor.device}; "
+            "pass tensor.cpu()"
+        )
+    if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
+        return tensor
+    return tensor.detach().resolve_neg().resolve_conj().contiguous()
+
+
+def output_for(
+    dense: Tensor, shape: tuple[int, ...], out: Tensor | None, in_place: int | None = None
+) -> Tensor:
+    """``out`` if it is a place for a result of ``shape``; a new tensor for ``None``.
+
+    ``dense``: the input. ``in_place``: at which byte of ``out`` the input may lie.
+    """
+    if out is None:
+        return torch.empty(shape, dtype=dense.dtype, device=dense.device)
+    is_plain = out.is_contiguous() and not (out.is_neg() or out.is_conj())
+    fits = out.shape == shape and out.dtype == dense.dtype and out.device == dense.device
+    if not (is_plain and fits):
+        raise ValueError(
+            f"out must be a contiguous tensor of shape {shape} and {dense.dtype} on {dense.device}, "
+            f"got one of shape {tuple(out.shape)}, strides {out.stride()} and {out.dtype} on "
+            f"{out.device}"
+        )
+    offset = dense.data_ptr() - out.data_ptr()  # In bytes.
+    overlaps = -dense.numel() * dense.itemsize < offset < out.numel() * out.itemsize
+    if overlaps and offset != in_place:
+        raise ValueError("out must not overlap the input; pass another tensor")
+    return out
+
+
+def elements_of(dense: Tensor) -> tuple[int, int]:
+    """The number of elements and the code of their dtype; of bytes, if that has none."""
+    code = MOVABLE.get(dense.dtype)
+    if code is None:
+        return dense.numel() * dense.itemsize, MOVABLE[torch.uint8]
+    return dense.numel(), code
+
+
+def digest_of(tensor: Tensor) -> int:
+    """Differs between shapes, as good as always; the same in all processes."""
+    return hash(tensor.shape) & 0x3FFFFF
+
+
+def mark_changed(tensor: Tensor) -> None:
+    """Let autograd see that ``tensor`` has changed in place, in case it was saved for backward."""
+    try:  # noqa: SIM105 (contextlib.suppress takes longer than a small collective)
+        increment_version(tensor)
+    except RuntimeError:  # Inference tensors have no version.
+        pass
+
+
+def check_root(src: int, world_size: int) -> None:
+    """Whether ``src`` is a rank; ValueError if not."""
+    if not 0 <= src < world_size:
+        raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
+
+
+def check_gates(tensor: Tensor, ready: Tensor, block_rows: int, blocks: int) -> int:
+    """How many elements one counter of ``ready`` stands for.
+
+    Raises:
+        TypeError, ValueError: what :meth:`Communicator.all_reduce_when_ready` says.
+    """
+    if ready.dtype != torch.int32:
+        raise TypeError(f"ready must be int32, got {ready.dtype}")
+    if not tensor.is_cuda or tensor.dim() == 0 or not tensor.is_contiguous():
+        raise ValueError(
+            "all_reduce_when_ready wants a contiguous CUDA tensor with rows, got one of shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+        )
+    if block_rows < 1 or blocks < 1:
+        raise ValueError(f"block_rows and blocks must be at least 1, got {block_rows} and {blocks}")
+    counters = -(-tensor.shape[0] // block_rows)
+    if ready.shape != (counters,) or not ready.is_contiguous() or ready.device != tensor.device:
+        raise ValueError(
+            f"{tensor.shape[0]} rows in blocks of {block_rows} need a contiguous ready of shape "
+            f"({counters},) on {tensor.device}, got {tuple(ready.shape)} on {ready.device}"
+        )
+    return block_rows * (tensor[0].numel() if tensor.shape[0] else 1)
