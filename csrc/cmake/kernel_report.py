@@ -20,7 +20,8 @@ KERNEL = re.compile(
 def readable(mangled: str) -> str:
     """The kernel's name and template arguments, without namespaces and parameters."""
     full = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout
-    plain = re.sub(r"\((anonymous namespace|int|pipekernels::\w+)\)|pipekernels::", "", full)
+    full = full.replace("(anonymous namespace)", "").replace("pipekernels::", "")
+    plain = re.sub(r"\(\w+\)(?=\d)", "", full)  # The types of template arguments.
     match = re.search(r"(\w+(<[^()]*>)?)\(", plain)
     return match[1] if match else mangled
 

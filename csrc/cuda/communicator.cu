@@ -452,7 +452,14 @@ void CudaCommunicator::synchronize() {
 void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
-  if (core_.is_threads()) meet(launch, stream);
+  if (core_.is_threads()) {
+    launch_together(kernel, launch, stream);
+  } else {
+    enqueue(kernel, launch, stream);
+  }
+}
+
+void CudaCommunicator::enqueue(const void* kernel, const DeviceLaunch& launch, void* stream) {
   const DeviceGuard guard(device_);
   // A captured launch is ordered by its graph alone.
   const bool captured = is_capturing(stream);
@@ -469,27 +476,32 @@ void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch, vo
   events_->recorded = true;
 }
 
-// The ranks of a process before a launch. In place of where its data are, each tells its stream:
-// two in one stream of one device would run one after the other, and wait for ever.
-void CudaCommunicator::meet(const DeviceLaunch& launch, void* stream) {
+// The ranks meet before, when each has issued what comes before the collective, and after, so that
+// none issues anything else until all have launched. In place of where its data are, each tells its
+// stream: two in one stream would run one after the other, and wait for ever.
+void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& launch,
+                                       void* stream) {
   // The default streams have the same small handles on every device.
   auto key = reinterpret_cast<uintptr_t>(stream);
-  if (key <= 2) key = uintptr_t(device_ + 1) << 8;
-  run_collective(core_, launch.descriptor.call, reinterpret_cast<void*>(key), 0,
-                 [&](Collective& collective) {
-                   collective.signal();
-                   collective.wait();
-                   for (int a = 0; a < world_size(); ++a) {
-                     for (int b = 0; b < a; ++b) {
-                       if (collective.data_of(a) != collective.data_of(b)) continue;
-                       throw MismatchError(
-                           "ranks " + std::to_string(b) + " and " + std::to_string(a) +
-                           " are threads that use the same CUDA stream, in which their kernels "
-                           "would wait for each other for ever; let each rank work in a stream of "
-                           "its own: with torch.cuda.stream(torch.cuda.Stream())");
-                     }
-                   }
-                 });
+  if (key <= 2) key = static_cast<uintptr_t>(device_ + 1) << 8;
+  const auto body = [&](Collective& collective) {
+    collective.signal();
+    collective.wait();
+    for (int a = 0; a < world_size(); ++a) {
+      for (int b = 0; b < a; ++b) {
+        if (collective.data_of(a) != collective.data_of(b)) continue;
+        throw MismatchError("ranks " + std::to_string(b) + " and " + std::to_string(a) +
+                            " are threads that use the same CUDA stream, in which their kernels "
+                            "would wait for each "
+                            "other for ever; let each rank work in a stream of its own: "
+                            "with torch.cuda.stream(torch.cuda.Stream())");
+      }
+    }
+    enqueue(kernel, launch, stream);
+    collective.signal();
+    collective.wait();
+  };
+  run_collective(core_, launch.descriptor.call, reinterpret_cast<void*>(key), 0, body);
 }
 
 // ---- watching

@@ -5,10 +5,11 @@
 // stop kernels that would wait for it. The kernels themselves know only device memory and
 // HostFlags.
 //
-// Ranks that are threads of one process launch together: before each launch they meet on the CPU.
-// So no rank's kernel waits on a device while another's host thread still does what needs the
-// device to be idle (loads a kernel, frees memory), and different calls are found there already,
-// with the communicator as usable as before. Ranks that are processes launch as they come.
+// Ranks that are threads of one process launch together: they meet on the CPU before each launch,
+// and after it. So no rank's kernel waits on a device for one that another rank's host thread
+// cannot launch, because a third one does what needs the device to be idle (loads a kernel, frees
+// memory); and different calls are found there, with the communicator as usable as before. Ranks
+// that are processes launch as they come.
 #pragma once
 
 #include <memory>
@@ -107,7 +108,8 @@ class CudaCommunicator {
   void agree_on_layout();
   void share_memory(size_t symmetric_bytes);
   void exchange(Card& mine, std::vector<Card>& all);
-  void meet(const DeviceLaunch& launch, void* stream);
+  void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);
+  void launch_together(const void* kernel, const DeviceLaunch& launch, void* stream);
   void watch();
   void stop(int rank, uint32_t status);
   [[noreturn]] void throw_failure();
