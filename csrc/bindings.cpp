@@ -222,46 +222,46 @@ void bind_cuda_collectives(py::module_& m) {
       .def(
           "all_reduce",
           [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
-             int algorithm, uint32_t shape, uintptr_t stream) {
+             int algorithm, uint32_t shape, uintptr_t stream, bool may_meet) {
             all_reduce_cuda(communicator, address(data), count, static_cast<DType>(dtype),
                             static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm),
-                            shape, address(stream));
+                            shape, {address(stream), may_meet});
           },
           NoGil())
       .def(
           "all_reduce_when_ready",
           [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
              uintptr_t ready, int32_t target, size_t block_elements, int blocks, uint32_t shape,
-             uintptr_t stream) {
+             uintptr_t stream, bool may_meet) {
             const Gates gates{static_cast<const int32_t*>(address(ready)), target, block_elements};
             all_reduce_when_ready_cuda(communicator, address(data), count,
                                        static_cast<DType>(dtype), static_cast<Reduction>(reduction),
-                                       gates, blocks, shape, address(stream));
+                                       gates, blocks, shape, {address(stream), may_meet});
           },
           NoGil())
       .def(
           "reduce_scatter",
           [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
-             int dtype, int reduction, uint32_t shape, uintptr_t stream) {
+             int dtype, int reduction, uint32_t shape, uintptr_t stream, bool may_meet) {
             reduce_scatter_cuda(communicator, address(input), address(output), count,
                                 static_cast<DType>(dtype), static_cast<Reduction>(reduction), shape,
-                                address(stream));
+                                {address(stream), may_meet});
           },
           NoGil())
       .def(
           "all_gather",
           [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
-             int dtype, uint32_t shape, uintptr_t stream) {
+             int dtype, uint32_t shape, uintptr_t stream, bool may_meet) {
             all_gather_cuda(communicator, address(input), address(output), count,
-                            static_cast<DType>(dtype), shape, address(stream));
+                            static_cast<DType>(dtype), shape, {address(stream), may_meet});
           },
           NoGil())
       .def(
           "broadcast",
           [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int root,
-             uint32_t shape, uintptr_t stream) {
+             uint32_t shape, uintptr_t stream, bool may_meet) {
             broadcast_cuda(communicator, address(data), count, static_cast<DType>(dtype), root,
-                           shape, address(stream));
+                           shape, {address(stream), may_meet});
           },
           NoGil())
       .def("check", &CudaCommunicator::check, NoGil())

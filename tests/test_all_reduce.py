@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
+from devices import on
 from ranks import run_processes, run_threads
 from torch import Tensor
 
@@ -32,24 +33,23 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = [torch.cat([x.reshape(-1)]).view(torch.uint8) for x in (a, b)]
+    bits = [torch.cat([x.cpu().reshape(-1)]).view(torch.uint8) for x in (a, b)]
     return a.dtype == b.dtype and torch.equal(*bits)
 
 
-def place(comm: Communicator, contents: Tensor, kind: str, shift: int) -> Tensor:
+def place(
+    comm: Communicator, contents: Tensor, kind: str, shift: int, device: torch.device
+) -> Tensor:
     """A tensor with ``contents`` in memory of some kind, ``shift`` elements into its storage."""
     count = contents.numel() + shift
-    dtype = contents.dtype
-    storage = (
-        comm.empty(count, dtype=dtype) if kind == "symmetric" else torch.empty(count, dtype=dtype)
-    )
-    tensor = storage[shift:].view(contents.shape)
+    empty = comm.empty if kind == "symmetric" else torch.empty
+    tensor = empty(count, dtype=contents.dtype, device=device)[shift:].view(contents.shape)
     if kind == "strided":
-        tensor = torch.empty((*contents.shape, 2), dtype=dtype)[..., 1]
+        tensor = torch.empty((*contents.shape, 2), dtype=contents.dtype, device=device)[..., 1]
     return tensor.copy_(contents)
 
 
-def random_calls(comm: Communicator, seed: int, calls: int) -> None:
+def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device) -> None:
     """Random collectives; all ranks draw the same calls, but memory of their own kind."""
     shared, own = random.Random(seed), random.Random(f"{seed} {comm.rank}")
     n, me = comm.world_size, comm.rank
@@ -65,7 +65,7 @@ def random_calls(comm: Communicator, seed: int, calls: int) -> None:
         if name == "reduce_scatter":
             shape = (n * shape[0], *shape[1:])
         inputs = [values(shape, dtype, hash((seed, call, rank))) for rank in range(n)]
-        x = place(comm, inputs[me], own.choice(kinds), own.randrange(4))
+        x = place(comm, inputs[me], own.choice(kinds), own.randrange(4), device)
         if name == "all_reduce":
             result = comm.all_reduce(x, op, algorithm=algorithm)
             expected = reference.all_reduce(inputs, op)
@@ -86,46 +86,50 @@ def random_calls(comm: Communicator, seed: int, calls: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_calls_on_processes(world_size: int) -> None:
-    run_processes(world_size, random_calls, world_size, 120)
+def test_random_calls_on_processes(world_size: int, device: torch.device) -> None:
+    run_processes(world_size, on(device, random_calls), world_size, 120, device)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
-def test_random_calls_on_threads(world_size: int) -> None:
-    run_threads(world_size, lambda comm: random_calls(comm, 10 + world_size, 120))
+def test_random_calls_on_threads(world_size: int, device: torch.device) -> None:
+    run_threads(
+        world_size, on(device, lambda comm: random_calls(comm, 10 + world_size, 120, device))
+    )
 
 
-def test_sum_in_rank_order_and_not_in_another() -> None:
+def test_sum_in_rank_order_and_not_in_another(device: torch.device) -> None:
     """1e8 + 1 - 1e8 is 0 in float32 in this order, and 1 in others; each algorithm says 0."""
     terms = [1e8, 1.0, -1e8]
 
     def on_rank(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
             for size in (1, 100000):
-                x = torch.full((size,), terms[comm.rank])
+                x = torch.full((size,), terms[comm.rank], device=device)
                 assert not comm.all_reduce(x, algorithm=algorithm).any()
 
-    run_threads(3, on_rank)
+    run_threads(3, on(device, on_rank))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_sums_are_rounded_once(dtype: torch.dtype) -> None:
+def test_16_bit_sums_are_rounded_once(dtype: torch.dtype, device: torch.device) -> None:
     """Seven times half a unit in the last place of 1 is lost when every step is rounded."""
     half_unit = torch.finfo(dtype).eps / 2
 
     def on_rank(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
             x = torch.full((1000,), 1.0 if comm.rank == 0 else half_unit, dtype=dtype)
-            total = comm.all_reduce(x, algorithm=algorithm)
+            total = comm.all_reduce(x.to(device), algorithm=algorithm).cpu()
             assert (total == torch.tensor(1 + 7 * half_unit).to(dtype)).all()
             assert (total > 1).all()
 
-    run_threads(8, on_rank)
+    run_threads(8, on(device, on_rank))
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_maximum_and_minimum_propagate_nan(op: str, dtype: torch.dtype) -> None:
+def test_maximum_and_minimum_propagate_nan(
+    op: str, dtype: torch.dtype, device: torch.device
+) -> None:
     inputs = [values((100,), dtype, rank) for rank in range(3)]
     for rank, x in enumerate(inputs):
         x[rank::7] = float("nan")
@@ -135,39 +139,42 @@ def test_maximum_and_minimum_propagate_nan(op: str, dtype: torch.dtype) -> None:
 
     def on_rank(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
-            x = inputs[comm.rank].clone()
+            x = inputs[comm.rank].clone().to(device)
             torch.testing.assert_close(
-                comm.all_reduce(x, op, algorithm=algorithm),
+                comm.all_reduce(x, op, algorithm=algorithm).cpu(),
                 expected,
                 rtol=0,
                 atol=0,
                 equal_nan=True,
             )
 
-    run_threads(3, on_rank)
+    run_threads(3, on(device, on_rank))
 
 
-def repeat(comm: Communicator, runs: int) -> list[bytes]:
+def repeat(comm: Communicator, runs: int, device: torch.device) -> list[bytes]:
     """The results of the same calls, several times over."""
     results = []
     for _ in range(runs):
         run = b""
         for algorithm in ALGORITHMS:
             for kind in ("ordinary", "symmetric"):
-                x = place(comm, values((50001,), torch.float32, comm.rank), kind, 1)
-                run += comm.all_reduce(x, "avg", algorithm=algorithm).numpy().tobytes()
+                x = place(comm, values((50001,), torch.float32, comm.rank), kind, 1, device)
+                run += comm.all_reduce(x, "avg", algorithm=algorithm).cpu().numpy().tobytes()
         results.append(run)
     return results
 
 
-def test_same_bits_on_every_rank_in_every_run_by_every_algorithm() -> None:
-    runs = [run for results in run_processes(3, repeat, 3) for run in results]
+def test_same_bits_on_every_rank_in_every_run_by_every_algorithm(device: torch.device) -> None:
+    results = run_processes(3, on(device, repeat), 3, device)
+    if device.type != "cpu":  # And the same as on the CPU.
+        results += run_threads(3, lambda comm: repeat(comm, 1, torch.device("cpu")))
+    runs = [run for of_rank in results for run in of_rank]
     assert len(set(runs)) == 1
     size = 50001 * 4
     assert len({runs[0][i : i + size] for i in range(0, len(runs[0]), size)}) == 1
 
 
-def test_large_tensors_pass_through_all_staging_buffers() -> None:
+def test_large_tensors_pass_through_all_staging_buffers(device: torch.device) -> None:
     """Many rounds of each algorithm, of odd sizes."""
     inputs = [values((3_000_001,), torch.float32, rank) for rank in range(3)]
     expected = reference.all_reduce(inputs)
@@ -179,51 +186,50 @@ def test_large_tensors_pass_through_all_staging_buffers() -> None:
                 ["symmetric"] * 3,
                 ["symmetric", "ordinary", "ordinary"],
             ):
-                x = place(comm, inputs[comm.rank], kinds[comm.rank], comm.rank)
+                x = place(comm, inputs[comm.rank], kinds[comm.rank], comm.rank, device)
                 assert same_bits(comm.all_reduce(x, algorithm=algorithm), expected)
 
-    run_threads(3, on_rank)
+    run_threads(3, on(device, on_rank))
 
 
 # ---- what autograd and views see -----------------------------------------------------------------
 
 
-def alone(body: Callable[[Communicator], None]) -> None:
-    run_threads(1, body)
-
-
-def test_a_tensor_saved_for_backward_cannot_change_unnoticed() -> None:
+def test_a_tensor_saved_for_backward_cannot_change_unnoticed(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         for collective in (comm.all_reduce, comm.broadcast):
-            x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+            x = torch.ones(3, device=device)
+            weight = torch.ones(3, device=device, requires_grad=True)
             y = (x * weight).sum()
             collective(x)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.backward()
 
-    alone(on_rank)
+    run_threads(1, on(device, on_rank))
 
 
-def test_leaves_inference_tensors_and_lazy_negation() -> None:
+def test_leaves_inference_tensors_and_lazy_negation(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
-        leaf = torch.ones(3, requires_grad=True)
+        leaf = torch.ones(3, device=device, requires_grad=True)
         assert comm.all_reduce(leaf) is leaf
-        assert torch.equal(leaf, torch.full((3,), 2.0))
-        strided = torch.ones(3, 2, requires_grad=True)[:, 0]
-        assert torch.equal(comm.all_reduce(strided), torch.full((3,), 2.0))
+        assert leaf.tolist() == [2.0] * 3
+        strided = torch.ones(3, 2, device=device, requires_grad=True)[:, 0]
+        assert comm.all_reduce(strided).tolist() == [2.0] * 3
         with torch.inference_mode():
-            assert torch.equal(comm.all_reduce(torch.ones(3)), torch.full((3,), 2.0))
-        negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+            assert comm.all_reduce(torch.ones(3, device=device)).tolist() == [2.0] * 3
+        negated = torch.tensor([1 + 2j, 3 + 4j], device=device).conj().imag
         assert negated.is_neg()
-        assert torch.equal(comm.all_reduce(negated), torch.tensor([-4.0, -8.0]))
-        conjugated = torch.tensor([1 + 2j]).conj()
-        assert torch.equal(comm.all_gather(conjugated), torch.tensor([1 - 2j, 1 - 2j]))
+        assert comm.all_reduce(negated).tolist() == [-4.0, -8.0]
+        conjugated = torch.tensor([1 + 2j], device=device).conj()
+        assert comm.all_gather(conjugated).tolist() == [1 - 2j, 1 - 2j]
 
-    run_threads(2, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
-def test_channels_last_and_transposed_tensors_are_reduced_by_element() -> None:
-    inputs = [values((2, 3, 4, 5), torch.float32, rank) for rank in range(2)]
+def test_channels_last_and_transposed_tensors_are_reduced_by_element(
+    device: torch.device,
+) -> None:
+    inputs = [values((2, 3, 4, 5), torch.float32, rank).to(device) for rank in range(2)]
 
     def on_rank(comm: Communicator) -> None:
         x = inputs[comm.rank].clone()
@@ -232,13 +238,14 @@ def test_channels_last_and_transposed_tensors_are_reduced_by_element() -> None:
         x = inputs[comm.rank].transpose(0, 3).contiguous().transpose(0, 3)
         assert torch.equal(comm.reduce_scatter(x), (inputs[0] + inputs[1])[comm.rank :][:1])
 
-    run_threads(2, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
-def test_out() -> None:
+def test_out(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
-        x = torch.arange(6.0).view(2, 3) + comm.rank
-        whole, part = torch.empty(4, 3), torch.empty(1, 3)
+        empty = functools.partial(torch.empty, device=device)
+        x = torch.arange(6.0, device=device).view(2, 3) + comm.rank
+        whole, part = empty(4, 3), empty(1, 3)
         assert comm.all_gather(x, out=whole) is whole
         assert whole.equal(torch.cat([x - comm.rank, x - comm.rank + 1]))
         assert comm.reduce_scatter(x, out=part) is part
@@ -247,10 +254,10 @@ def test_out() -> None:
         expected = whole.clone()
         own = whole.zero_()[2 * comm.rank :][:2].copy_(x)
         assert comm.all_gather(own, out=whole).equal(expected)  # In place.
-        comm.all_gather(x.t(), out=torch.empty(6, 2))
+        comm.all_gather(x.t(), out=empty(6, 2))
 
-        rows = torch.zeros(5, 3)
-        for bad in (torch.empty(3, 3), torch.empty(3, 4).t(), whole.double(), whole.to("meta")):
+        rows = torch.zeros(5, 3, device=device)
+        for bad in (empty(3, 3), empty(3, 4).t(), whole.double(), whole.to("meta")):
             with pytest.raises(
                 ValueError, match=r"out must be .* shape \(4, 3\) and torch.float32"
             ):
@@ -262,13 +269,13 @@ def test_out() -> None:
         ):
             with pytest.raises(ValueError, match="out must not overlap the input"):
                 call()
-        weight = torch.ones(4, 3, requires_grad=True)
+        weight = torch.ones(4, 3, device=device, requires_grad=True)
         y = (weight * whole).sum()
         comm.all_gather(x, out=whole)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
 
-    run_threads(2, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 # ---- errors in a rank's own arguments ----------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import on
 from ranks import run_threads
 from torch import Tensor
 
@@ -23,8 +24,8 @@ def inputs(world_size: int, *shape: int, dtype: torch.dtype = torch.float64) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_values_equal_the_oracle(world_size: int, dtype: torch.dtype) -> None:
-    xs = inputs(world_size, ROWS, 3, dtype=dtype)
+def test_values_equal_the_oracle(world_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    xs = [x.to(device) for x in inputs(world_size, ROWS, 3, dtype=dtype)]
     total, gathered = reference.all_reduce(xs, "sum"), torch.cat(xs)
     largest = reference.all_reduce(xs, "max")
 
@@ -43,18 +44,18 @@ def test_values_equal_the_oracle(world_size: int, dtype: torch.dtype) -> None:
             result.zero_()  # No result aliases the input.
             assert torch.equal(x, before)
 
-    run_threads(world_size, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
-def test_non_contiguous_and_empty_inputs() -> None:
-    xs = inputs(2, 3, ROWS)
+def test_non_contiguous_and_empty_inputs(device: torch.device) -> None:
+    xs = [x.to(device) for x in inputs(2, 3, ROWS)]
 
     def on_rank(comm: Communicator) -> None:
         x = xs[comm.rank].t()
         assert torch.equal(ops.all_reduce(x, comm), (xs[0] + xs[1]).t())
         assert torch.equal(ops.all_gather(x, comm), torch.cat([xs[0].t(), xs[1].t()]))
         assert torch.equal(ops.broadcast(x, comm, 1), xs[1].t())
-        empty = torch.empty(0, 5)
+        empty = torch.empty(0, 5, device=device)
         for result in (
             ops.all_reduce(empty, comm),
             ops.reduce_scatter(empty, comm),
@@ -62,7 +63,7 @@ def test_non_contiguous_and_empty_inputs() -> None:
         ):
             assert result.shape == (0, 5)
 
-    run_threads(2, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 # Each case: the op on a rank, and the same for all ranks at once, from which torch derives the
@@ -97,9 +98,11 @@ SUMMED_LOSS = {
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", SUMMED_LOSS)
-def test_gradients_are_those_of_the_summed_loss(name: str, world_size: int) -> None:
+def test_gradients_are_those_of_the_summed_loss(
+    name: str, world_size: int, device: torch.device
+) -> None:
     op, together = SUMMED_LOSS[name]
-    xs = [x.requires_grad_() for x in inputs(world_size, ROWS, 3)]
+    xs = [x.to(device).requires_grad_() for x in inputs(world_size, ROWS, 3)]
     ys = together(xs)
     cotangents = [torch.randn_like(y) for y in ys]
     expected = torch.autograd.grad(ys, xs, cotangents, allow_unused=True)
@@ -110,7 +113,7 @@ def test_gradients_are_those_of_the_summed_loss(name: str, world_size: int) -> N
         wanted = expected[comm.rank]
         torch.testing.assert_close(x.grad, torch.zeros_like(x) if wanted is None else wanted)
 
-    run_threads(world_size, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
 def test_plain_collectives_are_differentiable_twice() -> None:

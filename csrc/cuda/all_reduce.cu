@@ -30,13 +30,13 @@ const void* kernel_for(DType dtype, Algorithm algorithm) {
 }
 
 void reduce(CudaCommunicator& communicator, const Call& call, Algorithm algorithm, void* data,
-            const Gates& gates, void* stream) {
+            const Gates& gates, const CudaCaller& caller) {
   check_reducible(call.dtype, call.reduction);
   if (communicator.world_size() == 1 && gates.ready == nullptr) return communicator.check();
   const uint64_t location = communicator.location_of(data, call.count * size_of(call.dtype));
   communicator.launch(kernel_for(call.dtype, algorithm),
                       plan_all_reduce(communicator.ranks(), call, algorithm, data, location, gates),
-                      stream);
+                      caller);
 }
 
 }  // namespace
@@ -50,22 +50,23 @@ void add_all_reduce_kernels(KernelList& kernels) {
 }
 
 void all_reduce_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype,
-                     Reduction reduction, Algorithm algorithm, uint32_t shape, void* stream) {
+                     Reduction reduction, Algorithm algorithm, uint32_t shape,
+                     const CudaCaller& caller) {
   const Call call{Operation::kAllReduce, dtype, reduction, algorithm, 0, shape, count};
   if (algorithm == Algorithm::kAuto) {
     algorithm = choose_device_algorithm(count * size_of(dtype), communicator.world_size());
   }
-  reduce(communicator, call, algorithm, data, {}, stream);
+  reduce(communicator, call, algorithm, data, {}, caller);
 }
 
 void all_reduce_when_ready_cuda(CudaCommunicator& communicator, void* data, size_t count,
                                 DType dtype, Reduction reduction, const Gates& gates, int blocks,
-                                uint32_t shape, void* stream) {
+                                uint32_t shape, const CudaCaller& caller) {
   const int most = communicator.ranks().layout.blocks;
   const auto few = static_cast<uint32_t>(blocks < most ? blocks : most);
   const Call call{
       Operation::kAllReduceWhenReady, dtype, reduction, Algorithm::kTwoShot, few, shape, count};
-  reduce(communicator, call, Algorithm::kTwoShot, data, gates, stream);
+  reduce(communicator, call, Algorithm::kTwoShot, data, gates, caller);
 }
 
 }  // namespace pipekernels

@@ -19,11 +19,11 @@ const void* const kKernel = reinterpret_cast<const void*>(broadcast_kernel);
 void add_broadcast_kernels(KernelList& kernels) { kernels.push_back(kKernel); }
 
 void broadcast_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype, int root,
-                    uint32_t shape, void* stream) {
+                    uint32_t shape, const CudaCaller& caller) {
   check_root(root, communicator.world_size());
   const Call call{Operation::kBroadcast, dtype, {}, {}, static_cast<uint32_t>(root), shape, count};
   const uint64_t location = communicator.location_of(data, count * size_of(dtype));
-  communicator.launch(kKernel, plan_broadcast(communicator.ranks(), call, data, location), stream);
+  communicator.launch(kKernel, plan_broadcast(communicator.ranks(), call, data, location), caller);
 }
 
 }  // namespace pipekernels

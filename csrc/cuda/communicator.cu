@@ -449,13 +449,14 @@ void CudaCommunicator::synchronize() {
   check();
 }
 
-void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch, void* stream) {
+void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
+                              const CudaCaller& caller) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
-  if (core_.is_threads()) {
-    launch_together(kernel, launch, stream);
+  if (core_.is_threads() && caller.may_meet) {
+    launch_together(kernel, launch, caller.stream);
   } else {
-    enqueue(kernel, launch, stream);
+    enqueue(kernel, launch, caller.stream);
   }
 }
 

@@ -32,14 +32,14 @@ void add_reduce_scatter_kernels(KernelList& kernels) {
 
 void reduce_scatter_cuda(CudaCommunicator& communicator, const void* input, void* output,
                          size_t count, DType dtype, Reduction reduction, uint32_t shape,
-                         void* stream) {
+                         const CudaCaller& caller) {
   check_reducible(dtype, reduction);
   const size_t whole = count * communicator.world_size();
   const Call call{Operation::kReduceScatter, dtype, reduction, {}, 0, shape, whole};
   const uint64_t location = communicator.location_of(input, whole * size_of(dtype));
   communicator.launch(kernel_for(dtype),
                       plan_reduce_scatter(communicator.ranks(), call, input, output, location),
-                      stream);
+                      caller);
 }
 
 }  // namespace pipekernels

@@ -66,19 +66,19 @@ class Device:
             )
 
     def all_reduce(self, *arguments: int) -> None:
-        self._own.all_reduce(*arguments, self._stream())
+        self._own.all_reduce(*arguments, self._stream(), _may_meet())
 
     def all_reduce_when_ready(self, *arguments: int) -> None:
-        self._own.all_reduce_when_ready(*arguments, self._stream())
+        self._own.all_reduce_when_ready(*arguments, self._stream(), _may_meet())
 
     def reduce_scatter(self, *arguments: int) -> None:
-        self._own.reduce_scatter(*arguments, self._stream())
+        self._own.reduce_scatter(*arguments, self._stream(), _may_meet())
 
     def all_gather(self, *arguments: int) -> None:
-        self._own.all_gather(*arguments, self._stream())
+        self._own.all_gather(*arguments, self._stream(), _may_meet())
 
     def broadcast(self, *arguments: int) -> None:
-        self._own.broadcast(*arguments, self._stream())
+        self._own.broadcast(*arguments, self._stream(), _may_meet())
 
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         """A symmetric tensor.
@@ -131,3 +131,11 @@ class Device:
         # No view, as in Communicator.empty(). The storage keeps the buffer.
         storage = torch.as_tensor(buffer, device=self._device).untyped_storage()
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage).resize_(sizes)
+
+
+def _may_meet() -> bool:
+    """Whether this thread may wait for those of other ranks: not where it is autograd's.
+
+    Autograd has one thread for each device, in which the backwards of all ranks take turns.
+    """
+    return torch._C._current_graph_task_id() == -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -105,4 +106,4 @@ def check_gates(tensor: Tensor, ready: Tensor, block_rows: int, blocks: int) -> 
             f"{tensor.shape[0]} rows in blocks of {block_rows} need a contiguous ready of shape "
             f"({counters},) on {tensor.device}, got {tuple(ready.shape)} on {ready.device}"
         )
-    return block_rows * (tensor[0].numel() if tensor.shape[0] else 1)
+    return block_rows * math.prod(tensor.shape[1:])

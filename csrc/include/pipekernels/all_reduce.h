@@ -10,6 +10,7 @@
 namespace pipekernels {
 
 class CudaCommunicator;
+struct CudaCaller;
 
 // Reduces `count` elements at `data` in place. Every algorithm gives every rank the same bits:
 // those of the reduction in rank order, see reduce.h. `shape`: a digest that ranks compare. Throws
@@ -22,14 +23,15 @@ void all_reduce(Communicator& communicator, void* data, size_t count, DType dtyp
 // built-in size if that is 0; else two_shot. The same on all ranks.
 Algorithm choose_algorithm(size_t bytes, const Communicator& communicator);
 
-// On CUDA, in `stream`; returns at once. A call with one rank does nothing.
+// On CUDA, in the caller's stream; returns at once. A call with one rank does nothing.
 void all_reduce_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype,
-                     Reduction reduction, Algorithm algorithm, uint32_t shape, void* stream);
+                     Reduction reduction, Algorithm algorithm, uint32_t shape,
+                     const CudaCaller& caller);
 
 // As two_shot, by at most `blocks` thread blocks, while another stream still writes the data: see
 // Gates in device_memory.h.
 void all_reduce_when_ready_cuda(CudaCommunicator& communicator, void* data, size_t count,
                                 DType dtype, Reduction reduction, const Gates& gates, int blocks,
-                                uint32_t shape, void* stream);
+                                uint32_t shape, const CudaCaller& caller);
 
 }  // namespace pipekernels

@@ -8,7 +8,8 @@
 // Ranks that are threads of one process launch together: they meet on the CPU before each launch,
 // and after it. So no rank's kernel waits on a device for one that another rank's host thread
 // cannot launch, because a third one does what needs the device to be idle (loads a kernel, frees
-// memory); and different calls are found there, with the communicator as usable as before. Ranks
+// memory); and different calls are found there, with the communicator as usable as before. In a
+// backward they cannot meet, see CudaCaller; the forward has loaded most of what that needs. Ranks
 // that are processes launch as they come.
 #pragma once
 
@@ -71,6 +72,14 @@ class CudaBuffer {
   void* const stream_;
 };
 
+// Who calls a collective.
+struct CudaCaller {
+  void* stream;
+  // Whether its thread may wait for those of other ranks. Autograd has one thread for each device,
+  // in which the backwards of all ranks take turns.
+  bool may_meet;
+};
+
 class CudaCommunicator {
  public:
   // A collective over `core`, which must outlive this object, with one device for each rank. Throws
@@ -95,7 +104,7 @@ class CudaCommunicator {
   void synchronize();
 
   // Launches `kernel`, which takes a DeviceLaunch, after this rank's earlier ones.
-  void launch(const void* kernel, const DeviceLaunch& launch, void* stream);
+  void launch(const void* kernel, const DeviceLaunch& launch, const CudaCaller& caller);
 
   // Waits for this rank's collectives, or stops them if `abort`. Before that of the core.
   void close(bool abort);

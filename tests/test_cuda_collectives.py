@@ -1,0 +1,440 @@
+"""What collectives on CUDA add: set-up, streams, graphs, failures on the device, gates, memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from devices import on
+from ranks import run_processes, run_threads
+from torch import Tensor
+
+from pipekernels import Communicator, PeerError, _backend, ops
+from pipekernels.comm import cuda, tensors
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """The CUDA device; skips the rest."""
+    if device.type == "cpu":
+        pytest.skip("on a CPU there is nothing of the kind")
+    return device
+
+
+both = pytest.mark.parametrize("run", [run_threads, run_processes])
+
+
+# ---- what must be said without a GPU --------------------------------------------------------------
+
+
+def test_a_build_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backend, "has_cuda", lambda: False)
+    (comm,) = Communicator.threads(1)
+    with pytest.raises(RuntimeError, match="reinstall pipekernels where nvcc is found"):
+        comm.empty(3, device="cuda")
+    assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_torch_and_devices_that_cannot_do_it_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(_backend, "has_cuda", lambda: True)
+    monkeypatch.setattr(_backend, "build_info", lambda: {"cuda_architectures": "80-real 90a 100"})
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(RuntimeError, match="torch .* was built without CUDA; install a build"):
+        _backend.require_cuda(device)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        _backend.require_cuda(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((8, 0), (9, 0), (12, 1)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        _backend.require_cuda(device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(RuntimeError, match=r"capability 7\.5, .* begins at 8\.0; .*CUDAARCHS=75"):
+        _backend.require_cuda(device)
+
+
+def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPEKERNELS_SYMMETRIC_BYTES", raising=False)
+    assert cuda.symmetric_bytes() == 1 << 30
+    monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", "4096")
+    assert cuda.symmetric_bytes() == 4096
+    for wrong in ("", "0", "-1", "1e9", "1 GiB", str(1 << 50)):
+        monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", wrong)
+        with pytest.raises(ValueError, match="must be a positive number of bytes, got"):
+            cuda.symmetric_bytes()
+
+
+def test_gates_that_do_not_fit_are_refused() -> None:
+    cpu = torch.device("cpu")
+
+    def like(shape: tuple[int, ...], strided: bool = False) -> Any:
+        return SimpleNamespace(
+            is_cuda=True, shape=shape, dtype=torch.int32, device=cpu, dim=lambda: len(shape),
+            stride=tuple, is_contiguous=lambda: not strided,
+        )  # fmt: skip
+
+    ready = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"ready must be int32, got torch\.int64"):
+        tensors.check_gates(torch.ones(9, 2), ready.long(), 3, 1)
+    for wrong in (torch.ones(9, 2), like(()), like((9, 2), strided=True)):
+        with pytest.raises(ValueError, match="wants a contiguous CUDA tensor with rows"):
+            tensors.check_gates(wrong, ready, 3, 1)
+    for block_rows, blocks in ((0, 1), (3, 0), (-3, 1)):
+        with pytest.raises(ValueError, match="must be at least 1, got"):
+            tensors.check_gates(like((9, 2)), ready, block_rows, blocks)
+    for rows, bad in (
+        (10, ready),
+        (9, ready[:, None]),
+        (3, torch.zeros(6, dtype=torch.int32)[::2]),
+    ):
+        with pytest.raises(ValueError, match=rf"{rows} rows in blocks of 3 need .* shape \(\d,\)"):
+            tensors.check_gates(like((rows, 2)), bad, 3, 1)
+
+
+@pytest.mark.parametrize("shape", [(9, 2), (9,), (9, 0), (0, 4), (9, 2, 3)])
+def test_elements_per_gate(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    gated = SimpleNamespace(
+        is_cuda=True, shape=x.shape, device=x.device, dim=x.dim, is_contiguous=x.is_contiguous
+    )  # fmt: skip
+    ready = torch.zeros(-(-shape[0] // 4), dtype=torch.int32)
+    expected = 4 * torch.Size(shape[1:]).numel()
+    assert tensors.check_gates(gated, ready, 4, 1) == expected
+
+
+# ---- set-up and streams ---------------------------------------------------------------------------
+
+
+def set_up(gpu: torch.device, comm: Communicator) -> None:
+    with torch.cuda.stream(torch.cuda.Stream(gpu)):
+        use_from_start_to_end(comm, gpu)
+
+
+def use_from_start_to_end(comm: Communicator, gpu: torch.device) -> None:
+    x = comm.empty(1000, device=gpu)
+    assert x.device.type == "cuda" and x._base is None and x.dtype == torch.float32
+    assert comm.empty(3, 4, dtype=torch.bfloat16, device=gpu).shape == (3, 4)
+    assert comm.empty(0, 4, device=gpu).shape == (0, 4)
+    assert comm.all_reduce(x.fill_(1)).eq(comm.world_size).all()
+    assert comm.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2  # And on the CPU.
+    with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory on cuda"):
+        comm.empty(1 << 40, device=gpu)
+    y = comm.output((1 << 28,), torch.empty(0, dtype=torch.float64, device=gpu))
+    assert y.shape == (1 << 28,)  # Twice of what there is room for: an ordinary one.
+    with pytest.raises(ValueError, match="is on cuda:0, but the tensor on cuda:7"):
+        comm.empty(1, device="cuda:7")
+    comm.synchronize()
+    comm.close()
+    assert x.eq(comm.world_size).all()  # Still ours.
+
+
+@both
+def test_set_up(run: Callable[..., Any], gpu: torch.device) -> None:
+    run(2, functools.partial(set_up, gpu))
+
+
+def test_threads_in_one_stream_are_told_to_use_two(gpu: torch.device) -> None:
+    shared = torch.cuda.Stream(gpu)
+
+    def on_rank(comm: Communicator) -> None:
+        x = torch.ones(5, device=gpu)
+        for stream in (torch.cuda.default_stream(gpu), shared):
+            with (
+                torch.cuda.stream(stream),
+                pytest.raises(ValueError, match="ranks 0 and 1 .* same CUDA stream"),
+            ):
+                comm.all_reduce(x)
+        own = torch.cuda.Stream(gpu)
+        own.wait_stream(torch.cuda.default_stream(gpu))
+        with torch.cuda.stream(own):
+            assert comm.all_reduce(x).tolist() == [3.0] * 5
+
+    run_threads(3, on_rank)
+
+
+def change_streams(comm: Communicator, gpu: torch.device) -> None:
+    """The collectives of a rank keep their order in whichever streams they are."""
+    streams = [torch.cuda.Stream(gpu) for _ in range(3)]
+    generator = random.Random(5)
+    x = torch.ones(1 << 20, device=gpu, dtype=torch.int64)
+    torch.cuda.current_stream().synchronize()
+    for _ in range(30):
+        with torch.cuda.stream(generator.choice(streams)):
+            comm.all_reduce(x, "max")
+            comm.all_reduce(x.clone())
+    comm.synchronize()
+    assert x.eq(1).all()
+
+
+@both
+def test_a_rank_may_change_its_stream(run: Callable[..., Any], gpu: torch.device) -> None:
+    if run is run_threads:
+        run_threads(2, on(gpu, lambda comm: change_streams(comm, gpu)))
+    else:
+        run_processes(2, on(gpu, change_streams), gpu)
+
+
+# ---- graphs ---------------------------------------------------------------------------------------
+
+
+def replay(comm: Communicator, gpu: torch.device) -> None:
+    """A graph of collectives of several kinds, between calls that are not captured."""
+    me, n = comm.rank, comm.world_size
+    x, symmetric = torch.empty(70_001, device=gpu), comm.empty(5000, device=gpu)
+    rows = torch.empty(4 * n, 33, device=gpu)
+
+    def step() -> list[Tensor]:
+        return [
+            comm.all_reduce(x),
+            comm.all_reduce(x, algorithm="ring"),
+            comm.all_reduce(symmetric, algorithm="two_shot"),
+            comm.reduce_scatter(rows),
+            comm.all_gather(rows),
+            ops.all_reduce(rows, comm),
+        ]
+
+    def fill(value: int) -> None:
+        x.fill_(value + me)
+        symmetric.fill_(value - me)
+        rows.fill_(value * (me + 1))
+
+    ranks = range(n)
+    fill(0)
+    step()  # Sets up, and loads.
+    comm.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
+        results = step()
+    for value in (1, 5, 2):
+        fill(value)
+        comm.barrier()
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
+        comm.synchronize()
+        total = sum(value * (rank + 1) for rank in ranks)
+        assert results[1].eq(n * sum(value + rank for rank in ranks)).all()
+        assert results[2].eq(sum(value - rank for rank in ranks)).all()
+        assert results[3].eq(total).all() and results[5].eq(total).all()
+        parts = torch.tensor([value * (rank + 1.0) for rank in ranks], device=gpu)
+        assert results[4].eq(parts.repeat_interleave(4 * n)[:, None]).all()
+        assert comm.all_reduce(torch.ones(3, device=gpu)).tolist() == [n] * 3
+    comm.barrier()
+
+
+def test_captured_and_replayed(gpu: torch.device) -> None:
+    run_processes(2, on(gpu, replay), gpu, limit=110.0)
+
+
+def test_the_first_call_cannot_be_captured(gpu: torch.device) -> None:
+    (comm,) = Communicator.threads(1)
+    x = torch.ones(3, device=gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="call one before the capture"):
+            comm.reduce_scatter(x)
+        x.add_(1)
+    comm.reduce_scatter(x)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(RuntimeError, match="allocate it before"):
+            comm.empty(3, device=gpu)
+        x.add_(1)
+
+
+# ---- failures on the device -----------------------------------------------------------------------
+
+
+def is_usable(gpu: torch.device) -> bool:
+    return int(torch.arange(1000, device=gpu).sum()) == 499_500
+
+
+def survive_a_late_rank(comm: Communicator, gpu: torch.device) -> None:
+    x = torch.ones(1 << 18, device=gpu)
+    comm.all_reduce(x)
+    comm.synchronize()
+    if comm.rank == 1:
+        time.sleep(9)
+    else:
+        comm.all_reduce(x)
+        with pytest.raises(TimeoutError, match="rank 1 of 2 did not arrive at all_reduce.*in 3 s"):
+            comm.synchronize()
+        assert x.isnan().all()
+        with pytest.raises(RuntimeError, match="cannot be used after a failure"):
+            comm.all_reduce(x)
+    assert is_usable(gpu)
+
+
+def test_a_late_process_is_named_and_the_context_stays_usable(gpu: torch.device) -> None:
+    run_processes(2, survive_a_late_rank, gpu, timeout=3.0)
+
+
+def survive_a_killed_rank(comm: Communicator, gpu: torch.device) -> None:
+    x = torch.ones(1 << 18, device=gpu)
+    comm.all_reduce(x)
+    comm.synchronize()
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1 has died") as caught:
+        for _ in range(1000):
+            comm.all_reduce(x)
+            comm.synchronize()
+    assert caught.value.rank == 1
+    assert time.monotonic() - started < 20  # Not by the timeout of 30 s.
+    assert is_usable(gpu)
+
+
+def test_a_killed_process_is_named(gpu: torch.device) -> None:
+    run_processes(3, survive_a_killed_rank, gpu, killed=(1,))
+
+
+def call_differently(comm: Communicator, gpu: torch.device) -> None:
+    x = torch.ones(12, device=gpu)
+    comm.all_reduce(x)
+    comm.synchronize()
+    with pytest.raises(ValueError, match="the ranks call different collectives: rank 0 .*rank 1 "):
+        comm.all_reduce(x if comm.rank else x[:5])
+        comm.synchronize()
+    with pytest.raises(RuntimeError, match="cannot be used after a failure"):
+        comm.barrier()
+    assert is_usable(gpu)
+
+
+def test_processes_that_call_different_things_are_told(gpu: torch.device) -> None:
+    run_processes(2, call_differently, gpu)
+
+
+def test_threads_that_call_different_things_may_go_on(gpu: torch.device) -> None:
+    def on_rank(comm: Communicator) -> None:
+        x, odd = torch.ones(12, device=gpu), comm.rank == 1
+        for call in (
+            lambda: comm.all_reduce(x[: 11 + odd]),
+            lambda: comm.all_reduce(x.view(3, 4) if odd else x),
+            lambda: comm.all_gather(x) if odd else comm.broadcast(x),
+        ):
+            with pytest.raises(ValueError, match="the ranks call different collectives"):
+                call()
+            assert comm.all_reduce(torch.ones(2, device=gpu)).tolist() == [3.0, 3.0]
+
+    run_threads(3, on(gpu, on_rank))
+
+
+def leave_early(comm: Communicator, gpu: torch.device, abort: bool) -> None:
+    x = torch.ones(1 << 18, device=gpu)
+    comm.all_reduce(x)
+    comm.synchronize()
+    if comm.rank == 1:
+        if abort:
+            with pytest.raises(ZeroDivisionError), comm:
+                _ = 1 / 0
+        comm.close()
+    else:
+        words = "gave up after an error" if abort else "has closed its communicator"
+        with pytest.raises(PeerError, match=f"rank 1 {words}"):
+            for _ in range(1000):
+                comm.all_reduce(x)
+                comm.synchronize()
+    assert is_usable(gpu)
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:
+    run_processes(2, leave_early, gpu, abort)
+
+
+# ---- gates ----------------------------------------------------------------------------------------
+
+
+def reduce_when_ready(comm: Communicator, gpu: torch.device) -> None:
+    """The writer of rows is another stream, which raises a counter after each block of rows."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    writer = torch.cuda.Stream(gpu)
+    for dtype in (torch.float32, torch.bfloat16):
+        for symmetric in (False, True):
+            for rows, block_rows, blocks in ((1000, 128, 8), (37, 5, 3), (1, 1, 64)):
+                contents = torch.randn(rows, 333, generator=generator).to(dtype).to(gpu)
+                empty = comm.empty if symmetric else torch.empty
+                x = empty(rows, 333, dtype=dtype, device=gpu).fill_(float("nan"))
+                ready = torch.zeros(-(-rows // block_rows), dtype=torch.int32, device=gpu)
+                expected = comm.all_reduce(contents.clone())
+                comm.synchronize()
+                torch.cuda.current_stream().synchronize()
+                with torch.cuda.stream(writer):
+                    for i in range(len(ready)):
+                        block = slice(i * block_rows, (i + 1) * block_rows)
+                        x[block] = contents[block]
+                        ready[i] += 2  # A kernel ends with a release.
+                comm.all_reduce_when_ready(x, ready, 2, block_rows, blocks=blocks)
+                assert torch.equal(x, expected)
+                writer.synchronize()
+    comm.barrier()
+
+
+@both
+def test_reduces_rows_while_they_are_written(run: Callable[..., Any], gpu: torch.device) -> None:
+    if run is run_threads:
+        run_threads(2, on(gpu, lambda comm: reduce_when_ready(comm, gpu)))
+    else:
+        run_processes(2, on(gpu, reduce_when_ready), gpu)
+
+
+def test_rows_that_are_never_ready(gpu: torch.device) -> None:
+    def on_rank(comm: Communicator) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(gpu)):
+            x = torch.ones(10, 10, device=gpu)
+            ready = torch.full((1,), 1 - comm.rank, dtype=torch.int32, device=gpu)
+            comm.all_reduce_when_ready(x, ready, 1, 10)
+            with pytest.raises(TimeoutError, match="were not ready within|rank 1 did not arrive"):
+                comm.synchronize()
+            assert x.isnan().all() and is_usable(gpu)
+
+    run_threads(2, on_rank, timeout=3.0)
+
+
+# ---- endurance ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_many_calls_of_random_sizes(world_size: int, gpu: torch.device) -> None:
+    """Integers, so that one comparison at the end sees any call that has gone wrong."""
+    calls = 100_000 // 20  # The rest is for the soak of bench/gpu.
+
+    def on_rank(comm: Communicator) -> None:
+        sizes = random.Random(7)
+        pool = torch.arange(1 << 16, dtype=torch.int32, device=gpu)
+        wrong = torch.zeros((), dtype=torch.int64, device=gpu)
+        for _ in range(calls):
+            count = int(2 ** sizes.uniform(0, 16))
+            algorithm = sizes.choice(["one_shot", "two_shot", "ring"])
+            x = pool[:count] * (comm.rank + 1)
+            comm.all_reduce(x, algorithm=algorithm)
+            wrong += (x != pool[:count] * (world_size * (world_size + 1) // 2)).sum()
+        assert wrong.item() == 0
+
+    run_threads(world_size, on(gpu, on_rank), limit=110.0)
+
+
+def test_no_thread_and_no_memory_is_left(gpu: torch.device) -> None:
+    def on_rank(comm: Communicator) -> None:
+        for _ in range(3):
+            with comm.split(0) as child:
+                assert child.all_reduce(torch.ones(3, device=gpu)).tolist() == [2.0] * 3
+
+    run_threads(2, on(gpu, on_rank))
+    torch.cuda.synchronize()
+    threads, free = len(os.listdir("/proc/self/task")), torch.cuda.mem_get_info(gpu)[0]
+    for _ in range(3):
+        run_threads(2, on(gpu, on_rank))
+    torch.cuda.synchronize()
+    assert len(os.listdir("/proc/self/task")) <= threads
+    assert free - torch.cuda.mem_get_info(gpu)[0] < 1 << 29  # Less than any one rank's heap.
