@@ -2,6 +2,7 @@
 
 from pipekernels.ops.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from pipekernels.ops.micro_batch import concat_micro_batches, split_micro_batches
+from pipekernels.ops.p2p_copy import p2p_copy
 from pipekernels.ops.sharded_gemm import sharded_gemm
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "concat_micro_batches",
+    "p2p_copy",
     "reduce_scatter",
     "sharded_gemm",
     "split_micro_batches",

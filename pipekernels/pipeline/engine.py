@@ -4,13 +4,17 @@ becomes."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from pipekernels.ops.edge import settle_all
+from pipekernels.ops.streams import has_streams
 from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.pace import Pace
 from pipekernels.pipeline.parameters import StageParameters, unique
@@ -29,6 +33,11 @@ class Engine:
     keeps every device busy; and a backward that waited for other threads there would block
     autograd's only thread for that device.
 
+    With stages on CUDA devices, a backward runs on autograd's thread for the output's device. While
+    that waits for another device it may begin the next backward that is due, of another run
+    of this pipe, before the first one has ended. So there runs do not share what a backward changes:
+    each has aliases of its own, and what one puts in place of the other's it gives back.
+
     Args:
         partitions: the stages.
         devices: one per stage.
@@ -40,13 +49,20 @@ class Engine:
         self.stages = list(partitions)
         self.devices = list(devices)
         skips = SkipLayout(partitions)
+        self.skips = skips
         self.tasks = [
             Task([stage], index, device, skips.received[index], skips.sent[index])
             for index, (stage, device) in enumerate(zip(partitions, devices, strict=True))
         ]
         on_cpu = all(device.type == "cpu" for device in devices)
+        self.has_streams = any(has_streams(device) for device in devices)
+        if self.has_streams:
+            torch.cuda.init()  # A stage without tensors has not done so, and its generator is needed.
+            weakref.finalize(self, settle_all).atexit = False
         # On one thread, stages of one device need not be cut apart.
-        self.chain = Task(partitions, 0, devices[0]) if on_cpu else None
+        self.chain = Task(partitions, 0, devices[0]) if len(set(devices)) == 1 else None
+        # Stages whose work the thread that runs them all does itself.
+        self.waits = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
         # Stages that share a layer would run it, and accumulate into its parameters, in an order
         # left to timing.
         layers = [id(layer) for stage in partitions for layer in stage.modules()]
@@ -58,7 +74,12 @@ class Engine:
         # Held by one forward or backward at a time: both put the aliases in place and take what
         # they accumulate.
         self.lock = threading.RLock()
+        self._turns = threading.RLock()
+        # Whose aliases are in place, the latest last.
+        self.in_place: list[Sequence[StageParameters]] = []
         self._parameters = [StageParameters(stage) for stage in partitions]
+        # Of runs that have ended.
+        self._spare: list[list[StageParameters]] = []
 
     def run(self, batch: Batch, checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value.
@@ -98,21 +119,39 @@ class Engine:
         Returns:
             The loss, a scalar without a graph.
         """
-        with self.lock, torch.enable_grad():
+        with self._turns, self.lock, torch.enable_grad():
             run = self._start(schedule, batch, checkpoint)
             losses = make_losses(run.sizes)
-            input_grads, parameter_grads = run.train(losses)
             targets = [*batch.tensors, *unique(self._parameters)]
+            input_grads, parameter_grads = run.train(losses)
         # Through autograd, so that hooks are called.
         grads = (*input_grads, *parameter_grads)
         present = [i for i, grad in enumerate(grads) if grad is not None]
         torch.autograd.backward([targets[i] for i in present], [grads[i] for i in present])
         return losses.total()
 
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Let backwards in while this thread, in a training step, waits for autograd's threads: one of
+        these may be at the beginning of a backward of this pipe."""
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
+
+    def give_back(self, parameters: list[StageParameters]) -> None:
+        """Take over the aliases of a run that has ended."""
+        if self.has_streams:
+            self._spare.append(parameters)
+
     def _start(self, schedule: Schedule, batch: Batch, checkpoint: str) -> Run:
+        known: Sequence[StageParameters | None] = self._parameters
+        if self.has_streams:
+            known = self._spare.pop() if self._spare else [None] * len(self.stages)
         self._parameters = [
             StageParameters(stage, previous)
-            for stage, previous in zip(self.stages, self._parameters, strict=True)
+            for stage, previous in zip(self.stages, known, strict=True)
         ]
         grad = torch.is_grad_enabled()
         wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in batch.tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
@@ -18,10 +18,11 @@ there is none), and returns its own."""
 _STOP = object()
 
 
-def run_inline(program: Program, compute: Compute) -> None:
-    """Run all actions one after another on the calling thread."""
+def run_inline(program: Program, compute: Compute, order: Sequence[Action] | None = None) -> None:
+    """Run all actions one after another on the calling thread, in ``order``. Default:
+    ``program.order``."""
     results: dict[tuple[int, int, bool], Any] = {}  # by who gets it: stage, micro-batch, direction
-    for action in program.order:
+    for action in program.order if order is None else order:
         key = (action.stage, action.micro_batch, action.goes_up)
         result = compute(action, results.pop(key) if program.before(action) is not None else None)
         receiver = program.after(action)

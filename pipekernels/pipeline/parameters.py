@@ -79,8 +79,16 @@ class StageParameters:
 
 
 @contextmanager
-def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
-    """Have the aliases of all ``stages`` in place while the body runs."""
+def installed(
+    stages: Sequence[StageParameters], in_place: list[Sequence[StageParameters]]
+) -> Iterator[None]:
+    """Have the aliases of all ``stages`` in place while the body runs.
+
+    Args:
+        stages: their parameters.
+        in_place: those that are in place already, the latest last; they come back afterwards.
+    """
+    in_place.append(stages)
     try:
         for parameters in stages:
             parameters.install()
@@ -88,6 +96,10 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     finally:
         for parameters in stages:
             parameters.remove()
+        in_place.pop()
+        if in_place:
+            for parameters in in_place[-1]:
+                parameters.install()
 
 
 def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:

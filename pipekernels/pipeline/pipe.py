@@ -39,7 +39,8 @@ class Pipe(nn.Module):
     micro-batches.
 
     Stages work on different micro-batches at the same time: on CPUs in threads that share out
-    torch's intra-op threads, on CUDA devices asynchronously. To autograd the whole is one node, so
+    torch's intra-op threads, on CUDA devices asynchronously, on the streams that are current when
+    the forward is called; copies between devices overlap both sides' work. To autograd the whole is one node, so
     losses, optimizers, hooks and ``torch.autograd.grad`` are used as with the bare module::
 
         model = nn.Sequential(a, b, c, d)
@@ -167,8 +168,7 @@ class Pipe(nn.Module):
 
         With ``'1f1b'`` a stage holds the activations of at most as many micro-batches as there are
         stages, whatever ``chunks``; ``'gpipe'`` holds those of all; ``'zb-h1'`` holds no more than
-        ``'1f1b'`` and idles less, at the price of entering autograd once more for every layer; where one
-        thread runs all stages, as on CUDA devices, its backwards stay whole.
+        ``'1f1b'`` and idles less, at the price of entering autograd once more for every layer.
         ``'interleaved'`` deals the stages out to fewer lanes. ``1f1b``, ``interleaved`` and
         ``zb-h1`` sum gradients over micro-batches first one first, so the last bits may differ from
         those of ``loss_fn(pipe(input), target).backward()``.

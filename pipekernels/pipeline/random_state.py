@@ -101,11 +101,30 @@ _TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _SEEDED: AbstractContextManager[None] = nullcontext()
 
 
-class LaneRandom(TorchFunctionMode):
+class HookWatch(TorchFunctionMode):
+    """Notices hooks on tensors that are made meanwhile, on its own thread
+    (``saw_tensor_hooks``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saw_tensor_hooks = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.saw_tensor_hooks |= func in _TENSOR_HOOKS
+        return func(*args, **(kwargs or {}))
+
+
+class LaneRandom(HookWatch):
     """Gives the random functions of one task, on its own thread, the stream of numbers that belongs
     to ``seed``.
 
-    It notices hooks on tensors that are made meanwhile (``saw_tensor_hooks``). With ``audit`` it also notices randomness that it could not see (drawn inside C++ or compiled
+    With ``audit`` it also notices randomness that it could not see (drawn inside C++ or compiled
     code): :meth:`saw_everything` is False then, and the task must not run on a lane.
     """
 
@@ -115,7 +134,6 @@ class LaneRandom(TorchFunctionMode):
         self._state: torch.Tensor | None = None
         self._audit = audit
         self._hidden = False
-        self.saw_tensor_hooks = False
         if audit:
             torch.default_generator.manual_seed(seed)
             self._state = torch.default_generator.get_state()

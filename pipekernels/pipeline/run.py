@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
 from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.parameters import StageParameters, accumulated, installed, unique
-from pipekernels.pipeline.random_state import RunRandom, preserved
-from pipekernels.pipeline.schedule import Action, Program, Schedule
+from pipekernels.pipeline.random_state import HookWatch, RunRandom, preserved
+from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
 from pipekernels.pipeline.skip import Key
 from pipekernels.pipeline.split_backward import WeightBackward
 from pipekernels.pipeline.structure import Structure
 from pipekernels.pipeline.task import Activation, Grads, Tape
+from pipekernels.pipeline.transport import Receiver, Transport
 
 if TYPE_CHECKING:
     from pipekernels.pipeline.engine import Engine
@@ -50,18 +52,19 @@ class Run:
         scatter: Scatter,
         wants_grad: tuple[bool, ...],
         structure: Structure,
-        parameters: Sequence[StageParameters] | None,
+        parameters: list[StageParameters] | None,
         checkpoint: str,
     ) -> None:
         self.grad = parameters is not None
         self.sizes = scatter.sizes
         self._engine = engine
-        self._parameters = parameters or ()
+        self._parameters = parameters or []
         self._scatter = scatter
         self._wants_grad = wants_grad
         self._structure = structure
         self._context = CallerContext()
         self._random = RunRandom(engine.devices)
+        self._transport = Transport(engine.devices)
         micro_batches = len(scatter)
         self._drop = [
             self.grad and checkpointed(checkpoint, m, micro_batches) for m in range(micro_batches)
@@ -70,6 +73,7 @@ class Run:
         if schedule.may_split and self.grad and not any(self._drop):
             self._ways = ("inline", "lanes", "split")
         self._key = self._pace_key(schedule)
+        self._draw: Callable[[int, int], AbstractContextManager[Any]] = self._random.inline
         self._way = self._chosen_way()
         self._tasks = engine.tasks
         if self._way == "inline" and engine.chain is not None and engine.timeline is None:
@@ -82,15 +86,23 @@ class Run:
             len(self._tasks), micro_batches, split=self._way == "split"
         )
         # Whether backwards may be done in two parts. Not with hooks on tensors, which would be called
-        # in both; lanes see them being made, and on one thread nobody waits for the first part.
-        self._may_split = self._way != "inline"
+        # in both. Lanes see them being made; on one thread that costs time, and is done where needed.
+        self._may_split = True
+        if self._draw == self._random.inline and any(a.kind == "I" for a in self._program.order):
+            self._draw = self._watched
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         # Skips, and their gradients, between the stage that leaves them here and the one that takes
         # them. All that lies between in the pipeline has happened between, so nobody waits.
         self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
         self._skip_grads: dict[tuple[Key, int], torch.Tensor | None] = {}
+        # Where inputs of a stage, and skips, were before they were brought to its device; those that
+        # were there are left out. Their gradients go back to it.
+        self._homes: dict[tuple[int, int], list[torch.device]] = {}
+        self._skip_homes: dict[tuple[Key, int], torch.device] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
+        # Entered where autograd's threads are waited for.
+        self._in_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._released = False
         self._seconds = 0.0
         # Intra-op threads are shared out alike on lanes and inline, so that the way taken cannot
@@ -102,9 +114,9 @@ class Run:
 
     def forward(self, outputs: Outputs) -> tuple[torch.Tensor, ...]:
         """Run every forward of the program; returns the outputs ``[batch, ...]``."""
-        aliases = installed(self._parameters) if self.grad else nullcontext()
+        aliases = self._installed() if self.grad else nullcontext()
         forward = partial(self._forward, outputs)
-        with preserved(self._engine.devices), aliases:
+        with preserved(self._engine.devices), aliases, self._phase():
             self._execute(
                 self._program.forwards, forward, self._context.applied, last=not self.grad
             )
@@ -138,15 +150,18 @@ class Run:
             outputs.set_grads(grads)
             again = any(self._drop)
             with (
+                self._phase(),
                 self._accumulating() as results,
                 preserved(engine.devices) if again else nullcontext(),
-                installed(self._parameters) if again else nullcontext(),
+                self._installed() if again else nullcontext(),
             ):
                 if self._tasks == [engine.chain] and not again:
                     self._backward_at_once(outputs, keep_graph)
                 else:
                     backward = partial(self._backward, outputs, keep_graph)
                     self._execute(self._program.backwards, backward, nullcontext, last=True)
+            if not keep_graph:
+                engine.give_back(self._parameters)
         return results.inputs, results.parameters
 
     def train(self, losses: Losses) -> tuple[Grads, Grads]:
@@ -162,23 +177,29 @@ class Run:
                     return self._forward(losses, action, value)
             return self._backward(losses, False, action, value)
 
+        if self._engine.has_streams:
+            self._in_autograd = self._engine.unlocked
         with (
+            self._phase(),
             self._accumulating() as results,
             preserved(self._engine.devices),
-            installed(self._parameters),
+            self._installed(),
         ):
             self._execute(self._program, compute, nullcontext, last=True)
+        self._engine.give_back(self._parameters)
         return results.inputs, results.parameters
 
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
         _, stage, m = action
         if inputs is None:
             inputs = Activation(self._scatter[m], self._wants_grad, self._structure)
+            inputs = self._sent(inputs, stage, m)
         task = self._tasks[stage]
         received = {
             key: self._skips.pop((key, m)) for key in task.received_skips if (key, m) in self._skips
         }
         inputs = inputs.with_skips(received)
+        self._transport.receive(Receiver(stage, m))
         outputs, self._tapes[stage][m] = task.forward(
             inputs,
             partial(self._draw, m),
@@ -186,21 +207,44 @@ class Run:
             drop=self._drop[m],
         )
         outputs, sent = outputs.without_skips()
-        for key, skip in sent.items():
-            self._skips[key, m] = skip
+        for key, (skip, wants) in sent.items():
+            receiver = self._engine.skips.receiver[key]
+            device = self._tasks[receiver].device
+            if skip.device != device:
+                self._skip_homes[key, m] = skip.device
+                (skip,) = self._transport.send([skip], [device], Receiver(receiver, m))
+            self._skips[key, m] = skip, wants
         if stage == len(self._tasks) - 1:
             sink.collect(m, outputs)
-        return outputs
+            return outputs
+        return self._sent(outputs, stage + 1, m)
+
+    def _sent(self, value: Activation, stage: int, m: int) -> Activation:
+        """``value``, on its way to the device of ``stage``."""
+        device = self._tasks[stage].device
+        for tensor in value.tensors:
+            if tensor.device != device:
+                break
+        else:
+            return value
+        self._homes[stage, m] = [tensor.device for tensor in value.tensors]
+        targets = [device] * len(value.tensors)
+        return replace(
+            value, tensors=self._transport.send(value.tensors, targets, Receiver(stage, m))
+        )
 
     def _backward(self, sink: Sink, keep_graph: bool, action: Action, grads: Grads | None) -> Grads:
         kind, stage, m = action
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
-                second_part(keep_graph)
+                with self._in_autograd():
+                    second_part(keep_graph)
             return ()
+        self._transport.receive(Receiver(stage, m, backward=True))
         if grads is None:
-            grads = sink.grads(m)
+            with self._in_autograd():
+                grads = sink.grads(m)
         task, tape = self._tasks[stage], self._tapes[stage][m]
         if not keep_graph:
             self._tapes[stage][m] = None
@@ -215,17 +259,25 @@ class Run:
             # The forward's autocast and the like, on a thread that may be another.
             with self._context.applied():
                 tape = task.recompute(tape, partial(self._draw, m))
-        if kind == "I" and self._may_split:
-            result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
-            if second_part is not None:
-                self._second_parts[stage, m] = second_part
-        else:
-            (result,) = task.backward([tape], [grads], keep_graph=keep_graph)
+        with self._in_autograd():
+            if kind == "I" and self._may_split:
+                result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
+                if second_part is not None:
+                    self._second_parts[stage, m] = second_part
+            else:
+                (result,) = task.backward([tape], [grads], keep_graph=keep_graph)
         if tape.received:
             n = len(result) - len(tape.received)
             for key, grad in zip(tape.received, result[n:], strict=True):
+                if (key, m) in self._skip_homes:
+                    home = self._skip_homes[key, m]
+                    sender = Receiver(self._engine.skips.sender[key], m, backward=True)
+                    (grad,) = self._transport.send([grad], [home], sender)
                 self._skip_grads[key, m] = grad
             result = result[:n]
+        if (stage, m) in self._homes:
+            before = Receiver(stage - 1, m, backward=True)
+            result = self._transport.send(result, self._homes[stage, m], before)
         if stage == 0:
             self._input_grads[m] = result
         return result
@@ -240,7 +292,13 @@ class Run:
         with intra_op_threads(self._threads):
             assert self._engine.chain is not None
             grads = [outputs.grads(m) if tape.roots else () for m, tape in enumerate(tapes)]
-            self._input_grads = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
+            with self._transport.on(self._engine.chain.device):
+                results = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
+            for m, result in enumerate(results):
+                if (0, m) in self._homes:
+                    caller = Receiver(-1, m, backward=True)
+                    result = self._transport.send(result, self._homes[0, m], caller)
+                self._input_grads[m] = result
         self._note_time(time.perf_counter() - begin, last=True)
 
     @contextmanager
@@ -250,6 +308,8 @@ class Run:
         results = _Results()
         try:
             yield results
+            for m in range(len(self._scatter)):
+                self._transport.receive(Receiver(-1, m, backward=True))
             results.inputs = self._joined(self._input_grads)
         finally:
             self._second_parts.clear()
@@ -289,15 +349,42 @@ class Run:
         """Run ``program`` the way that was chosen for this run; ``last`` tells that nothing of the
         run follows."""
         engine = self._engine
-        if engine.timeline is not None:
-            compute = engine.timeline.recorded(compute, program)
         begin = time.perf_counter()
-        if self._way == "inline":
-            with intra_op_threads(self._threads):
-                executor.run_inline(program, compute)
-        else:
-            executor.run_on_lanes(program, compute, threads=self._threads, around=around)
+        with self._recorded(compute, program) as recorded:
+            if self._way != "inline":
+                executor.run_on_lanes(program, recorded, threads=self._threads, around=around)
+            else:
+                order = None
+                if engine.has_streams:
+                    recorded = self._placed(recorded)
+                    order = order_of_issue(program, engine.waits)
+                with intra_op_threads(self._threads):
+                    executor.run_inline(program, recorded, order)
         self._note_time(time.perf_counter() - begin, last=last)
+
+    def _recorded(
+        self, compute: Callable[[Action, Any], Any], program: Program
+    ) -> AbstractContextManager[Callable[[Action, Any], Any]]:
+        timeline = self._engine.timeline
+        if timeline is None:
+            return nullcontext(compute)
+        clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
+        return timeline.recorded(compute, program, lambda s: clocks[self._tasks[s].device])
+
+    def _placed(self, compute: Callable[[Action, Any], Any]) -> Callable[[Action, Any], Any]:
+        """``compute``, with each stage's device as the current one."""
+
+        def placed(action: Action, value: Any) -> Any:
+            with self._transport.on(self._tasks[action.stage].device):
+                return compute(action, value)
+
+        return placed
+
+    def _phase(self) -> AbstractContextManager[None]:
+        return self._transport.phase() if self._engine.has_streams else nullcontext()
+
+    def _installed(self) -> AbstractContextManager[None]:
+        return installed(self._parameters, self._engine.in_place)
 
     def _note_time(self, seconds: float, *, last: bool) -> None:
         """Add a phase's time; a run that a backward may follow counts together with it."""
@@ -321,8 +408,7 @@ class Run:
 
     def _chosen_way(self) -> Way:
         """Also decides where random numbers come from: ``_draw``."""
-        engine, random = self._engine, self._random
-        self._draw: Callable[[int, int], AbstractContextManager[Any]] = random.inline
+        engine = self._engine
         self._measured = engine.may_use_lanes and min(len(engine.stages), len(self._scatter)) > 1
         if not self._measured:
             return "inline"
@@ -343,10 +429,19 @@ class Run:
             self._may_split = False
 
     @contextmanager
+    def _watched(self, m: int, stage: int) -> Iterator[None]:
+        with self._random.inline(m, stage), HookWatch() as watch:
+            yield
+        if watch.saw_tensor_hooks:
+            self._may_split = False
+
+    @contextmanager
     def _audited(self, m: int, stage: int) -> Iterator[None]:
         """Watch a forward for random numbers that a lane could not keep apart."""
         with self._random.audited(m, stage) as watch:
             yield
+        if watch.saw_tensor_hooks:
+            self._may_split = False
         if not watch.saw_everything():
             self._engine.hidden_randomness = True
 

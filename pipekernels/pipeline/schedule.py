@@ -314,6 +314,25 @@ def linearize(program: Program) -> tuple[Action, ...]:
     return tuple(order)
 
 
+UNITS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""How long actions take where nothing else is known, in the time of a forward."""
+
+
+@lru_cache(maxsize=256)
+def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tuple[Action, ...]:
+    """One order of all actions for a thread that issues them to devices and goes on at once: that in
+    which ideal lanes would start them. A device that several lanes share, and that works in the
+    order of issue, is then not kept waiting by what is far from ready.
+
+    Args:
+        program: per lane, its actions in order.
+        waits: stages whose actions the thread does itself; of actions that could start together
+            they come last.
+    """
+    start = simulate(program, lambda action: UNITS[action.kind]).start
+    return tuple(sorted(program.order, key=lambda action: (start[action], action.stage in waits)))
+
+
 @dataclass(frozen=True)
 class Simulation:
     """What :func:`simulate` predicts; times are in the unit of the costs it was given."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipekernels.ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.micro_batch import Gather, Scatter
 from pipekernels.pipeline.structure import Structure, merged
 from pipekernels.pipeline.task import Activation, Grads
@@ -127,10 +128,7 @@ class Losses:
         ]
         arguments = [outputs.structure.build(tensors)]
         if self._targets is not None:
-            device = outputs.tensors[0].device
-            # A copy to the CPU must have arrived before the CPU computes.
-            overlap = device.type != "cpu"
-            parts = [t.to(device, non_blocking=overlap) for t in self._targets[m]]
+            parts = p2p_copy(self._targets[m], outputs.tensors[0].device)
             arguments.append(self._structure.build(parts))
         with torch.enable_grad():
             loss = self._loss(*arguments)
@@ -150,7 +148,7 @@ class Losses:
         leaves, self._leaves[m] = self._leaves[m], ()
         if loss is None:
             return ()
-        torch.autograd.backward(loss, loss.new_tensor(self._weights[m]))
+        torch.autograd.backward(loss, loss.new_full((), self._weights[m]))
         return tuple(None if leaf is None else leaf.grad for leaf in leaves)
 
     def total(self) -> torch.Tensor:

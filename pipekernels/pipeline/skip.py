@@ -222,6 +222,7 @@ class SkipLayout:
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         self.sent: list[list[Key]] = [[] for _ in stages]
         self.received: list[list[Key]] = [[] for _ in stages]
+        self.receiver: dict[Key, int] = {}
         made: dict[Key, int] = {}
         for index, stage in enumerate(stages):
             for layer in _skippables(stage):
@@ -229,8 +230,10 @@ class SkipLayout:
                     if made[key] != index:
                         self.sent[made[key]].append(key)
                         self.received[index].append(key)
+                        self.receiver[key] = index
                 for key in layer.stashable():
                     made[key] = index
+        self.sender = {key: made[key] for key in self.receiver}
 
 
 def _skippables(module: nn.Module) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class Task:
     Args:
         stages: the stages' layers.
         first: index of the first of them.
-        device: where they live; inputs are copied there.
+        device: where they live, and where the inputs must be.
         received: skips that come from other tasks.
         sent: skips that go to other tasks.
     """
@@ -157,7 +157,6 @@ class Task:
         Returns:
             The outputs, detached, and the tape, None without ``grad``.
         """
-        inputs = self._received(inputs)
         if not grad:
             with torch.no_grad():
                 outputs = self._call(inputs, inputs.tensors, randomness)
@@ -220,21 +219,10 @@ class Task:
 
     def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
         return [
-            (root, grad if grad.device == self.device else grad.to(self.device))
+            (root, grad)
             for root, grad in zip(tape.roots, grads, strict=True)
             if root is not None and grad is not None
         ]
-
-    def _received(self, inputs: Activation) -> Activation:
-        for tensor in inputs.tensors:
-            if tensor.device != self.device:
-                break
-        else:
-            return inputs
-        # A copy to the CPU must have arrived before the CPU computes; others are ordered by streams.
-        overlap = self.device.type != "cpu"
-        moved = tuple(tensor.to(self.device, non_blocking=overlap) for tensor in inputs.tensors)
-        return replace(inputs, tensors=moved)
 
     def _record(self, inputs: Activation, randomness: Randomness) -> tuple[Activation, Tape]:
         """Run with a graph of their own, cut off from whatever made the inputs."""

@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-from pipekernels.pipeline.schedule import Action, Kind, Program, simulate
+import torch
 
-_UNITS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+from pipekernels.pipeline.schedule import UNITS, Action, Kind, Program, simulate
+
 _COLOURS: dict[Kind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"
 _NAMES: dict[Kind, str] = {
@@ -22,6 +24,49 @@ _NAMES: dict[Kind, str] = {
     "I": "backward of inputs",
     "W": "backward of parameters",
 }
+
+
+class Clock(Protocol):
+    """Tells when something happens that is issued between two calls."""
+
+    def mark(self) -> Any:
+        """Now."""
+
+    def seconds(self, mark: Any) -> float:
+        """A mark's time, in seconds of ``time.perf_counter``. May wait until it has come."""
+
+
+class HostClock:
+    """Of work that is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+class StreamClock:
+    """Of a CUDA stream's work.
+
+    Args:
+        stream: waited for once, so that its time can be told on the host's clock.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._origin = self.mark()
+        self._origin.synchronize()
+        self._seconds = time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        mark.synchronize()
+        return self._seconds + self._origin.elapsed_time(mark) * 1e-3
 
 
 @dataclass(frozen=True)
@@ -59,26 +104,48 @@ class Phase:
 
 
 class Timeline:
-    """Records every forward and backward of a pipe inside ``with pipe.timeline() as timeline:``."""
+    """Records every forward and backward of a pipe inside ``with pipe.timeline() as timeline:``.
+
+    Of stages on CUDA devices, the device's time is recorded, not the time of issue; the thread then
+    waits for the devices before and after each of them. Copies between devices are not shown, but the
+    time that a stage waits for them counts as its own.
+    """
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
 
+    @contextmanager
     def recorded(
-        self, compute: Callable[[Action, Any], Any], program: Program
-    ) -> Callable[[Action, Any], Any]:
-        """``compute``, which runs the actions of ``program`` on any thread, with a record of
-        each."""
+        self,
+        compute: Callable[[Action, Any], Any],
+        program: Program,
+        clock_of: Callable[[int], Clock],
+    ) -> Iterator[Callable[[Action, Any], Any]]:
+        """``compute``, which runs the actions of ``program`` on any thread in the body, with a record of
+        each.
+
+        Args:
+            compute: does an action.
+            program: which there are.
+            clock_of: the clock of a stage.
+        """
         phase = Phase(program)
         self.phases.append(phase)
+        marks: list[tuple[Action, Any, Any]] = []
 
         def recording(action: Action, value: Any) -> Any:
-            start = time.perf_counter()
+            clock = clock_of(action.stage)
+            start = clock.mark()
             result = compute(action, value)
-            phase.events.append(Event(action, start, time.perf_counter()))
+            marks.append((action, start, clock.mark()))
             return result
 
-        return recording
+        try:
+            yield recording
+        finally:
+            for action, start, end in marks:
+                clock = clock_of(action.stage)
+                phase.events.append(Event(action, clock.seconds(start), clock.seconds(end)))
 
     @property
     def bubble(self) -> float:
@@ -92,7 +159,7 @@ class Timeline:
     def ideal_bubble(self) -> float:
         """Idle share of the same programs on ideal lanes with equal stages, where a backward takes
         twice as long as a forward."""
-        simulated = [simulate(p.program, cost=lambda a: _UNITS[a.kind]) for p in self.phases]
+        simulated = [simulate(p.program, cost=lambda a: UNITS[a.kind]) for p in self.phases]
         capacity = sum(p.lanes * s.makespan for p, s in zip(self.phases, simulated, strict=True))
         idle = sum(
             p.lanes * s.makespan * s.bubble for p, s in zip(self.phases, simulated, strict=True)

@@ -1,0 +1,256 @@
+"""Copies between two devices that overlap what both compute.
+
+Copies run on streams of their own, in the order in which they are sent, and wait for nothing but
+their source and a place to go to. Who owns which memory, for how long:
+
+*Sources* were allocated on the source's computing stream. The edge refers to them until the next
+copy has been sent; then that stream is made to wait for the copy, and lets go. So at any time one
+source is being read while the next one is computed.
+
+*Received buffers* are allocated on the copies' own stream, so that a copy never waits for what
+the target computes meanwhile. Layers may keep them for the backward, so no fixed ring of them would
+do: the edge refers to the memory of each as well, and asks at every later copy whether it is the last
+to do so. All that read the buffer has been issued by then. An event is put behind that on the stream
+that used the buffer; one copy later the copies' stream waits for this event, and only then the edge
+lets go. A layer that keeps nothing is thus served from two buffers, taking turns.
+
+*Pinned memory* stands between where a device cannot read the other's: two slots per edge. A slot is
+written again only behind the event of the copy out of it. Copies to the CPU arrive in pinned memory that
+torch's own allocator keeps until the copy is done.
+
+A copy's values become visible to the target's stream, or to the CPU, through ``Arrival.wait``.
+Nothing here uses ``record_stream``, and the calling thread waits in two places only: where
+the CPU is to read what arrives, and for a slot whose copy is not done yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipekernels.ops import streams
+from pipekernels.ops.streams import DONE, HOST, Event, Stream
+
+SLOT_BYTES = 4 << 20
+
+
+class Arrival:
+    """Copies on their way.
+
+    Args:
+        device: where they go.
+        done: when they are there.
+    """
+
+    def __init__(self, device: torch.device, done: Event) -> None:
+        self.users: list[Stream] = []
+        """The streams that were made to wait: they may use the copies."""
+        self._device = device
+        self._done = done
+
+    def wait(self) -> None:
+        """Have the device's current stream wait for the copies, or the calling thread where they go
+        to the CPU. To be called before anything uses them."""
+        stream = streams.current(self._device)
+        stream.wait_event(self._done)
+        self.users.append(stream)
+
+
+class _Lent:
+    """A received buffer that somebody outside may refer to."""
+
+    def __init__(self, buffer: Tensor, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self._storage = buffer.untyped_storage()
+        self._references = self._count()  # of which one is ``buffer``
+
+    def is_unused(self) -> bool:
+        return self._count() < self._references
+
+    def _count(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)
+
+
+class _Slot:
+    """Pinned memory that one piece of a copy passes through."""
+
+    def __init__(self) -> None:
+        self.memory = pinned_empty((SLOT_BYTES,), (1,), torch.uint8)
+        self.free = DONE
+
+
+class Edge:
+    """Copies tensors from ``source`` to ``target``.
+
+    Where neither of them has streams a copy is done when it is sent. An edge may be used by
+    several threads.
+
+    Args:
+        source: a device.
+        target: another one.
+    """
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self.source = source
+        self.target = target
+        self._leaving = streams.new(source)
+        self._arriving = streams.new(target)
+        # What the CPU sends is staged even from pinned memory: the caller may write to that again.
+        self._staged = self._arriving is not HOST and not _can_read(target, source)
+        self._slots: list[_Slot] = []
+        self._sources: list[tuple[Stream, Event, list[Tensor]]] = []
+        self._lent: list[_Lent] = []
+        self._unused: list[tuple[list[Event], list[_Lent]]] = []
+        # Reentrant: an allocation may collect garbage, and that call settle().
+        self._lock = threading.RLock()
+
+    def send(
+        self, tensors: Sequence[Tensor], *, snapshot: bool = False
+    ) -> tuple[list[Tensor], Arrival]:
+        """Begin to copy ``tensors``, as they are at this point of the source's current stream.
+
+        Args:
+            tensors: on the source; any strides, which the copies share where the tensor is dense.
+            snapshot: whether the caller may overwrite them before :meth:`settle` is called. They
+                are copied on the source first then.
+
+        Returns:
+            The copies, detached, and what must be waited for before they are used.
+        """
+        if self._leaving is HOST and self._arriving is HOST:
+            return [t.detach().to(self.target) for t in tensors], Arrival(self.target, DONE)
+        with self._lock:
+            origin = streams.current(self.source)
+            sources = [_dense(t) for t in tensors]
+            if snapshot and origin is not HOST and self._arriving is not HOST:
+                sources = [
+                    s.clone() if s.data_ptr() == t.data_ptr() else s
+                    for s, t in zip(sources, tensors, strict=True)
+                ]
+            self._leaving.wait_event(origin.record_event())
+            self._let_go_of_sources()
+            self._take_back_buffers()
+            copies = [self._copy(s) for s in sources]
+            last = self._leaving if self._arriving is HOST else self._arriving
+            arrival = Arrival(self.target, last.record_event())
+            if origin is not HOST:
+                self._sources.append((origin, arrival._done, sources))
+            if self._arriving is not HOST:
+                self._lent += [_Lent(copy, arrival) for copy in copies]
+        return copies, arrival
+
+    def settle(self) -> None:
+        """Let go of all sources, and of the buffers that nobody uses.
+
+        The streams that computed the sources are made to wait for their copies: what is issued
+        afterwards may overwrite them.
+        """
+        with self._lock:
+            self._let_go_of_sources()
+            self._take_back_buffers()
+            self._take_back_buffers()
+
+    def _let_go_of_sources(self) -> None:
+        sources, self._sources = self._sources, []
+        for origin, done, _ in sources:
+            origin.wait_event(done)
+
+    def _take_back_buffers(self) -> None:
+        unused, self._unused = self._unused, []
+        for events, _ in unused:
+            for event in events:
+                self._arriving.wait_event(event)
+        lent, self._lent = self._lent, []
+        found: list[_Lent] = []
+        for buffer in lent:
+            (found if buffer.is_unused() else self._lent).append(buffer)
+        if found:
+            users = {stream for buffer in found for stream in buffer.arrival.users}
+            self._unused.append(([stream.record_event() for stream in users], found))
+
+    def _copy(self, source: Tensor) -> Tensor:
+        shape, strides, dtype = source.shape, source.stride(), source.dtype
+        if self._arriving is HOST:
+            copy = pinned_empty(shape, strides, dtype)
+        else:
+            with streams.using(self._arriving):
+                copy = torch.empty_strided(shape, strides, dtype=dtype, device=self.target)
+        if self._staged:
+            self._copy_in_pieces(_bytes(source), _bytes(copy))
+        else:
+            # Between two GPUs torch copies on the source's current stream, behind the target's, and
+            # has the latter wait.
+            with streams.using(self._leaving), streams.using(self._arriving):
+                copy.copy_(source, non_blocking=True)
+        return copy
+
+    def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
+        """``[bytes]`` to ``[bytes]`` through the slots, which take turns."""
+        if not self._slots:
+            self._slots = [_Slot(), _Slot()]
+        for begin in range(0, source.numel(), SLOT_BYTES):
+            slot = self._slots.pop(0)
+            self._slots.append(slot)
+            piece = source[begin : begin + SLOT_BYTES]
+            memory = slot.memory[: piece.numel()]
+            self._leaving.wait_event(slot.free)
+            with streams.using(self._leaving):
+                memory.copy_(piece, non_blocking=True)
+            self._arriving.wait_event(self._leaving.record_event())
+            with streams.using(self._arriving):
+                target[begin : begin + SLOT_BYTES].copy_(memory, non_blocking=True)
+            slot.free = self._arriving.record_event()
+
+
+def pinned_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """CPU memory that a GPU reads and writes while the CPU goes on."""
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, pin_memory=True)
+
+
+def _can_read(device: torch.device, other: torch.device) -> bool:
+    return streams.has_streams(other) and torch.cuda.can_device_access_peer(device, other)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The same values in memory without holes, on the current stream."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor
+    # What keeps its strides in a new tensor is dense.
+    kept = torch.empty_like(tensor, device="meta").stride()
+    return tensor if kept == tensor.stride() else tensor.contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor: ``[bytes]``."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+# Edges belong to the process, as streams do: what a pipe leaves behind on one is taken back by the next
+# that uses it.
+_edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
+_edges_lock = threading.Lock()
+
+
+def edge(source: torch.device, target: torch.device, *, backward: bool = False) -> Edge:
+    """The process's edge from ``source`` to ``target``, which are different devices.
+
+    Args:
+        source: with an index, if it is a CUDA device.
+        target: likewise.
+        backward: whether it is for gradients, which have streams of their own.
+    """
+    key = (source, target, backward)
+    with _edges_lock:
+        if key not in _edges:
+            _edges[key] = Edge(source, target)
+        return _edges[key]
+
+
+def settle_all() -> None:
+    """:meth:`Edge.settle` of every edge of the process."""
+    for each in list(_edges.values()):
+        each.settle()

@@ -1,0 +1,126 @@
+"""Copy tensors to another device, behind what both devices have been given to do already, on the
+streams of the edge between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from pipekernels.ops.edge import edge
+
+
+@overload
+def p2p_copy(tensors: Tensor, device: torch.device | str | int) -> Tensor: ...
+
+
+@overload
+def p2p_copy(tensors: Sequence[Tensor], device: torch.device | str | int) -> list[Tensor]: ...
+
+
+def p2p_copy(
+    tensors: Tensor | Sequence[Tensor], device: torch.device | str | int
+) -> Tensor | list[Tensor]:
+    """Copy ``tensors`` to ``device``, differentiably.
+
+    Synchronisation: a copy begins when the current stream of its source has made the values, and does
+    not wait for what the target computes. What is issued on the target's current stream afterwards
+    waits for the copy; the source's current stream goes on, and may overwrite the tensor. The
+    calling thread waits for copies to the CPU alone.
+
+    Args:
+        tensors: a tensor, or several, on any devices, of any dtypes and strides.
+        device: the target.
+
+    Returns:
+        The copies, like ``tensors``; a tensor that is on the device already is returned itself.
+
+    Raises:
+        TypeError: something other than tensors was given, or one that is to move is not strided.
+        RuntimeError: there is no such device.
+    """
+    single = isinstance(tensors, Tensor)
+    group = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for i, tensor in enumerate(group):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected tensors, got {type(tensor).__name__} at position {i}")
+    target = _with_index(torch.device(device))
+    moving = [tensor for tensor in group if tensor.device != target]
+    for tensor in moving:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"a tensor has layout {tensor.layout}; use .to_dense() first")
+    copies = iter(_op(moving, target, False) if moving else ())
+    result = [next(copies) if tensor.device != target else tensor for tensor in group]
+    return result[0] if single else result
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+_library.define("p2p_copy(Tensor[] tensors, Device device, bool backward) -> Tensor[]")
+_op = torch.ops.pipekernels.p2p_copy.default
+
+
+def _copy(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
+    copies: dict[int, Tensor] = {}
+    for source in dict.fromkeys(tensor.device for tensor in tensors):
+        group = [i for i, tensor in enumerate(tensors) if tensor.device == source]
+        sent, arrival = edge(source, device, backward=backward).send(
+            [tensors[i] for i in group], snapshot=True
+        )
+        arrival.wait()
+        copies.update(zip(group, sent, strict=True))
+    return [copies[i] for i in range(len(tensors))]
+
+
+def _new_copies(tensors: Sequence[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
+    return [torch.empty_like(tensor, device=device) for tensor in tensors]
+
+
+class _P2PCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, device: torch.device, backward: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.sources = [tensor.device for tensor in tensors]
+        ctx.is_backward = backward
+        ctx.set_materialize_grads(False)
+        with torch._C._AutoDispatchBelowAutograd():
+            copies = _op(list(tensors), device, backward)
+        needed = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(c for c, n in zip(copies, needed, strict=True) if not n))
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        result: list[Tensor | None] = [None] * len(grads)
+        for source in dict.fromkeys(ctx.sources):
+            group = [
+                i
+                for i, home in enumerate(ctx.sources)
+                if home == source and grads[i] is not None and ctx.needs_input_grad[2 + i]
+            ]
+            if group:
+                moved = _op([grads[i] for i in group], source, not ctx.is_backward)
+                for i, grad in zip(group, moved, strict=True):
+                    result[i] = grad
+        return None, None, *result
+
+
+def _with_autograd(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_P2PCopy.apply(device, backward, *tensors))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(tensors, device, backward)
+
+
+for _backend in ("CPU", "CUDA"):
+    _library.impl("p2p_copy", _copy, _backend)
+_library.impl("p2p_copy", _with_autograd, "Autograd")
+torch.library.register_fake("pipekernels::p2p_copy", _new_copies, lib=_library)

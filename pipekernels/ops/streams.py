@@ -1,0 +1,82 @@
+"""What orders work on a device whose operations return before they are done: streams and events.
+
+The CPU, like ``meta``, needs neither: its work is done when the call returns. ``HOST`` stands for
+it, so that the same code runs everywhere. A stream has ``record_event()`` and
+``wait_event(event)``, an event has ``wait(stream)`` and ``synchronize()``, as torch's own have.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def wait(self, stream: Any) -> None:
+        """Have all that ``stream`` is given from now on wait for the point."""
+
+    def synchronize(self) -> None:
+        """Have the calling thread wait for it."""
+
+
+class Stream(Protocol):
+    """Work in the order in which it is issued."""
+
+    def record_event(self) -> Event:
+        """The point after all that has been issued."""
+
+    def wait_event(self, event: Any) -> None:
+        """Have all that is issued from now on wait for ``event``."""
+
+
+class _Done:
+    """A point that is always reached."""
+
+    def wait(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Host:
+    """The stream of a device that works while the caller waits."""
+
+    def record_event(self) -> Event:
+        return DONE
+
+    def wait_event(self, event: Any) -> None:
+        event.synchronize()
+
+
+DONE: Event = _Done()
+HOST: Stream = _Host()
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether operations on ``device`` return before they are done."""
+    return device.type == "cuda"
+
+
+def current(device: torch.device) -> Stream:
+    """The stream that the calling thread's operations on ``device`` go to."""
+    return torch.cuda.current_stream(device) if has_streams(device) else HOST
+
+
+def default(device: torch.device) -> Stream:
+    """The stream of those who chose none."""
+    return torch.cuda.default_stream(device) if has_streams(device) else HOST
+
+
+def new(device: torch.device) -> Stream:
+    """Another stream of ``device``."""
+    return torch.cuda.Stream(device) if has_streams(device) else HOST
+
+
+def using(stream: Stream) -> AbstractContextManager[Any]:
+    """Make ``stream`` the current one of its device, and that the current device."""
+    return nullcontext() if stream is HOST else torch.cuda.stream(stream)  # type: ignore[arg-type]
