@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipekernels.ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.chunked import forward_in_chunks
 from pipekernels.pipeline.nested import map_leaves
 from pipekernels.pipeline.override import Override
@@ -58,6 +59,8 @@ def move_to_device(data: Any, device: Device) -> Any:
 
 def _moved(device: torch.device, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
+        if _needs_edge(leaf, device):
+            return p2p_copy(leaf, device)
         # Streams order what follows on a device. Nothing orders the CPU: it could read what has not
         # arrived, or the caller write to pinned memory that is still being read. Ordinary memory is
         # staged before the call returns.
@@ -66,6 +69,16 @@ def _moved(device: torch.device, leaf: Any) -> Any:
     if hasattr(leaf, "to") and not isinstance(leaf, nn.Module):
         return leaf.to(device)
     return leaf
+
+
+def _needs_edge(tensor: torch.Tensor, device: torch.device) -> bool:
+    devices = {tensor.device.type, device.type}
+    return (
+        "cuda" in devices
+        and "meta" not in devices
+        and tensor.device != device
+        and tensor.layout is torch.strided
+    )
 
 
 def parallelize_module(

@@ -4,7 +4,6 @@ becomes."""
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from pipekernels.ops.edge import settle_all
 from pipekernels.ops.streams import has_streams
 from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.pace import Pace
@@ -58,7 +56,6 @@ class Engine:
         self.has_streams = any(has_streams(device) for device in devices)
         if self.has_streams:
             torch.cuda.init()  # A stage without tensors has not done so, and its generator is needed.
-            weakref.finalize(self, settle_all).atexit = False
         # On one thread, stages of one device need not be cut apart.
         self.chain = Task(partitions, 0, devices[0]) if len(set(devices)) == 1 else None
         # Stages whose work the thread that runs them all does itself.

@@ -64,7 +64,6 @@ class Run:
         self._structure = structure
         self._context = CallerContext()
         self._random = RunRandom(engine.devices)
-        self._transport = Transport(engine.devices)
         micro_batches = len(scatter)
         self._drop = [
             self.grad and checkpointed(checkpoint, m, micro_batches) for m in range(micro_batches)
@@ -111,6 +110,8 @@ class Run:
         if engine.may_use_lanes:
             lanes = schedule.lanes(len(engine.stages))
             self._threads = max(1, self._threads // min(lanes, micro_batches))
+        # The last attribute, so that it outlives the tapes: with its end it takes back what they used.
+        self._transport = Transport(engine.devices)
 
     def forward(self, outputs: Outputs) -> tuple[torch.Tensor, ...]:
         """Run every forward of the program; returns the outputs ``[batch, ...]``."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.ops import streams
-from pipekernels.ops.edge import Arrival, Edge, edge
+from pipekernels.ops.edge import Arrival, Edge, edge, settle_all
 from pipekernels.ops.streams import Stream
 from pipekernels.pipeline.timeline import Clock, HostClock, StreamClock
 
@@ -44,6 +44,11 @@ class Transport:
         }
         self._arrivals: dict[Receiver, list[Arrival]] = {}
         self._edges: set[Edge] = set()
+
+    def __del__(self) -> None:
+        # Where a forward's backward never came, its graph has kept received buffers until now.
+        if self._streams:
+            settle_all()
 
     def stream(self, device: torch.device) -> Stream:
         """The stream that stages on ``device`` compute on."""

@@ -1,0 +1,354 @@
+"""CUDA devices that are not there: values on the CPU, and a record of streams and events that tells
+races.
+
+Tensors are the CPU's; a tag on their memory says which device they would be on. Every operation is
+given a stream, as torch would, and what it must come after: *happens-before*, by vector clocks over
+streams and the calling thread, as events order them. A :class:`Race` is raised where
+
+* memory is read or written and the write before, or a read before the write, need not have happened;
+* memory goes back to the allocator, which hands it out again on the stream it was allocated on, and
+  that stream does not wait for its last use;
+* a copy that does not make the thread wait involves CPU memory that is not pinned;
+* an operation mixes devices, or the thread reads what is on a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipekernels.ops import edge, streams
+from pipekernels.pipeline import random_state
+
+p2p_copy = importlib.import_module("pipekernels.ops.p2p_copy")
+
+CPU = torch.device("cpu")
+_UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+Clock = dict["Agent", int]
+
+
+class Race(AssertionError):
+    """Nothing orders two uses of one piece of memory."""
+
+
+class Agent:
+    """Does things one after another: a stream, or the calling thread."""
+
+    def __init__(self, machine: Machine, device: torch.device, name: str) -> None:
+        self.machine = machine
+        self.device = device
+        self.name = name
+        self.clock: Clock = {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def follow(self, clock: Clock) -> None:
+        for agent, time in clock.items():
+            if self.clock.get(agent, 0) < time:
+                self.clock[agent] = time
+
+    def tick(self) -> int:
+        """The time of what is issued now."""
+        self.follow(self.machine.host.clock)
+        time = self.clock[self] = self.clock.get(self, 0) + 1
+        return time
+
+    def record_event(self) -> Point:
+        self.follow(self.machine.host.clock)
+        return Point(self.machine, dict(self.clock))
+
+    def wait_event(self, event: Any) -> None:
+        self.machine.poll()
+        event.wait(self)
+
+
+class Point:
+    def __init__(self, machine: Machine, clock: Clock) -> None:
+        self.machine = machine
+        self.clock = clock
+
+    def wait(self, stream: Agent) -> None:
+        stream.follow(self.clock)
+
+    def synchronize(self) -> None:
+        self.machine.poll()
+        self.machine.host_waits += 1
+        self.machine.host.follow(self.clock)
+
+
+class Memory:
+    """One allocation."""
+
+    def __init__(self, storage: Any, device: torch.device, pool: Agent | None) -> None:
+        self.reference = StorageWeakRef(storage)
+        self.device = device
+        self.pool = pool  # the stream it was allocated on; None for the CPU's
+        self.pinned = False
+        self.written: tuple[Agent, int] | None = None
+        self.read: dict[Agent, int] = {}
+
+
+class Copy:
+    """A copy between devices, as it was issued."""
+
+    def __init__(self, source: torch.device, target: torch.device, agent: Agent, time: int) -> None:
+        self.source, self.target = source, target
+        self.agent, self.time = agent, time
+        self.after = dict(agent.clock)
+
+
+class Machine:
+    """What is there."""
+
+    def __init__(self) -> None:
+        self.host = Agent(self, CPU, "thread")
+        self.host_waits = 0
+        self.copies: list[Copy] = []
+        self.streams: list[Agent] = []
+        self.placing = True  # whether Tensor.to may place tensors, unrecorded
+        self._memory: dict[int, Memory] = {}
+        self._default: dict[torch.device, Agent] = {}
+        self._current: dict[torch.device, Agent] = {}
+        self._factory: torch.device | None = None
+
+    # ---- streams ----
+
+    def default(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            return streams.HOST
+        if device not in self._default:
+            self._default[device] = Agent(self, device, f"default stream of {device}")
+        return self._default[device]
+
+    def current(self, device: torch.device) -> Any:
+        return self._current.get(device) or self.default(device)
+
+    def new(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            return streams.HOST
+        self.streams.append(Agent(self, device, f"stream {len(self.streams)} of {device}"))
+        return self.streams[-1]
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        if stream is streams.HOST:
+            yield
+            return
+        before = self._current.get(stream.device)
+        self._current[stream.device] = stream
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._current[stream.device]
+            else:
+                self._current[stream.device] = before
+
+    def synchronize(self) -> None:
+        for agent in [*self.streams, *self._default.values()]:
+            self.host.follow(agent.clock)
+
+    # ---- memory ----
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        known = self._memory.get(tensor.untyped_storage()._cdata)
+        return CPU if known is None else known.device
+
+    def memory(self, tensor: torch.Tensor, device: torch.device = CPU) -> Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memory:
+            pool = None if device.type != "cuda" else self.current(device)
+            self._memory[key] = Memory(storage, device, pool)
+        return self._memory[key]
+
+    def poll(self) -> None:
+        """Notice what has been freed since the last call: to be called before a stream comes to follow
+        another, or the thread a stream."""
+        for key in [k for k, m in self._memory.items() if m.reference.expired()]:
+            memory = self._memory.pop(key)
+            if memory.pool is None:
+                continue
+            memory.pool.follow(self.host.clock)
+            uses = dict(memory.read)
+            if memory.written is not None:
+                agent, time = memory.written
+                uses[agent] = max(uses.get(agent, 0), time)
+            for agent, time in uses.items():
+                if memory.pool.clock.get(agent, 0) < time and agent is not memory.pool:
+                    raise Race(f"memory goes back to {memory.pool} while {agent} uses it")
+
+    def access(self, agent: Agent, reads: list[Memory], writes: list[Memory], what: str) -> int:
+        time = agent.tick()
+        for memory in reads:
+            self._check(agent, memory.written, f"{what} reads what")
+            memory.read[agent] = time
+        for memory in writes:
+            self._check(agent, memory.written, f"{what} writes what")
+            for use in memory.read.items():
+                self._check(agent, use, f"{what} writes what is read and")
+            memory.written, memory.read = (agent, time), {}
+        return time
+
+    @staticmethod
+    def _check(agent: Agent, before: tuple[Agent, int] | None, what: str) -> None:
+        if before is not None and agent.clock.get(before[0], 0) < before[1]:
+            raise Race(f"{what} {before[0]} may not have done, on {agent}")
+
+    # ---- operations ----
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.overloadpacket.__name__
+        inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        if name == "copy_":
+            return self._copy(func, args, kwargs)
+        devices = {self.device_of(t) for t in inputs if t.dim() or self.device_of(t) != CPU}
+        if len(devices) > 1:
+            raise Race(f"{name} mixes devices: {sorted(map(str, devices))}")
+        device = self._factory or next(iter(devices), CPU)
+        if name in ("_local_scalar_dense", "equal") and device != CPU:
+            raise Race(f"{name} makes the thread read what is on {device}")
+        result = func(*args, **kwargs)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        known = {t.untyped_storage()._cdata for t in inputs}
+        made = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        written = [self.memory(t, device) for t in made]
+        if func.is_view or name in _UNTOUCHED or name == "detach":
+            return result
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                leaves = tree_leaves(value)
+                written += [self.memory(t) for t in leaves if isinstance(t, torch.Tensor)]
+        agent = self.host if device == CPU else self.current(device)
+        self.access(agent, [self.memory(t) for t in inputs], written, name)
+        return result
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.poll()
+        target, source, *rest = args
+        to, of = self.memory(target), self.memory(source)
+        overlapped = bool(rest[0] if rest else kwargs.get("non_blocking", False))
+        result = func(*args, **kwargs)
+        if to.device == of.device:
+            agent = self.host if to.device == CPU else self.current(to.device)
+            self.access(agent, [of], [to], "copy_")
+            return result
+        if "cuda" in (to.device.type, of.device.type) and CPU in (to.device, of.device):
+            agent = self.current(of.device if to.device == CPU else to.device)
+            host = to if to.device == CPU else of
+            if overlapped and not host.pinned:
+                raise Race("a copy goes on with CPU memory that is not pinned")
+            time = self.access(agent, [of], [to], "copy_")
+            self.copies.append(Copy(of.device, to.device, agent, time))
+            if not overlapped:
+                self.host_waits += 1
+                self.host.follow(agent.clock)
+            return result
+        leaving, arriving = self.current(of.device), self.current(to.device)
+        leaving.follow(arriving.clock)
+        time = self.access(leaving, [of], [to], "copy_")
+        self.copies.append(Copy(of.device, to.device, leaving, time))
+        arriving.follow(leaving.clock)
+        return result
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of torch, where tensors and devices are seen as the user sees them."""
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            return self.device_of(args[0])
+        if func is torch.Tensor.to:
+            return self._place(args, kwargs)
+        if func is p2p_copy._op:  # its kernels are Python, and see what the user sees
+            return self._p2p_copy(*args)
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type == "meta":
+            return func(*args, **kwargs)
+        before, self._factory = self._factory, torch.device(device)
+        try:
+            return func(*args, **{**kwargs, "device": CPU})
+        finally:
+            self._factory = before
+
+    def _p2p_copy(self, tensors: Any, device: torch.device, backward: bool) -> Any:
+        with _Functions(self):
+            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+                return list(p2p_copy._P2PCopy.apply(device, backward, *tensors))
+            return p2p_copy._copy(tensors, device, backward)
+
+    def _place(self, args: Any, kwargs: Any) -> Any:
+        tensor, *rest = args
+        wanted = [a for a in (*rest, kwargs.get("device")) if isinstance(a, (torch.device, str))]
+        if not wanted or torch.device(wanted[0]) == self.device_of(tensor):
+            dtypes = [a for a in rest if isinstance(a, torch.dtype)]
+            return tensor.to(*dtypes) if dtypes else tensor
+        if not self.placing:
+            raise Race("Tensor.to during a run: it would order the copy behind both devices' work")
+        with torch.no_grad():
+            placed = tensor.detach().clone()
+        self._memory.pop(placed.untyped_storage()._cdata, None)
+        self.memory(placed, torch.device(wanted[0]))
+        return placed
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.machine.run(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.machine.call(func, args, kwargs or {})
+
+
+@contextmanager
+def machine(*, peers: bool = True) -> Iterator[Machine]:
+    """A machine with CUDA devices of any index.
+
+    Args:
+        peers: whether they can read each other's memory.
+    """
+    made = Machine()
+
+    def pinned_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+        made.memory(tensor).pinned = True
+        return tensor
+
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with _Functions(made):  # torch.autograd.backward may have put the mode aside
+            return engine(*args, **kwargs)
+
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name in ("current", "default", "new", "using"):
+            patch.setattr(streams, name, getattr(made, name))
+        patch.setattr(edge, "_edges", {})
+        patch.setattr(edge, "pinned_empty", pinned_empty)
+        patch.setattr(edge, "_can_read", lambda a, b: peers and {a.type, b.type} == {"cuda"})
+        patch.setattr(edge, "SLOT_BYTES", 96)
+        patch.setattr(torch.cuda, "init", lambda: None)
+        patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
+        patch.setattr(random_state, "_generators", lambda devices: [torch.default_generator])
+        stack.enter_context(_Functions(made))
+        stack.enter_context(_Operations(made))
+        yield made

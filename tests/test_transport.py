@@ -1,0 +1,320 @@
+"""Pipes across devices: nothing is read before it is there, or overwritten while it is read.
+
+The CUDA devices are recorded ones (``recorded_streams.py``); real ones are in the other tests of
+pipes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from recorded_streams import Machine, Race, machine
+from torch import nn
+
+from pipekernels import Pipe, parallelize_pipeline
+from pipekernels.ops import edge, p2p_copy, streams
+from pipekernels.pipeline.checkpoint import MODES
+from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.skip import Namespace, pop, skippable, stash
+
+CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"
+PLACEMENTS = [
+    [GPU],
+    [GPU, GPU],
+    [GPU, OTHER],
+    [CPU, GPU],
+    [GPU, CPU],
+    [GPU, OTHER, "cuda:2"],
+    [GPU, CPU, GPU],
+    [CPU, GPU, CPU],
+    [GPU, GPU, OTHER],
+    [GPU, OTHER, "cuda:2", "cuda:3"],
+    [GPU, OTHER, GPU, OTHER],
+    [GPU, CPU, OTHER, OTHER],
+]
+WIDTH = 3
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x.sin())
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+class InPlace(nn.Module):
+    """Writes to what it is given, and to what it has made, and returns integers as well."""
+
+    def forward(self, x):
+        index = torch.arange(len(x))  # on the CPU, wherever the stage is
+        return x.mul_(1.5), index
+
+
+class First(nn.Module):
+    def forward(self, pair):
+        return pair[0].tanh()
+
+
+def model(stages: int) -> tuple[nn.Sequential, list[int]]:
+    torch.manual_seed(stages)
+    skip = Namespace()
+    layers: list[nn.Module] = [Stash().isolate(skip)]
+    balance = []
+    for stage in range(stages):
+        before = len(layers) if stage else 0
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), InPlace()]
+        if stage < stages - 1:  # a pair travels
+            balance.append(len(layers) - before)
+        layers.append(First())
+    layers.append(Pop().isolate(skip))
+    balance.append(len(layers) - sum(balance))
+    return nn.Sequential(*layers).double(), balance
+
+
+def run(
+    devices: Sequence[str], chunks: int, checkpoint: str, schedule: str | None, peers: bool
+) -> None:
+    """Two steps with an optimizer's update between them, against the plain model."""
+    plain, balance = model(len(devices))
+    piped = copy.deepcopy(plain)
+    x, y = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    with machine(peers=peers) as made:
+        at, to = p2p_copy(x, devices[-1]).clone(), p2p_copy(y, devices[-1])
+        pipe = Pipe(piped, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+        made.placing = False
+        ours = []
+        for _ in range(2):
+            given = at.detach().clone().requires_grad_()
+            if schedule is None:
+                loss = nn.functional.mse_loss(pipe(given), to)
+                torch.autograd.backward(loss)
+            else:
+                lanes = next(n for n in (3, 2, 1) if len(devices) % n == 0)
+                loss = pipe.train_step(
+                    given, to, nn.functional.mse_loss, schedule=schedule,
+                    lanes=lanes if schedule == "interleaved" else None,
+                )  # fmt: skip
+            assert given.grad is not None
+            ours.append((loss.detach() * 1, given.grad * 1))
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            at.mul_(1.25)  # what the pipe was given may be overwritten now
+            del given, loss
+        made.poll()
+        made.synchronize()
+    for i in range(2):
+        given = (x * 1.25**i).requires_grad_()
+        loss = nn.functional.mse_loss(plain(given), y)
+        loss.backward()
+        torch.testing.assert_close(ours[i][0], loss.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(ours[i][1], given.grad, rtol=0, atol=1e-10)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize("devices", PLACEMENTS, ids=" ".join)
+def test_everything_is_ordered(devices: list[str], schedule: str | None) -> None:
+    # Every number of micro-batches, checkpointing, and with and without peer access, in turn.
+    case = PLACEMENTS.index(devices) + [None, *SCHEDULES].index(schedule)
+    run(devices, 1 + case % 8, MODES[case % 3], schedule, peers=case % 2 == 0)
+
+
+def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) -> None:
+    module, balance = model(len(devices))
+    given = p2p_copy(torch.randn(9, WIDTH, dtype=torch.float64), devices[0])
+    pipe = Pipe(module, balance, devices=devices, chunks=5, checkpoint="never", **options)
+    made.placing = False
+    torch.autograd.backward(pipe(given).square().sum())
+    given.zero_()
+    made.poll()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (edge.Arrival, "wait", lambda self: self.users.append(streams.current(self._device))),
+        (edge.Arrival, "wait", lambda self: streams.current(self._device).wait_event(self._done)),
+        (edge._Lent, "is_unused", lambda self: True),
+        (edge.Edge, "_let_go_of_sources", lambda self: self._sources.clear()),
+    ],
+    ids=["arrivals", "users", "buffers", "sources"],
+)
+def test_what_the_edge_does_is_needed(
+    owner: type, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record finds a race when any of it is left out."""
+    with machine() as made:
+        forward_and_backward(made, [GPU, OTHER])
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(Race), machine() as made:
+        forward_and_backward(made, [GPU, OTHER])
+
+
+@pytest.mark.parametrize("devices", [[CPU, GPU], [GPU, OTHER]], ids=" ".join)
+def test_slots_are_not_overwritten(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Free(edge._Slot):
+        free = property(lambda self: streams.DONE, lambda self, event: None)  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self.memory = edge.pinned_empty((edge.SLOT_BYTES,), (1,), torch.uint8)
+
+    with machine(peers=False) as made:
+        forward_and_backward(made, devices)
+    monkeypatch.setattr(edge, "_Slot", Free)
+    with pytest.raises(Race), machine(peers=False) as made:
+        forward_and_backward(made, devices)
+
+
+def test_copies_overlap_what_both_sides_compute() -> None:
+    """A copy does not wait for the target's work on the micro-batches before, nor the source's work
+    on the next one for the copy; and between GPUs the thread waits for nothing."""
+    chunks = 6
+    first, last = torch.device(GPU), torch.device(OTHER)
+    with machine() as made, torch.no_grad():
+        layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
+        pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=[GPU, OTHER], chunks=chunks)
+        given = p2p_copy(torch.randn(chunks, WIDTH, dtype=torch.float64), GPU)
+        made.placing = False
+        made.copies.clear()
+        made.host_waits = 0
+        begins: dict[tuple[int, int], dict[Any, int]] = {}
+        ends: dict[tuple[int, int], int] = {}
+
+        def begin(stage: int, device: torch.device) -> None:
+            begins[stage, sum(s == stage for s, _ in begins)] = dict(made.current(device).clock)
+
+        def end(stage: int, device: torch.device) -> None:
+            ends[stage, sum(s == stage for s, _ in ends)] = made.current(device).clock[
+                made.current(device)
+            ]
+
+        for stage, device in enumerate((first, last)):
+            layers[stage].register_forward_pre_hook(lambda *_, s=stage, d=device: begin(s, d))
+            layers[stage].register_forward_hook(lambda *_, s=stage, d=device: end(s, d))
+        pipe(given)
+    assert made.host_waits == 0
+    copies = [c for c in made.copies if (c.source, c.target) == (first, last)]
+    assert len(copies) == chunks
+    here, there = made.default(first), made.default(last)
+    for m, sent in enumerate(copies):
+        assert sent.agent not in (here, there)
+        assert sent.after.get(here, 0) >= ends[0, m]
+        if m > 0:
+            assert sent.after.get(there, 0) < ends[1, m - 1]
+        if m < chunks - 1:
+            assert begins[0, m + 1].get(sent.agent, 0) < sent.time
+
+
+@pytest.mark.parametrize("devices", [[GPU, GPU], [GPU, OTHER], [GPU, CPU, OTHER]], ids=" ".join)
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_caller_with_streams_of_its_own(devices: list[str], checkpoint: str) -> None:
+    """The forward is called under other streams than the backward."""
+    module, balance = model(len(devices))
+    with machine() as made:
+        pipe = Pipe(module, balance, devices=devices, chunks=3, checkpoint=checkpoint)
+        made.placing = False
+        given = p2p_copy(torch.randn(9, WIDTH, dtype=torch.float64), GPU).requires_grad_()
+        places = [torch.device(d) for d in dict.fromkeys(devices) if d != CPU]
+        mine = [made.new(place) for place in places]
+        for stream, place in zip(mine, places, strict=True):
+            stream.wait_event(made.default(place).record_event())
+        with made.using(mine[0]), made.using(mine[-1]):
+            output = pipe(given)
+            grad = torch.ones_like(output)
+        torch.autograd.backward(output, grad)
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter -= parameter.grad
+            given -= given.grad
+        # The caller's part: the gradients were made on these streams.
+        for stream, place in zip(mine, places, strict=True):
+            stream.wait_event(made.default(place).record_event())
+        del output, grad, given
+        pipe.zero_grad()
+        made.poll()
+
+
+def test_outputs_of_one_pipe_in_one_loss_and_a_second_backward() -> None:
+    plain, balance = model(2)
+    piped = copy.deepcopy(plain)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    with machine() as made:
+        pipe = Pipe(piped, balance, devices=[GPU, OTHER], chunks=3, checkpoint="except_last")
+        made.placing = False
+        a, b = p2p_copy(list(x), GPU)
+        loss = pipe(a).square().sum() + 2 * pipe(b).sum()
+        torch.autograd.backward(loss, retain_graph=True)
+        torch.autograd.backward(loss)
+        made.poll()
+    loss = 2 * (plain(x[0]).square().sum() + 2 * plain(x[1]).sum())
+    loss.backward()
+    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+
+
+def test_edges_keep_nothing_of_a_dropped_pipe() -> None:
+    with machine() as made:
+        module, balance = model(2)
+        pipe = Pipe(module, balance, devices=[GPU, OTHER], chunks=3, checkpoint="never")
+        made.placing = False
+        output = pipe(p2p_copy(torch.randn(9, WIDTH, dtype=torch.float64), GPU))
+        edges = list(edge._edges.values())
+        assert any(each._lent for each in edges)
+        engine = weakref.ref(pipe._engine)
+        del pipe, output
+        assert engine() is None
+        assert not any(each._lent or each._unused or each._sources for each in edges)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_device_maps(chunks: int) -> None:
+    """A model that overwrites what it has sent away."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.here, self.there = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.there.requires_grad_(False)
+            self.double()
+
+        def forward(self, x):
+            x = x * 2
+            there = self.there(x)
+            with torch.no_grad():
+                x.data.mul_(0.5)
+            return there + self.here(x).square()
+
+    plain = Branches()
+    mapped = copy.deepcopy(plain)
+    x = torch.randn(7, WIDTH, dtype=torch.float64)
+    with machine() as made:
+        parallelize_pipeline(mapped, {"": GPU, "there": (OTHER, GPU)}, chunks=chunks)
+        made.placing = False
+        a = x.clone().requires_grad_()
+        torch.autograd.backward(mapped(a).square().sum())
+        made.poll()
+    b = x.clone().requires_grad_()
+    plain(b).square().sum().backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
+    for p, q in zip(mapped.here.parameters(), plain.here.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
