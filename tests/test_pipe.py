@@ -37,8 +37,12 @@ def mlp(width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(*layers, nn.LayerNorm(width)).to(dtype)
 
 
+def on(place: torch.device, module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
+    return Pipe(module, balance, devices=[place] * len(balance), **kwargs)
+
+
 def on_cpu(module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
-    return Pipe(module, balance, devices=["cpu"] * len(balance), **kwargs)
+    return on(torch.device("cpu"), module, balance, **kwargs)
 
 
 def assert_same_gradients(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
@@ -50,10 +54,10 @@ def assert_same_gradients(a: nn.Module, b: nn.Module, **tolerance: float) -> Non
 
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3]])
 @pytest.mark.parametrize("mode", MODES)
-def test_equals_the_unwrapped_module(balance: list[int], mode: str, way: Way) -> None:
+def test_equals_the_unwrapped_module(balance: list[int], mode: str, place: torch.device) -> None:
     module = mlp()
     reference = copy.deepcopy(module)
-    pipes = [on_cpu(module, balance, chunks=c, checkpoint=mode) for c in range(1, 9)]
+    pipes = [on(place, module, balance, chunks=c, checkpoint=mode) for c in range(1, 9)]
     for batch in range(1, 18):
         x = torch.randn(batch, 6, dtype=torch.float64, requires_grad=True)
         reference.zero_grad()
@@ -94,10 +98,10 @@ def test_same_bits_as_a_one_thread_loop(batch: int, mode: str, way: Way, two_thr
     assert_same_gradients(pipe, reference, rtol=0, atol=0)
 
 
-def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(way: Way) -> None:
+def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(place: torch.device) -> None:
     module = mlp()
     reference = copy.deepcopy(module)
-    pipe = on_cpu(module, [2, 3], chunks=4)
+    pipe = on(place, module, [2, 3], chunks=4)
     x = torch.randn(9, 6, dtype=torch.float64)
     grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
     expected = torch.autograd.grad(reference(x).square().sum(), list(reference.parameters()))
@@ -113,10 +117,10 @@ def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(way: Way) -> None:
     assert calls == ["hook", "accumulated"]
 
 
-def test_gradients_accumulate_over_backwards_and_runs_may_interleave(way: Way) -> None:
+def test_gradients_accumulate_over_backwards_and_runs_may_interleave(place: torch.device) -> None:
     module = mlp()
     reference = copy.deepcopy(module)
-    pipe = on_cpu(module, [2, 3], chunks=3)
+    pipe = on(place, module, [2, 3], chunks=3)
     a, b = torch.randn(2, 5, 6, dtype=torch.float64)
     one, two = pipe(a), pipe(b)
     (one.sum() * 2 + two.square().sum()).backward()
@@ -125,8 +129,8 @@ def test_gradients_accumulate_over_backwards_and_runs_may_interleave(way: Way) -
     assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
 
 
-def test_retain_graph_and_a_second_backward(way: Way) -> None:
-    pipe = on_cpu(mlp(), [2, 3], chunks=2, checkpoint="except_last")
+def test_retain_graph_and_a_second_backward(place: torch.device) -> None:
+    pipe = on(place, mlp(), [2, 3], chunks=2, checkpoint="except_last")
     loss = pipe(torch.randn(4, 6, dtype=torch.float64)).sum()
     loss.backward(retain_graph=True)
     once = pipe[0].weight.grad.clone()
@@ -162,10 +166,10 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tuples_with_integers(mode: str, way: Way) -> None:
+def test_tuples_with_integers(mode: str, place: torch.device) -> None:
     module = nn.Sequential(Pair(), Pair(), Pair()).double()
     reference = copy.deepcopy(module)
-    pipe = on_cpu(module, [1, 2], chunks=3, checkpoint=mode)
+    pipe = on(place, module, [1, 2], chunks=3, checkpoint=mode)
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     index = torch.arange(7).view(7, 1)
     output, same = pipe((x, index))
@@ -188,8 +192,8 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_output_that_nobody_differentiates(mode: str, way: Way) -> None:
-    pipe = on_cpu(nn.Sequential(nn.Linear(3, 3), Two()), [1, 1], chunks=2, checkpoint=mode)
+def test_an_output_that_nobody_differentiates(mode: str, place: torch.device) -> None:
+    pipe = on(place, nn.Sequential(nn.Linear(3, 3), Two()), [1, 1], chunks=2, checkpoint=mode)
     used, unused = pipe(torch.randn(4, 3))
     assert unused.requires_grad
     used.sum().backward()
@@ -198,14 +202,16 @@ def test_an_output_that_nobody_differentiates(mode: str, way: Way) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_layers_in_place_aliases_and_stages_without_parameters(mode: str, way: Way) -> None:
+def test_layers_in_place_aliases_and_stages_without_parameters(
+    mode: str, place: torch.device
+) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(
             nn.Linear(4, 4), AddInPlace(), nn.Identity(), nn.Linear(4, 4), nn.ReLU(inplace=True)
         ).double()
 
-    pipe, reference = on_cpu(build(), [1, 1, 1, 1, 1], chunks=3, checkpoint=mode), build()
+    pipe, reference = on(place, build(), [1, 1, 1, 1, 1], chunks=3, checkpoint=mode), build()
     x = torch.randn(5, 4, dtype=torch.float64)
     pipe(x).square().sum().backward()
     reference(x).square().sum().backward()
@@ -236,10 +242,10 @@ def test_a_layer_shared_by_two_stages_and_tied_weights() -> None:
         assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
 
 
-def test_frozen_parameters_and_inputs_without_grad(way: Way) -> None:
+def test_frozen_parameters_and_inputs_without_grad(place: torch.device) -> None:
     module = mlp()
     module[0].weight.requires_grad_(False)
-    pipe = on_cpu(module, [2, 3], chunks=2)
+    pipe = on(place, module, [2, 3], chunks=2)
     pipe(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
     assert pipe[0].weight.grad is None and pipe[0].bias.grad is not None
     pipe.requires_grad_(False)
@@ -247,10 +253,10 @@ def test_frozen_parameters_and_inputs_without_grad(way: Way) -> None:
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(context, way: Way) -> None:
+def test_without_gradients(context, place: torch.device) -> None:
     module = mlp()
     reference = copy.deepcopy(module)
-    pipe = on_cpu(module, [2, 3], chunks=4)
+    pipe = on(place, module, [2, 3], chunks=4)
     x = torch.randn(6, 6, dtype=torch.float64)
     with context():
         output = pipe(x)
@@ -260,12 +266,12 @@ def test_without_gradients(context, way: Way) -> None:
     assert output.is_inference() == expected.is_inference()
 
 
-def test_autocast_reaches_lanes_and_recomputation(way: Way) -> None:
+def test_autocast_reaches_lanes_and_recomputation(place: torch.device) -> None:
     module = mlp(8, torch.float32)
     reference = copy.deepcopy(module)
-    pipe = on_cpu(module, [2, 3], chunks=2, checkpoint="always")
+    pipe = on(place, module, [2, 3], chunks=2, checkpoint="always")
     x = torch.randn(4, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(place.type, dtype=torch.bfloat16):
         output = pipe(x)
         expected = torch.cat([reference(part) for part in x.tensor_split(2)])
     assert output.dtype == expected.dtype
@@ -281,7 +287,7 @@ def test_autocast_reaches_lanes_and_recomputation(way: Way) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 1])
-def test_rows_other_than_the_batch(rows: int, way: Way) -> None:
+def test_rows_other_than_the_batch(rows: int, place: torch.device) -> None:
     """The last stage may flatten [batch, tokens, width]: its micro-batches bring more rows."""
 
     class Flatten(nn.Module):
@@ -291,11 +297,11 @@ def test_rows_other_than_the_batch(rows: int, way: Way) -> None:
     module = nn.Sequential(nn.Linear(4, 4), Flatten()).double()
     x = torch.randn(5, rows, 4, dtype=torch.float64)
     expected = module(x)
-    torch.testing.assert_close(on_cpu(module, [1, 1], chunks=3)(x), expected)
+    torch.testing.assert_close(on(place, module, [1, 1], chunks=3)(x), expected)
 
 
-def test_an_empty_batch(way: Way) -> None:
-    pipe = on_cpu(mlp(), [2, 3], chunks=4)
+def test_an_empty_batch(place: torch.device) -> None:
+    pipe = on(place, mlp(), [2, 3], chunks=4)
     output = pipe(torch.empty(0, 6, dtype=torch.float64))
     assert output.shape == (0, 6)
     output.sum().backward()
@@ -423,21 +429,21 @@ def test_inputs_that_cannot_be_split() -> None:
         pipe((torch.zeros(4, 6), torch.zeros(3, 6)))
 
 
-def test_a_stage_that_returns_no_tensor(way: Way) -> None:
+def test_a_stage_that_returns_no_tensor(place: torch.device) -> None:
     class Bad(nn.Module):
         def forward(self, x):
             return [len(x)]
 
-    pipe = on_cpu(nn.Sequential(nn.Identity(), Bad(), nn.Identity()), [1, 1, 1], chunks=2)
+    pipe = on(place, nn.Sequential(nn.Identity(), Bad(), nn.Identity()), [1, 1, 1], chunks=2)
     with pytest.raises(TypeError, match="output of stage 1 must be a tensor.*not list"):
         pipe(torch.zeros(4, 2))
 
 
-def test_an_output_that_cannot_be_joined(way: Way) -> None:
+def test_an_output_that_cannot_be_joined(place: torch.device) -> None:
     class Mean(nn.Module):
         def forward(self, x):
             return x.mean()
 
-    pipe = on_cpu(nn.Sequential(nn.Linear(2, 2), Mean()), [1, 1], chunks=2)
+    pipe = on(place, nn.Sequential(nn.Linear(2, 2), Mean()), [1, 1], chunks=2)
     with pytest.raises(ValueError, match="scalar loss outside"):
         pipe(torch.zeros(4, 2))

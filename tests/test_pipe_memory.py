@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.pace import Way
 
 
 class Live:
@@ -59,9 +58,9 @@ class Held(nn.Module):
     ("schedule", "limits"),
     [("gpipe", (9, 9, 9)), ("1f1b", (3, 2, 1)), ("zb-h1", (3, 3, 3))],
 )
-def test_activations_in_flight(schedule: str, limits: tuple[int, ...], way: Way) -> None:
+def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: torch.device) -> None:
     stages = [Held() for _ in limits]
-    pipe = Pipe(nn.Sequential(*stages), [1] * 3, devices=["cpu"] * 3, chunks=9, checkpoint="never")
+    pipe = Pipe(nn.Sequential(*stages), [1] * 3, devices=[place] * 3, chunks=9, checkpoint="never")
     with pipe.timeline():  # Stages stay apart on one thread, too.
         pipe.train_step(
             torch.randn(18, 4), None, torch.sum, schedule=schedule, loss_reduction="sum"
@@ -72,11 +71,11 @@ def test_activations_in_flight(schedule: str, limits: tuple[int, ...], way: Way)
     assert all(stage.live.now == 0 for stage in stages)
 
 
-def peaks(checkpoint: str) -> list[int]:
+def peaks(checkpoint: str, place: torch.device) -> list[int]:
     """Of each stage, the most micro-batches whose activations it held at once."""
     stages = [Held() for _ in range(3)]
     pipe = Pipe(
-        nn.Sequential(*stages), [1] * 3, devices=["cpu"] * 3, chunks=9, checkpoint=checkpoint
+        nn.Sequential(*stages), [1] * 3, devices=[place] * 3, chunks=9, checkpoint=checkpoint
     )
     with pipe.timeline():
         pipe(torch.randn(18, 4)).sum().backward()
@@ -84,18 +83,18 @@ def peaks(checkpoint: str) -> list[int]:
     return [stage.live.peak for stage in stages]
 
 
-def test_checkpointing_holds_one_micro_batch_at_a_time(way: Way) -> None:
-    assert peaks("never") == [9, 9, 9]
-    assert peaks("always") == [1, 1, 1]
+def test_checkpointing_holds_one_micro_batch_at_a_time(place: torch.device) -> None:
+    assert peaks("never", place) == [9, 9, 9]
+    assert peaks("always", place) == [1, 1, 1]
     # The last micro-batch's activations stay while the others' forwards run, and it goes first.
-    assert peaks("except_last") == [1, 1, 1]
+    assert peaks("except_last", place) == [1, 1, 1]
 
 
-def test_outputs_are_written_in_place(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_written_in_place(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("concatenated")
 
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=4)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=[place] * 2, chunks=4)
     for name in ("cat", "concat", "stack"):
         monkeypatch.setattr(torch, name, forbidden)
     pipe(torch.randn(9, 4, requires_grad=True)).sum().backward()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.schedule import SCHEDULES
 from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -92,10 +91,10 @@ def build(name: str) -> nn.Sequential:
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize(("name", "balance"), CASES)
 def test_equals_the_unwrapped_module(
-    name: str, balance: list[int], checkpoint: str, way: Way
+    name: str, balance: list[int], checkpoint: str, place: torch.device
 ) -> None:
     plain, piped = build(name), build(name)
-    pipe = Pipe(piped, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
+    pipe = Pipe(piped, balance, devices=[place] * len(balance), chunks=3, checkpoint=checkpoint)
     x = torch.randn(8, 5, dtype=torch.float64)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected, output = plain(a), pipe(b)
@@ -109,11 +108,11 @@ def test_equals_the_unwrapped_module(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_under_every_schedule(name: str, schedule: str, way: Way) -> None:
+def test_under_every_schedule(name: str, schedule: str, place: torch.device) -> None:
     plain, piped = build(name), build(name)
     stages = 2
     balance = [len(piped) - 1, 1] if name != "one skip" else [2, 2]
-    pipe = Pipe(piped, balance, devices=["cpu"] * stages, chunks=4, checkpoint="except_last")
+    pipe = Pipe(piped, balance, devices=[place] * stages, chunks=4, checkpoint="except_last")
     x = torch.randn(9, 5, dtype=torch.float64)
     plain(x).square().mean().backward()
     lanes = {"lanes": 2} if schedule == "interleaved" else {}
@@ -146,7 +145,7 @@ def _spy(call, seen):
     return spying
 
 
-def test_only_the_main_value_gets_a_gradient_or_only_the_skip(way: Way) -> None:
+def test_only_the_main_value_gets_a_gradient_or_only_the_skip(place: torch.device) -> None:
     @skippable(pop=["skip"])
     class Only(nn.Module):
         def forward(self, x):
@@ -155,14 +154,14 @@ def test_only_the_main_value_gets_a_gradient_or_only_the_skip(way: Way) -> None:
 
     module = nn.Sequential(Stash(), nn.Linear(5, 5), Only())
     reference = copy.deepcopy(module)
-    pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    pipe = Pipe(module, [1, 1, 1], devices=[place] * 3, chunks=2)
     x, y = torch.randn(4, 5).requires_grad_(), None
     (expected,) = torch.autograd.grad(reference(x).sum(), x)
     (y,) = torch.autograd.grad(pipe(x).sum(), x)
     assert torch.equal(y, expected)
 
 
-def test_none_may_be_stashed(way: Way) -> None:
+def test_none_may_be_stashed(place: torch.device) -> None:
     @skippable(stash=["skip"])
     class Nothing(nn.Module):
         def forward(self, x):
@@ -176,11 +175,11 @@ def test_none_may_be_stashed(way: Way) -> None:
             assert skip is None
             return x + 1
 
-    pipe = Pipe(nn.Sequential(Nothing(), nn.Identity(), Ask()), [1, 1, 1], devices=["cpu"] * 3)
+    pipe = Pipe(nn.Sequential(Nothing(), nn.Identity(), Ask()), [1, 1, 1], devices=[place] * 3)
     assert torch.equal(pipe(torch.zeros(2, 2)), torch.ones(2, 2))
 
 
-def test_integers_may_be_stashed(way: Way) -> None:
+def test_integers_may_be_stashed(place: torch.device) -> None:
     @skippable(stash=["index"])
     class Index(nn.Module):
         def forward(self, x):
@@ -193,7 +192,7 @@ def test_integers_may_be_stashed(way: Way) -> None:
             index = yield pop("index")
             return x[index.flip(0)]
 
-    pipe = Pipe(nn.Sequential(Index(), nn.Identity(), Use()), [1, 1, 1], devices=["cpu"] * 3)
+    pipe = Pipe(nn.Sequential(Index(), nn.Identity(), Use()), [1, 1, 1], devices=[place] * 3)
     x = torch.arange(3.0).requires_grad_()
     pipe(x)[0].backward()
     assert torch.equal(x.grad, torch.tensor([0.0, 0.0, 2.0]))

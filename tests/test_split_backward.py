@@ -15,6 +15,7 @@ from pipekernels import Pipe
 from pipekernels.pipeline.entry import Entry
 from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.split_backward import backward_of_inputs
+from pipekernels.pipeline.task import Task
 
 
 class Twice(nn.Module):
@@ -176,7 +177,7 @@ def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> N
     assert calls == [1] * 4
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, grad)
-    for way in ("inline", "lanes"):
+    for way in ("inline", "lanes"):  # one thread and several, with backwards that could be split
         force_way(way)
         calls.clear()
         model.zero_grad()
@@ -194,3 +195,23 @@ def test_a_split_pass_has_both_parts_on_its_timeline(force_way: Callable[[Way], 
     kinds = [(e.action.stage, e.action.kind) for e in timeline.phases[1].events]
     assert sorted(set(kinds)) == [(0, "B"), (1, "I"), (1, "W")]
     assert all(kinds.count(kind) == 3 for kind in set(kinds))
+
+
+def test_one_thread_splits_backwards_too(
+    force_way: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[bool] = []
+    plain = Task.backward_of_inputs
+
+    def spying(self: Task, *args: Any, **kwargs: Any) -> Any:
+        result = plain(self, *args, **kwargs)
+        parts.append(result[1] is not None)
+        return result
+
+    monkeypatch.setattr(Task, "backward_of_inputs", spying)
+    force_way("inline")
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3)
+    with pipe.timeline():  # Stages stay apart on one thread, too.
+        pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="zb-h1", loss_reduction="sum")
+    assert parts == [True] * 3

@@ -15,7 +15,6 @@ from torch import nn
 
 from pipekernels import Pipe, PipelineParallel, PipelineStage
 from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.pace import Way
 
 
 def stages() -> list[PipelineStage]:
@@ -28,8 +27,9 @@ def stages() -> list[PipelineStage]:
 
 
 def batch(size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(size)
-    return torch.randn(size, 6, dtype=torch.float64, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(size)
+    x = torch.randn(size, 6, dtype=torch.float64, generator=generator, device="cpu")
+    return x.to(torch.get_default_device())
 
 
 def test_the_documented_example() -> None:
@@ -43,7 +43,9 @@ def test_the_documented_example() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_forward_and_gradients_are_those_of_the_stages_in_a_row(checkpoint: str, way: Way) -> None:
+def test_forward_and_gradients_are_those_of_the_stages_in_a_row(
+    checkpoint: str, place: torch.device
+) -> None:
     reference = nn.Sequential(*copy.deepcopy(stages()))
     for num_micro_batches in (1, 3, 4, 20):
         pipeline = PipelineParallel(stages(), num_micro_batches, checkpoint=checkpoint)

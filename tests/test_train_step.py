@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipekernels import Pipe
-from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.schedule import SCHEDULES
 
 LANES: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
@@ -26,7 +25,8 @@ def model(seed: int = 0) -> nn.Sequential:
 
 
 def pipe_of(module: nn.Sequential, chunks: int = 4, checkpoint: str = "never") -> Pipe:
-    return Pipe(module, [2] * 4, devices=["cpu"] * 4, chunks=chunks, checkpoint=checkpoint)
+    devices = [torch.get_default_device()] * 4
+    return Pipe(module, [2] * 4, devices=devices, chunks=chunks, checkpoint=checkpoint)
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
@@ -38,7 +38,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_the_unwrapped_model(
-    schedule: str, checkpoint: str, chunks: int, batch: int, way: Way
+    schedule: str, checkpoint: str, chunks: int, batch: int, place: torch.device
 ) -> None:
     x, y = torch.randn(batch, 5, dtype=torch.float64), torch.randn(batch, 3, dtype=torch.float64)
     plain = model()
@@ -64,7 +64,7 @@ def test_bits_do_not_depend_on_the_way(schedule: str, force_way: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_sum_needs_no_weights(way: Way) -> None:
+def test_a_sum_needs_no_weights(place: torch.device) -> None:
     x, y = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     plain, piped = model(), model()
 
@@ -79,7 +79,7 @@ def test_a_sum_needs_no_weights(way: Way) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_accumulates_into_grad_and_calls_hooks_once(way: Way) -> None:
+def test_accumulates_into_grad_and_calls_hooks_once(place: torch.device) -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     module = model()
     pipe = pipe_of(module)
@@ -94,7 +94,7 @@ def test_accumulates_into_grad_and_calls_hooks_once(way: Way) -> None:
         assert torch.equal(twice, 2 * grad)
 
 
-def test_inputs_get_their_gradient(way: Way) -> None:
+def test_inputs_get_their_gradient(place: torch.device) -> None:
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
     plain_x, piped_x = x.clone().requires_grad_(), x.clone().requires_grad_()
     F.mse_loss(model()(plain_x), y).backward()
@@ -102,18 +102,18 @@ def test_inputs_get_their_gradient(way: Way) -> None:
     torch.testing.assert_close(piped_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_one_tensor_given_twice_gets_both_gradients(way: Way) -> None:
+def test_one_tensor_given_twice_gets_both_gradients(place: torch.device) -> None:
     class Product(nn.Module):
         def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             return pair[0] * 3 + pair[1] * 4
 
     x = torch.ones(4, 2).requires_grad_()
-    pipe = Pipe(nn.Sequential(Product(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = Pipe(nn.Sequential(Product(), nn.Identity()), [1, 1], devices=[place] * 2, chunks=2)
     pipe.train_step((x, x), None, torch.sum, loss_reduction="sum")
     assert torch.equal(x.grad, torch.full_like(x, 7))
 
 
-def test_a_loss_with_parameters_and_tuples_of_targets(way: Way) -> None:
+def test_a_loss_with_parameters_and_tuples_of_targets(place: torch.device) -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,12 +154,12 @@ def test_dropout_repeats_with_the_seed_whatever_the_way(force_way: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_deferred_batch_norm_is_committed_once(way: Way) -> None:
+def test_deferred_batch_norm_is_committed_once(place: torch.device) -> None:
     x, y = torch.randn(9, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
     plain = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     plain(x)
     piped = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
-    pipe = Pipe(piped, [1, 1], devices=["cpu"] * 2, chunks=4, deferred_batch_norm=True)
+    pipe = Pipe(piped, [1, 1], devices=[place] * 2, chunks=4, deferred_batch_norm=True)
     pipe.train_step(x, y, F.mse_loss)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(pipe[0], name), getattr(plain[0], name))
@@ -178,7 +178,7 @@ def test_lanes_run_their_program_in_order(schedule: str, force_way: Any) -> None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, way: Way) -> None:
+def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch.device) -> None:
     x, y = torch.randn(8, 5).double(), torch.randn(8, 3).double()
     module = model()
     pipe = pipe_of(module)

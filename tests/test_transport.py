@@ -1,7 +1,6 @@
 """Pipes across devices: nothing is read before it is there, or overwritten while it is read.
 
-The CUDA devices are recorded ones (``recorded_streams.py``); real ones are in the other tests of
-pipes.
+The CUDA devices are recorded ones (``recorded_streams.py``), in one test the real ones.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -54,6 +54,15 @@ class Pop(nn.Module):
         return x + skip
 
 
+class Late(nn.Module):
+    """What it makes on a GPU is there a millisecond after the launch, or two."""
+
+    def forward(self, x):
+        if x.is_cuda:
+            torch.cuda._sleep(2_000_000)
+        return x + 0
+
+
 class InPlace(nn.Module):
     """Writes to what it is given, and to what it has made, and returns integers as well."""
 
@@ -74,7 +83,7 @@ def model(stages: int) -> tuple[nn.Sequential, list[int]]:
     balance = []
     for stage in range(stages):
         before = len(layers) if stage else 0
-        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), InPlace()]
+        layers += [Late(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), InPlace()]
         if stage < stages - 1:  # a pair travels
             balance.append(len(layers) - before)
         layers.append(First())
@@ -84,16 +93,21 @@ def model(stages: int) -> tuple[nn.Sequential, list[int]]:
 
 
 def run(
-    devices: Sequence[str], chunks: int, checkpoint: str, schedule: str | None, peers: bool
+    devices: Sequence[Any],
+    chunks: int,
+    checkpoint: str,
+    schedule: str | None,
+    machine: AbstractContextManager[Machine | None],
 ) -> None:
     """Two steps with an optimizer's update between them, against the plain model."""
     plain, balance = model(len(devices))
     piped = copy.deepcopy(plain)
     x, y = torch.randn(2, 9, WIDTH, dtype=torch.float64)
-    with machine(peers=peers) as made:
+    with machine as made:
         at, to = p2p_copy(x, devices[-1]).clone(), p2p_copy(y, devices[-1])
         pipe = Pipe(piped, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
-        made.placing = False
+        if made is not None:
+            made.placing = False
         ours = []
         for _ in range(2):
             given = at.detach().clone().requires_grad_()
@@ -114,20 +128,20 @@ def run(
                     parameter.grad = None
             at.mul_(1.25)  # what the pipe was given may be overwritten now
             del given, loss
-        made.poll()
-        made.synchronize()
+        if made is not None:
+            made.poll()
     for i in range(2):
         given = (x * 1.25**i).requires_grad_()
         loss = nn.functional.mse_loss(plain(given), y)
         loss.backward()
-        torch.testing.assert_close(ours[i][0], loss.detach(), rtol=0, atol=1e-10)
-        torch.testing.assert_close(ours[i][1], given.grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(ours[i][0].cpu(), loss.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(ours[i][1].cpu(), given.grad, rtol=0, atol=1e-10)
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
     for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
@@ -135,7 +149,23 @@ def run(
 def test_everything_is_ordered(devices: list[str], schedule: str | None) -> None:
     # Every number of micro-batches, checkpointing, and with and without peer access, in turn.
     case = PLACEMENTS.index(devices) + [None, *SCHEDULES].index(schedule)
-    run(devices, 1 + case % 8, MODES[case % 3], schedule, peers=case % 2 == 0)
+    run(devices, 1 + case % 8, MODES[case % 3], schedule, machine(peers=case % 2 == 0))
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize(
+    "devices",
+    [[GPU, GPU], [CPU, GPU], [GPU, CPU], [GPU, CPU, GPU], [GPU, OTHER], [GPU, OTHER, GPU, OTHER]],
+    ids=" ".join,
+)
+def test_real_devices(devices: list[str], schedule: str | None, device: torch.device) -> None:
+    """The same with what is there; each GPU is late with all that it makes."""
+    if device.type == "cpu":
+        devices = [CPU] * len(devices)
+    elif OTHER in devices and torch.cuda.device_count() < 2:
+        pytest.skip("there is one CUDA device, and this needs two")
+    for checkpoint in MODES:
+        run(devices, 4, checkpoint, schedule, nullcontext())
 
 
 def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) -> None:

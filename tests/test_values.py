@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from pipekernels import NoChunk, Pipe
-from pipekernels.pipeline.pace import Way
 
 MODES = ["never", "except_last", "always"]
 
@@ -52,9 +51,9 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_nested_values_and_several_arguments(checkpoint: str, way: Way) -> None:
+def test_nested_values_and_several_arguments(checkpoint: str, place: torch.device) -> None:
     plain, piped = model(), model()
-    pipe = Pipe(piped, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    pipe = Pipe(piped, [1, 1], devices=[place] * 2, chunks=3, checkpoint=checkpoint)
     x, a, b = torch.randn(3, 7, 4, dtype=torch.float64).unbind()
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     for module in (pipe, plain):
@@ -86,8 +85,8 @@ def test_nested_values_and_several_arguments(checkpoint: str, way: Way) -> None:
     assert name == ["n"] * 3 and nothing is None and lengths == [3, 2, 2]
 
 
-def test_a_keyword_alone_and_a_list(way: Way) -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+def test_a_keyword_alone_and_a_list(place: torch.device) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), [1, 1], devices=[place] * 2, chunks=2)
     x = torch.randn(4, 4)
     assert torch.equal(pipe(input=x), pipe(x))
 
@@ -95,17 +94,17 @@ def test_a_keyword_alone_and_a_list(way: Way) -> None:
         def forward(self, tensors):
             return sum(tensors)
 
-    pipe = Pipe(nn.Sequential(Sum(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = Pipe(nn.Sequential(Sum(), nn.Identity()), [1, 1], devices=[place] * 2, chunks=2)
     assert torch.equal(pipe([x, x, x]), 3 * x)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("dim", [1, 2])
-def test_another_batch_dimension(dim: int, checkpoint: str, way: Way) -> None:
+def test_another_batch_dimension(dim: int, checkpoint: str, place: torch.device) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
     piped = copy.deepcopy(plain)
-    pipe = Pipe(piped, [2, 1], devices=["cpu"] * 2, chunks=3, batch_dim=dim, checkpoint=checkpoint)
+    pipe = Pipe(piped, [2, 1], devices=[place] * 2, chunks=3, batch_dim=dim, checkpoint=checkpoint)
     shape = [2, 3, 4, 5]
     shape[dim] = 7
     a = torch.randn(shape, dtype=torch.float64).requires_grad_()
@@ -141,12 +140,12 @@ def test_bad_values() -> None:
         Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batch_dim=2)(x)
 
 
-def test_micro_batches_that_come_out_differently(way: Way) -> None:
+def test_micro_batches_that_come_out_differently(place: torch.device) -> None:
     class Odd(nn.Module):
         def forward(self, x):
             return (x, x) if x[0, 0] else {"x": x}
 
-    pipe = Pipe(nn.Sequential(nn.Identity(), Odd()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = Pipe(nn.Sequential(nn.Identity(), Odd()), [1, 1], devices=[place] * 2, chunks=2)
     with pytest.raises(ValueError, match="all micro-batches must be alike"):
         pipe(torch.tensor([[0.0], [1.0]]))
 

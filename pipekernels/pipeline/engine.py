@@ -4,8 +4,7 @@ becomes."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +70,9 @@ class Engine:
         # Held by one forward or backward at a time: both put the aliases in place and take what
         # they accumulate.
         self.lock = threading.RLock()
+        # Entered where a training step waits for autograd's threads: one of these may be at the
+        # beginning of a backward of this pipe, which gets the lock meanwhile. Other steps do not.
+        self.unlocked = _Unlocked(self.lock)
         self._turns = threading.RLock()
         # Whose aliases are in place, the latest last.
         self.in_place: list[Sequence[StageParameters]] = []
@@ -127,16 +129,6 @@ class Engine:
         torch.autograd.backward([targets[i] for i in present], [grads[i] for i in present])
         return losses.total()
 
-    @contextmanager
-    def unlocked(self) -> Iterator[None]:
-        """Let backwards in while this thread, in a training step, waits for autograd's threads: one of
-        these may be at the beginning of a backward of this pipe."""
-        self.lock.release()
-        try:
-            yield
-        finally:
-            self.lock.acquire()
-
     def give_back(self, parameters: list[StageParameters]) -> None:
         """Take over the aliases of a run that has ended."""
         if self.has_streams:
@@ -157,6 +149,19 @@ class Engine:
         scatter = Scatter(tensors, batch.chunks, batch.dim)
         parameters = self._parameters if grad else None
         return Run(self, schedule, scatter, wants_grad, batch.structure, parameters, checkpoint)
+
+
+class _Unlocked:
+    """Releases a lock, held once, while the body runs."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.release()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.acquire()
 
 
 class _PipeNode(torch.autograd.Function):

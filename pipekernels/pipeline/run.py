@@ -101,7 +101,7 @@ class Run:
         self._skip_homes: dict[tuple[Key, int], torch.device] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
         # Entered where autograd's threads are waited for.
-        self._in_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._in_autograd: AbstractContextManager[Any] = nullcontext()
         self._released = False
         self._seconds = 0.0
         # Intra-op threads are shared out alike on lanes and inline, so that the way taken cannot
@@ -200,7 +200,8 @@ class Run:
             key: self._skips.pop((key, m)) for key in task.received_skips if (key, m) in self._skips
         }
         inputs = inputs.with_skips(received)
-        self._transport.receive(Receiver(stage, m))
+        if self._transport.arrivals:
+            self._transport.receive(Receiver(stage, m))
         outputs, self._tapes[stage][m] = task.forward(
             inputs,
             partial(self._draw, m),
@@ -239,12 +240,13 @@ class Run:
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
-                with self._in_autograd():
+                with self._in_autograd:
                     second_part(keep_graph)
             return ()
-        self._transport.receive(Receiver(stage, m, backward=True))
+        if self._transport.arrivals:
+            self._transport.receive(Receiver(stage, m, backward=True))
         if grads is None:
-            with self._in_autograd():
+            with self._in_autograd:
                 grads = sink.grads(m)
         task, tape = self._tasks[stage], self._tapes[stage][m]
         if not keep_graph:
@@ -260,7 +262,7 @@ class Run:
             # The forward's autocast and the like, on a thread that may be another.
             with self._context.applied():
                 tape = task.recompute(tape, partial(self._draw, m))
-        with self._in_autograd():
+        with self._in_autograd:
             if kind == "I" and self._may_split:
                 result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
                 if second_part is not None:

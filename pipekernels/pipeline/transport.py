@@ -10,6 +10,7 @@ takes it waits for it when its own turn comes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -42,12 +43,13 @@ class Transport:
         self._streams: dict[torch.device, Stream] = {
             device: streams.current(device) for device in devices if streams.has_streams(device)
         }
-        self._arrivals: dict[Receiver, list[Arrival]] = {}
+        self.arrivals: dict[Receiver, list[Arrival]] = {}
+        """What is on its way."""
         self._edges: set[Edge] = set()
 
     def __del__(self) -> None:
         # Where a forward's backward never came, its graph has kept received buffers until now.
-        if self._streams:
+        if self._streams and not sys.is_finalizing():
             settle_all()
 
     def stream(self, device: torch.device) -> Stream:
@@ -78,7 +80,7 @@ class Transport:
                     yield
                 finally:
                     self._settle()
-                    self._arrivals.clear()
+                    self.arrivals.clear()
         finally:
             for device, stream in self._streams.items():
                 _follow(streams.current(device), stream)
@@ -103,18 +105,17 @@ class Transport:
             used = edge(*way, backward=receiver.backward)
             copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self._edges.add(used)
-            self._arrivals.setdefault(receiver, []).append(arrival)
+            self.arrivals.setdefault(receiver, []).append(arrival)
             for i, copy in zip(indices, copies, strict=True):
                 result[i] = copy
         return tuple(result)
 
     def receive(self, receiver: Receiver) -> None:
         """Wait for all that was sent to ``receiver``: to be called before it uses any of it."""
-        if self._arrivals:
-            for arrival in self._arrivals.pop(receiver, ()):
-                arrival.wait()
-            if not self._streams:
-                self._settle()
+        for arrival in self.arrivals.pop(receiver, ()):
+            arrival.wait()
+        if not self._streams:
+            self._settle()
 
     def _settle(self) -> None:
         for used in self._edges:
