@@ -346,7 +346,6 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(edge, "pinned_empty", pinned_empty)
         patch.setattr(edge, "_can_read", lambda a, b: peers and {a.type, b.type} == {"cuda"})
         patch.setattr(edge, "SLOT_BYTES", 96)
-        patch.setattr(torch.cuda, "init", lambda: None)
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
         patch.setattr(random_state, "_generators", lambda devices: [torch.default_generator])
         stack.enter_context(_Functions(made))

@@ -16,17 +16,17 @@ from pipekernels.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_b
 @pytest.mark.parametrize(("batch", "chunks"), [(8, 1), (8, 4), (7, 3), (5, 8), (2, 2)])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_statistics_equal_those_of_the_whole_mini_batch(
-    batch: int, chunks: int, checkpoint: str, momentum: float | None
+    batch: int, chunks: int, checkpoint: str, momentum: float | None, device: torch.device
 ) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), nn.BatchNorm2d(3)).double()
-    first = copy.deepcopy(module[0])
+    first = copy.deepcopy(module[0]).to(device)
     pipe = Pipe(
-        module, [1, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint,
+        module, [1, 1], devices=[device] * 2, chunks=chunks, checkpoint=checkpoint,
         deferred_batch_norm=True,
     )  # fmt: skip
     for _ in range(3):
-        x = 5 + 2 * torch.randn(batch, 3, 2, 2, dtype=torch.float64)
+        x = 5 + 2 * torch.randn(batch, 3, 2, 2, dtype=torch.float64, device=device)
         pipe(x).sum().backward()
         first(x)
     # The second layer sees micro-batches normalised one by one; only the first sees equal inputs.
@@ -74,10 +74,10 @@ def test_a_failed_mini_batch_leaves_no_trace() -> None:
     torch.testing.assert_close(pipe[0].running_var, reference.running_var)
 
 
-def test_plain_batch_norm_is_not_updated_twice_by_recomputation() -> None:
+def test_plain_batch_norm_is_not_updated_twice_by_recomputation(device: torch.device) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
-    pipe(torch.randn(4, 2)).sum().backward()
+    pipe = Pipe(module, [1, 1], devices=[device] * 2, chunks=2, checkpoint="always")
+    pipe(torch.randn(4, 2, device=device)).sum().backward()
     assert pipe[1].num_batches_tracked == 2
 
 

@@ -151,31 +151,6 @@ def test_move_to_device_is_differentiable(device: torch.device) -> None:
     assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 
-@pytest.mark.parametrize(
-    ("source", "pinned", "target", "overlaps"),
-    [
-        ("cpu", False, "meta", True),
-        ("cpu", True, "meta", False),
-        ("meta", False, "meta", True),
-        ("cpu", False, "cpu", False),
-    ],
-)
-def test_copies_are_asynchronous_where_nobody_can_notice(
-    monkeypatch: pytest.MonkeyPatch, source: str, pinned: bool, target: str, overlaps: bool
-) -> None:
-    flags: list[bool] = []
-
-    def to(self: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
-        flags.append(non_blocking)
-        return self
-
-    x = torch.empty(1, device=source)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    move_to_device(x, target)
-    assert flags == [overlaps]
-
-
 # ---- one module ----
 
 

@@ -191,6 +191,27 @@ def test_two_threads_may_use_one_pipe() -> None:
     assert right == [True] * 60
 
 
+def test_a_backward_beside_training_steps(place: torch.device) -> None:
+    """On a CUDA device both need the one thread that autograd has for it."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=[place] * 3, chunks=4)
+    x, weight = torch.randn(8, 4), pipe[0].weight
+    (expected,) = torch.autograd.grad(pipe(x).sum(), weight)
+    right: list[bool] = []
+
+    def work() -> None:
+        for _ in range(20):
+            (grad,) = torch.autograd.grad(pipe(x).sum(), weight)
+            right.append(torch.equal(grad, expected))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    for _ in range(20):
+        pipe.train_step(x, None, torch.sum, loss_reduction="sum")
+    thread.join(timeout=60)
+    assert right == [True] * 20
+
+
 def test_lanes_really_run_at_the_same_time(force_way: Callable[[Way], None]) -> None:
     force_way("lanes")
 

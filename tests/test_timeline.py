@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,14 @@ def test_nothing_recorded() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_pipe_records_forward_and_backward(checkpoint: str, tmp_path: Path) -> None:
+def test_a_pipe_records_forward_and_backward(
+    checkpoint: str, tmp_path: Path, device: torch.device
+) -> None:
     pipe = Pipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=3,
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=[device] * 2, chunks=3,
         checkpoint=checkpoint,
     )  # fmt: skip
-    x = torch.randn(6, 4)
+    x = torch.randn(6, 4, device=device)
     pipe(x).sum().backward()
     with pipe.timeline() as timeline:
         pipe(x).sum().backward()
@@ -61,3 +64,23 @@ def test_a_pipe_records_forward_and_backward(checkpoint: str, tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     timeline.save_png(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_shows_the_time_of_the_device(device: torch.device) -> None:
+    """A stage that makes the device work takes that time, not the time of the launch."""
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.is_cuda:
+                torch.cuda._sleep(50_000_000)  # cycles: 20 ms or more
+            else:
+                time.sleep(0.02)
+            return x
+
+    pipe = Pipe(nn.Sequential(Slow(), nn.Identity()), [1, 1], devices=[device] * 2, chunks=2)
+    with pipe.timeline() as timeline:
+        pipe(torch.ones(2, 2, device=device))
+    (phase,) = timeline.phases
+    slow = [e.end - e.start for e in phase.events if e.action.stage == 0]
+    assert len(slow) == 2 and min(slow) > 0.01
+    assert phase.makespan >= sum(slow)

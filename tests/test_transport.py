@@ -16,7 +16,7 @@ import torch
 from recorded_streams import Machine, Race, machine
 from torch import nn
 
-from pipekernels import Pipe, parallelize_pipeline
+from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
 from pipekernels.ops import edge, p2p_copy, streams
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.schedule import SCHEDULES
@@ -97,14 +97,16 @@ def run(
     chunks: int,
     checkpoint: str,
     schedule: str | None,
+    home: str,
     machine: AbstractContextManager[Machine | None],
 ) -> None:
-    """Two steps with an optimizer's update between them, against the plain model."""
+    """Two steps on inputs at ``home``, with an optimizer's update between them, against the plain
+    model."""
     plain, balance = model(len(devices))
     piped = copy.deepcopy(plain)
     x, y = torch.randn(2, 9, WIDTH, dtype=torch.float64)
     with machine as made:
-        at, to = p2p_copy(x, devices[-1]).clone(), p2p_copy(y, devices[-1])
+        at, to = p2p_copy(x, home).clone(), p2p_copy(y, devices[-1])
         pipe = Pipe(piped, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
         if made is not None:
             made.placing = False
@@ -149,7 +151,8 @@ def run(
 def test_everything_is_ordered(devices: list[str], schedule: str | None) -> None:
     # Every number of micro-batches, checkpointing, and with and without peer access, in turn.
     case = PLACEMENTS.index(devices) + [None, *SCHEDULES].index(schedule)
-    run(devices, 1 + case % 8, MODES[case % 3], schedule, machine(peers=case % 2 == 0))
+    home = (CPU, devices[0], devices[-1])[case % 3]
+    run(devices, 1 + case % 8, MODES[case % 3], schedule, home, machine(peers=case % 2 == 0))
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
@@ -164,8 +167,8 @@ def test_real_devices(devices: list[str], schedule: str | None, device: torch.de
         devices = [CPU] * len(devices)
     elif OTHER in devices and torch.cuda.device_count() < 2:
         pytest.skip("there is one CUDA device, and this needs two")
-    for checkpoint in MODES:
-        run(devices, 4, checkpoint, schedule, nullcontext())
+    for checkpoint, home in zip(MODES, (CPU, devices[0], devices[-1]), strict=True):
+        run(devices, 4, checkpoint, schedule, home, nullcontext())
 
 
 def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) -> None:
@@ -348,3 +351,44 @@ def test_device_maps(chunks: int) -> None:
     torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
     for p, q in zip(mapped.here.parameters(), plain.here.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+
+
+def test_moving_makes_the_thread_wait_for_the_cpu_alone() -> None:
+    with machine() as made:
+        x = torch.randn(2, WIDTH)
+        there = move_to_device(x, GPU)
+        x.zero_()
+        further = move_to_device({"x": there}, OTHER)
+        there.zero_()
+        assert made.host_waits == 0
+        back = move_to_device(further, CPU)
+        assert made.host_waits == 1 and back["x"].device == torch.device(CPU)
+        assert back["x"].abs().sum() > 0
+        assert move_to_device(there, "meta").device == torch.device("meta")
+
+
+def test_tensors_that_are_not_cut_up_follow() -> None:
+    class Masked(nn.Module):
+        def forward(self, x, mask):
+            return x * mask
+
+    with machine() as made, torch.no_grad():
+        pipe = Pipe(nn.Sequential(Masked(), nn.Tanh()), [1, 1], devices=[GPU, OTHER], chunks=2)
+        made.placing = False
+        output = pipe(torch.ones(4, 2), NoChunk(torch.tensor([0.0, 1.0])))
+        assert torch.equal(p2p_copy(output, CPU), torch.tensor([[0.0, 1.0]]).tanh().expand(4, 2))
+
+
+def test_evaluation_before_training() -> None:
+    """What an edge keeps must not be an inference tensor."""
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    x = torch.randn(40, WIDTH, dtype=torch.float64)
+    expected = layer(x).detach()
+    with machine(peers=False) as made:
+        pipe = Pipe(nn.Sequential(layer, nn.Identity()), [1, 1], devices=[GPU, OTHER], chunks=2)
+        made.placing = False
+        with torch.inference_mode():
+            evaluated = p2p_copy(pipe(x), CPU)
+        torch.autograd.backward(pipe(x).sum())
+    assert torch.equal(evaluated, expected)
+    assert layer.weight.grad is not None

@@ -85,7 +85,7 @@ class _Slot:
 class Edge:
     """Copies tensors from ``source`` to ``target``.
 
-    Where neither of them has streams a copy is done when it is sent. An edge may be used by
+    Between others than CUDA devices and the CPU a copy is done when it is sent. An edge may be used by
     several threads.
 
     Args:
@@ -96,6 +96,8 @@ class Edge:
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self.source = source
         self.target = target
+        types = {source.type, target.type}
+        self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
         self._leaving = streams.new(source)
         self._arriving = streams.new(target)
         # What the CPU sends is staged even from pinned memory: the caller may write to that again.
@@ -120,7 +122,7 @@ class Edge:
         Returns:
             The copies, detached, and what must be waited for before they are used.
         """
-        if self._leaving is HOST and self._arriving is HOST:
+        if not self._overlaps:
             return [t.detach().to(self.target) for t in tensors], Arrival(self.target, DONE)
         with self._lock:
             origin = streams.current(self.source)
@@ -190,7 +192,8 @@ class Edge:
     def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
         """``[bytes]`` to ``[bytes]`` through the slots, which take turns."""
         if not self._slots:
-            self._slots = [_Slot(), _Slot()]
+            with torch.inference_mode(False):  # They will be written to outside it, too.
+                self._slots = [_Slot(), _Slot()]
         for begin in range(0, source.numel(), SLOT_BYTES):
             slot = self._slots.pop(0)
             self._slots.append(slot)
@@ -207,7 +210,9 @@ class Edge:
 
 def pinned_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     """CPU memory that a GPU reads and writes while the CPU goes on."""
-    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, pin_memory=True)
+    return torch.empty_strided(
+        tuple(shape), tuple(strides), dtype=dtype, device="cpu", pin_memory=True
+    )
 
 
 def _can_read(device: torch.device, other: torch.device) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.ops.streams import has_streams
 from pipekernels.pipeline.chunked import forward_in_chunks
 from pipekernels.pipeline.nested import map_leaves
 from pipekernels.pipeline.override import Override
@@ -52,33 +53,21 @@ def move_to_device(data: Any, device: Device) -> Any:
     with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by it; all
     else, modules included, stays as it is.
 
-    Copies do not make the caller wait, except from pinned memory and to the CPU.
+    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they overlap what
+    both devices compute, and make the caller wait where they go to the CPU alone.
     """
     return map_leaves(partial(_moved, get_device(device)), data)
 
 
 def _moved(device: torch.device, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        if _needs_edge(leaf, device):
+        on_edge = has_streams(device) or has_streams(leaf.device)
+        if on_edge and leaf.device != device and leaf.layout is torch.strided:
             return p2p_copy(leaf, device)
-        # Streams order what follows on a device. Nothing orders the CPU: it could read what has not
-        # arrived, or the caller write to pinned memory that is still being read. Ordinary memory is
-        # staged before the call returns.
-        overlap = device.type != "cpu" and not (leaf.device.type == "cpu" and leaf.is_pinned())
-        return leaf.to(device, non_blocking=overlap)
+        return leaf.to(device)
     if hasattr(leaf, "to") and not isinstance(leaf, nn.Module):
         return leaf.to(device)
     return leaf
-
-
-def _needs_edge(tensor: torch.Tensor, device: torch.device) -> bool:
-    devices = {tensor.device.type, device.type}
-    return (
-        "cuda" in devices
-        and "meta" not in devices
-        and tensor.device != device
-        and tensor.layout is torch.strided
-    )
 
 
 def parallelize_module(

@@ -53,8 +53,6 @@ class Engine:
         ]
         on_cpu = all(device.type == "cpu" for device in devices)
         self.has_streams = any(has_streams(device) for device in devices)
-        if self.has_streams:
-            torch.cuda.init()  # A stage without tensors has not done so, and its generator is needed.
         # On one thread, stages of one device need not be cut apart.
         self.chain = Task(partitions, 0, devices[0]) if len(set(devices)) == 1 else None
         # Stages whose work the thread that runs them all does itself.
@@ -148,7 +146,10 @@ class Engine:
         tensors = [t.detach() for t in batch.tensors] if grad else batch.tensors
         scatter = Scatter(tensors, batch.chunks, batch.dim)
         parameters = self._parameters if grad else None
-        return Run(self, schedule, scatter, wants_grad, batch.structure, parameters, checkpoint)
+        if parameters is None:
+            self.give_back(self._parameters)
+        structure = batch.structure.on(self.devices[0])
+        return Run(self, schedule, scatter, wants_grad, structure, parameters, checkpoint)
 
 
 class _Unlocked:

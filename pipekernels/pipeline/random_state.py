@@ -36,6 +36,8 @@ def task_seed(base: int, stage: int, micro_batch: int) -> int:
 
 def _generators(devices: list[torch.device]) -> list[torch.Generator]:
     cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+    if cuda:
+        torch.cuda.init()  # Until then there are no generators, and nothing else may have done so.
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in cuda)]
 
 

@@ -87,7 +87,7 @@ class Run:
         # Whether backwards may be done in two parts. Not with hooks on tensors, which would be called
         # in both. Lanes see them being made; on one thread that costs time, and is done where needed.
         self._may_split = True
-        if self._draw == self._random.inline and any(a.kind == "I" for a in self._program.order):
+        if self._draw == self._random.inline and self._program.splits:
             self._draw = self._watched
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)

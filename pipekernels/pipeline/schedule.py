@@ -65,6 +65,11 @@ class Program:
         return linearize(self)
 
     @cached_property
+    def splits(self) -> bool:
+        """Whether it has backwards in two parts."""
+        return any(action.kind == "I" for lane in self.lanes for action in lane)
+
+    @cached_property
     def forwards(self) -> Program:
         """The forwards alone."""
         return Program([[a for a in lane if a.kind == "F"] for lane in self.lanes])

@@ -128,8 +128,9 @@ class Losses:
         ]
         arguments = [outputs.structure.build(tensors)]
         if self._targets is not None:
-            parts = p2p_copy(self._targets[m], outputs.tensors[0].device)
-            arguments.append(self._structure.build(parts))
+            device = outputs.tensors[0].device
+            parts = p2p_copy(self._targets[m], device)
+            arguments.append(self._structure.on(device).build(parts))
         with torch.enable_grad():
             loss = self._loss(*arguments)
         if not isinstance(loss, torch.Tensor):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pipekernels.ops.p2p_copy import p2p_copy
+
 
 class NoChunk:
     """Marks a tensor in a pipe's input that every micro-batch is given whole, such as a mask over
@@ -65,6 +67,21 @@ class Structure:
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
+
+    def on(self, device: torch.device) -> Structure:
+        """The same, with the tensors that are nobody's share (:class:`NoChunk`) on ``device``."""
+        for leaf in self._leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device != device:
+                break
+        else:
+            return self
+        return Structure(
+            self._spec,
+            [
+                p2p_copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in self._leaves
+            ],
+        )
 
     def fits(self, other: Structure) -> bool:
         """Whether both have the same containers, and tensors in the same places."""
