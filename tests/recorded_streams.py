@@ -24,7 +24,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipekernels.ops import edge, streams
 from pipekernels.pipeline import random_state
@@ -210,7 +209,7 @@ class Machine:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.overloadpacket.__name__
-        inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        inputs = _tensors((args, kwargs))
         if name == "copy_":
             return self._copy(func, args, kwargs)
         devices = {self.device_of(t) for t in inputs if t.dim() or self.device_of(t) != CPU}
@@ -220,16 +219,14 @@ class Machine:
         if name in ("_local_scalar_dense", "equal") and device != CPU:
             raise Race(f"{name} makes the thread read what is on {device}")
         result = func(*args, **kwargs)
-        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         known = {t.untyped_storage()._cdata for t in inputs}
-        made = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        made = [t for t in _tensors(result) if t.untyped_storage()._cdata not in known]
         written = [self.memory(t, device) for t in made]
         if func.is_view or name in _UNTOUCHED or name == "detach":
             return result
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                leaves = tree_leaves(value)
-                written += [self.memory(t) for t in leaves if isinstance(t, torch.Tensor)]
+                written += [self.memory(t) for t in _tensors(value)]
         agent = self.host if device == CPU else self.current(device)
         self.access(agent, [self.memory(t) for t in inputs], written, name)
         return result
@@ -298,6 +295,16 @@ class Machine:
         self._memory.pop(placed.untyped_storage()._cdata, None)
         self.memory(placed, torch.device(wanted[0]))
         return placed
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
 
 
 class _Operations(TorchDispatchMode):

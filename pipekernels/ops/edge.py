@@ -135,13 +135,18 @@ class Edge:
             self._leaving.wait_event(origin.record_event())
             self._let_go_of_sources()
             self._take_back_buffers()
-            copies = [self._copy(s) for s in sources]
-            last = self._leaving if self._arriving is HOST else self._arriving
-            arrival = Arrival(self.target, last.record_event())
-            if origin is not HOST:
-                self._sources.append((origin, arrival._done, sources))
-            if self._arriving is not HOST:
-                self._lent += [_Lent(copy, arrival) for copy in copies]
+            copies: list[Tensor] = []
+            try:
+                for s in sources:
+                    copies.append(self._copy(s))
+            finally:  # Of what is on its way when memory runs out, too.
+                last = self._leaving if self._arriving is HOST else self._arriving
+                done = last.record_event()
+                arrival = Arrival(self.target, done)
+                if origin is not HOST:
+                    self._sources.append((origin, done, sources))
+                if self._arriving is not HOST:
+                    self._lent += [_Lent(copy, arrival) for copy in copies]
         return copies, arrival
 
     def settle(self) -> None:

@@ -278,12 +278,17 @@ class Run:
                     (grad,) = self._transport.send([grad], [home], sender)
                 self._skip_grads[key, m] = grad
             result = result[:n]
-        if (stage, m) in self._homes:
-            before = Receiver(stage - 1, m, backward=True)
-            result = self._transport.send(result, self._homes[stage, m], before)
+        result = self._returned(result, stage, m)
         if stage == 0:
             self._input_grads[m] = result
         return result
+
+    def _returned(self, grads: Grads, stage: int, m: int) -> Grads:
+        """Gradients of the inputs of ``stage``, on their way to where these have come from."""
+        if (stage, m) not in self._homes:
+            return grads
+        receiver = Receiver(stage - 1, m, backward=True)
+        return self._transport.send(grads, self._homes[stage, m], receiver)
 
     def _backward_at_once(self, outputs: Outputs, keep_graph: bool) -> None:
         """On one thread, with nothing to recompute, autograd needs to be entered only once. It goes
@@ -297,11 +302,7 @@ class Run:
             grads = [outputs.grads(m) if tape.roots else () for m, tape in enumerate(tapes)]
             with self._transport.on(self._engine.chain.device):
                 results = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
-            for m, result in enumerate(results):
-                if (0, m) in self._homes:
-                    caller = Receiver(-1, m, backward=True)
-                    result = self._transport.send(result, self._homes[0, m], caller)
-                self._input_grads[m] = result
+            self._input_grads = [self._returned(result, 0, m) for m, result in enumerate(results)]
         self._note_time(time.perf_counter() - begin, last=True)
 
     @contextmanager
@@ -311,8 +312,9 @@ class Run:
         results = _Results()
         try:
             yield results
-            for m in range(len(self._scatter)):
-                self._transport.receive(Receiver(-1, m, backward=True))
+            if self._transport.arrivals:
+                for m in range(len(self._scatter)):
+                    self._transport.receive(Receiver(-1, m, backward=True))
             results.inputs = self._joined(self._input_grads)
         finally:
             self._second_parts.clear()
