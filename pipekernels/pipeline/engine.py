@@ -52,7 +52,7 @@ class Engine:
             for index, (stage, device) in enumerate(zip(partitions, devices, strict=True))
         ]
         on_cpu = all(device.type == "cpu" for device in devices)
-        self.has_streams = any(has_streams(device) for device in devices)
+        self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
         # On one thread, stages of one device need not be cut apart.
         self.chain = Task(partitions, 0, devices[0]) if len(set(devices)) == 1 else None
         # Stages whose work the thread that runs them all does itself.
@@ -129,12 +129,12 @@ class Engine:
 
     def give_back(self, parameters: list[StageParameters]) -> None:
         """Take over the aliases of a run that has ended."""
-        if self.has_streams:
+        if self.with_streams:
             self._spare.append(parameters)
 
     def _start(self, schedule: Schedule, batch: Batch, checkpoint: str) -> Run:
         known: Sequence[StageParameters | None] = self._parameters
-        if self.has_streams:
+        if self.with_streams:
             known = self._spare.pop() if self._spare else [None] * len(self.stages)
         self._parameters = [
             StageParameters(stage, previous)

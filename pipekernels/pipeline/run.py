@@ -111,7 +111,7 @@ class Run:
             lanes = schedule.lanes(len(engine.stages))
             self._threads = max(1, self._threads // min(lanes, micro_batches))
         # The last attribute, so that it outlives the tapes: with its end it takes back what they used.
-        self._transport = Transport(engine.devices)
+        self._transport = Transport(engine.with_streams)
 
     def forward(self, outputs: Outputs) -> tuple[torch.Tensor, ...]:
         """Run every forward of the program; returns the outputs ``[batch, ...]``."""
@@ -178,7 +178,7 @@ class Run:
                     return self._forward(losses, action, value)
             return self._backward(losses, False, action, value)
 
-        if self._engine.has_streams:
+        if self._engine.with_streams:
             self._in_autograd = self._engine.unlocked
         with (
             self._phase(),
@@ -278,7 +278,8 @@ class Run:
                     (grad,) = self._transport.send([grad], [home], sender)
                 self._skip_grads[key, m] = grad
             result = result[:n]
-        result = self._returned(result, stage, m)
+        if self._homes:
+            result = self._returned(result, stage, m)
         if stage == 0:
             self._input_grads[m] = result
         return result
@@ -302,7 +303,9 @@ class Run:
             grads = [outputs.grads(m) if tape.roots else () for m, tape in enumerate(tapes)]
             with self._transport.on(self._engine.chain.device):
                 results = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
-            self._input_grads = [self._returned(result, 0, m) for m, result in enumerate(results)]
+            self._input_grads = results
+            if self._homes:
+                self._input_grads = [self._returned(r, 0, m) for m, r in enumerate(results)]
         self._note_time(time.perf_counter() - begin, last=True)
 
     @contextmanager
@@ -360,7 +363,7 @@ class Run:
                 executor.run_on_lanes(program, recorded, threads=self._threads, around=around)
             else:
                 order = None
-                if engine.has_streams:
+                if engine.with_streams:
                     recorded = self._placed(recorded)
                     order = order_of_issue(program, engine.waits)
                 with intra_op_threads(self._threads):
@@ -386,7 +389,7 @@ class Run:
         return placed
 
     def _phase(self) -> AbstractContextManager[None]:
-        return self._transport.phase() if self._engine.has_streams else nullcontext()
+        return self._transport.phase() if self._engine.with_streams else nullcontext()
 
     def _installed(self) -> AbstractContextManager[None]:
         return installed(self._parameters, self._engine.in_place)

@@ -36,12 +36,12 @@ class Transport:
     """Moves the tensors of one run between devices.
 
     Args:
-        devices: where the stages are.
+        devices: those of the stages' that have streams.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams: dict[torch.device, Stream] = {
-            device: streams.current(device) for device in devices if streams.has_streams(device)
+            device: streams.current(device) for device in devices
         }
         self.arrivals: dict[Receiver, list[Arrival]] = {}
         """What is on its way."""
