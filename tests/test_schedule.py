@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pipekernels.pipeline.schedule import (
+    SCHEDULES,
     Action,
     Program,
     Schedule,
     gpipe,
     interleaved,
     linearize,
+    order_of_issue,
     simulate,
 )
 
@@ -54,6 +56,52 @@ def test_forwards_run_depth_first_on_one_thread() -> None:
     assert [(a.micro_batch, a.stage) for a in gpipe(2, 3).forwards.order] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+def test_the_order_of_issue_is_one_that_a_thread_can_run(
+    name: str, stages: int, micro_batches: int
+) -> None:
+    schedule = Schedule(name, min(2, stages) if name == "interleaved" else None)
+    program = schedule.program(stages, micro_batches)
+    for part in (program, program.forwards, program.backwards):
+        order = order_of_issue(part, frozenset({0}))
+        position = {action: i for i, action in enumerate(order)}
+        assert sorted(order) == sorted(part.order)
+        for lane in part.lanes:
+            assert [position[a] for a in lane] == sorted(position[a] for a in lane)
+        for kind, stage, m in order:
+            before = part.before(Action(kind, stage, m))
+            if before is not None:
+                kinds = "F" if kind == "F" else "BI"
+                assert any(
+                    position.get(Action(k, before, m), len(order)) < position[kind, stage, m]
+                    for k in kinds
+                )
+
+
+def test_devices_that_have_two_stages_each_are_kept_busy() -> None:
+    """Devices that take their work in the order of issue, with stages 0 and 2, and 1 and 3: depth
+    first, each micro-batch keeps the next one waiting."""
+    program = gpipe(4, 8).forwards
+    spans = []
+    for order in (program.order, order_of_issue(program)):
+        free = [0.0, 0.0]
+        done: dict[Action, float] = {}
+        for action in order:
+            device = action.stage % 2
+            ready = done.get(Action("F", action.stage - 1, action.micro_batch), 0.0)
+            free[device] = done[action] = max(free[device], ready) + 1
+        spans.append(max(free))
+    assert spans == [8 * 4 - 7, 16 + 1]  # 16 tasks each: the second device begins one later
+
+
+def test_the_thread_does_its_own_work_last() -> None:
+    order = order_of_issue(gpipe(3, 4).forwards, frozenset({0}))
+    assert order.index(Action("F", 1, 0)) < order.index(Action("F", 0, 1))
+    assert order.index(Action("F", 2, 0)) < order.index(Action("F", 0, 2))
 
 
 def test_a_phase_alone_needs_nothing_of_the_other() -> None:
