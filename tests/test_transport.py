@@ -392,3 +392,60 @@ def test_evaluation_before_training() -> None:
         torch.autograd.backward(pipe(x).sum())
     assert torch.equal(evaluated, expected)
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_backward_in_the_midst_of_another(checkpoint: str) -> None:
+    """Autograd's thread may begin the next one while a backward waits for another device."""
+    between: list[Any] = []
+
+    class Between(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            if y.requires_grad:
+                y.register_hook(self.pause)
+            return y
+
+        @staticmethod
+        def pause(grad):
+            if between:
+                between.pop()()
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Between(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    plain = nn.Sequential(*layers).double()
+    piped = copy.deepcopy(plain)
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    expected = [torch.autograd.grad(plain(part).square().sum(), plain.parameters()) for part in x]
+    inner: list[Any] = []
+    with machine() as made:
+        pipe = Pipe(piped, [2, 2], devices=[GPU, OTHER], chunks=3, checkpoint=checkpoint)
+        made.placing = False
+        parameters = list(pipe.parameters())
+        losses = [pipe(part).square().sum() for part in p2p_copy(list(x), GPU)]
+
+        def begin_the_other() -> None:
+            inner.extend(torch.autograd.grad(losses[1], parameters))
+
+        between.append(begin_the_other)
+        outer = torch.autograd.grad(losses[0], parameters)
+        made.poll()
+    for grads, others in ((outer, expected[0]), (inner, expected[1])):
+        for grad, other in zip(grads, others, strict=True):
+            torch.testing.assert_close(grad, other, rtol=0, atol=1e-10)
+    assert [p is q for p, q in zip(pipe.parameters(), piped.parameters(), strict=True)] == [
+        True
+    ] * 4
+
+
+def test_the_thread_waits_where_the_cpu_takes_over() -> None:
+    """Once for each micro-batch that arrives at the CPU's stage, and for the slot that the last but
+    one of those that leave it still occupies."""
+    layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
+    with machine() as made, torch.no_grad():
+        pipe = Pipe(nn.Sequential(*layers), [1] * 3, devices=[GPU, CPU, GPU], chunks=4)
+        given = p2p_copy(torch.randn(4, WIDTH, dtype=torch.float64), GPU)
+        made.placing = False
+        made.host_waits = 0
+        pipe(given)
+        assert made.host_waits == 4 + 1  # one slot was used to bring the input
