@@ -263,6 +263,8 @@ class Machine:
         """A function of torch, where tensors and devices are seen as the user sees them."""
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return self.device_of(args[0])
+        if func is torch.Tensor.is_pinned:
+            return self.memory(args[0]).pinned
         if func is torch.Tensor.to:
             return self._place(args, kwargs)
         if func is p2p_copy._op:  # its kernels are Python, and see what the user sees

@@ -449,3 +449,20 @@ def test_the_thread_waits_where_the_cpu_takes_over() -> None:
         made.host_waits = 0
         pipe(given)
         assert made.host_waits == 4 + 3  # the input took a slot, so of two only one was new
+
+
+@pytest.mark.parametrize("devices", [[GPU], [GPU, OTHER]], ids=" ".join)
+def test_pinned_inputs_may_be_overwritten_afterwards(devices: list[str]) -> None:
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in devices]).double()
+    x = torch.randn(9, WIDTH, dtype=torch.float64)
+    expected = module(x).detach()
+    with machine() as made, torch.no_grad():
+        pipe = Pipe(module, [1] * len(devices), devices=devices, chunks=4)
+        made.placing = False
+        pinned = edge.pinned_empty(x.shape, x.stride(), x.dtype)
+        for send in (pipe, lambda pinned: pipe(p2p_copy(pinned, GPU))):
+            pinned.copy_(x)
+            output = send(pinned)
+            pinned.zero_()
+            torch.testing.assert_close(p2p_copy(output, CPU), expected, rtol=0, atol=1e-10)
+        assert not any(each._slots for each in edge._edges.values())

@@ -4,8 +4,9 @@ Copies run on streams of their own, in the order in which they are sent, and wai
 their source and a place to go to. Who owns which memory, for how long:
 
 *Sources* were allocated on the source's computing stream. The edge refers to them until the next
-copy has been sent; then that stream is made to wait for the copy, and lets go. So at any time one
-source is being read while the next one is computed.
+copy is sent; then it makes that stream wait for the copy, and lets go. So at any time one source is
+being read while the next one is computed. Of CPU memory only what is pinned is read as it lies; the
+stream that waits is the calling thread then.
 
 *Received buffers* are allocated on the copies' own stream, so that a copy never waits for what
 the target computes meanwhile. Layers may keep them for the backward, so no fixed ring of them would
@@ -14,13 +15,13 @@ to do so. All that read the buffer has been issued by then. An event is put behi
 that used the buffer; one copy later the copies' stream waits for this event, and only then the edge
 lets go. A layer that keeps nothing is thus served from two buffers, taking turns.
 
-*Pinned memory* stands between where a device cannot read the other's: two slots per edge. A slot is
-written again only behind the event of the copy out of it. Copies to the CPU arrive in pinned memory that
-torch's own allocator keeps until the copy is done.
+*Pinned memory* stands between where a device cannot read the other's: two slots per edge, which
+take turns. A slot is written again only behind the event of the copy out of it. Copies to the CPU
+arrive in pinned memory that torch's own allocator keeps until the copy is done.
 
 A copy's values become visible to the target's stream, or to the CPU, through ``Arrival.wait``.
-Nothing here uses ``record_stream``, and the calling thread waits in two places only: where
-the CPU is to read what arrives, and for a slot whose copy is not done yet.
+Nothing here uses ``record_stream``, and the calling thread waits only where the CPU is to read what
+arrives, or to write where a copy is not done yet: to a slot, or to pinned memory of the caller's.
 """
 
 from __future__ import annotations
@@ -100,7 +101,6 @@ class Edge:
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
         self._leaving = streams.new(source)
         self._arriving = streams.new(target)
-        # What the CPU sends is staged even from pinned memory: the caller may write to that again.
         self._staged = self._arriving is not HOST and not _can_read(target, source)
         self._slots: list[_Slot] = []
         self._sources: list[tuple[Stream, Event, list[Tensor]]] = []
@@ -117,7 +117,7 @@ class Edge:
         Args:
             tensors: on the source; any strides, which the copies share where the tensor is dense.
             snapshot: whether the caller may overwrite them before :meth:`settle` is called. They
-                are copied on the source first then.
+                are copied on the source first then, and for those in pinned memory the thread waits.
 
         Returns:
             The copies, detached, and what must be waited for before they are used.
@@ -143,10 +143,13 @@ class Edge:
                 last = self._leaving if self._arriving is HOST else self._arriving
                 done = last.record_event()
                 arrival = Arrival(self.target, done)
-                if origin is not HOST:
-                    self._sources.append((origin, done, sources))
+                read = [s for s in sources if origin is not HOST or s.is_pinned()]
+                if read:
+                    self._sources.append((origin, done, read))
                 if self._arriving is not HOST:
                     self._lent += [_Lent(copy, arrival) for copy in copies]
+            if snapshot and origin is HOST:
+                self._let_go_of_sources()
         return copies, arrival
 
     def settle(self) -> None:
@@ -185,7 +188,7 @@ class Edge:
         else:
             with streams.using(self._arriving):
                 copy = torch.empty_strided(shape, strides, dtype=dtype, device=self.target)
-        if self._staged:
+        if self._staged and not (self._leaving is HOST and source.is_pinned()):
             self._copy_in_pieces(_bytes(source), _bytes(copy))
         else:
             # Between two GPUs torch copies on the source's current stream, behind the target's, and

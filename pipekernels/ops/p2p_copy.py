@@ -28,7 +28,7 @@ def p2p_copy(
     Synchronisation: a copy begins when the current stream of its source has made the values, and does
     not wait for what the target computes. What is issued on the target's current stream afterwards
     waits for the copy; the source's current stream goes on, and may overwrite the tensor. The
-    calling thread waits for copies to the CPU alone.
+    calling thread waits for copies to the CPU, and out of pinned memory.
 
     Args:
         tensors: a tensor, or several, on any devices, of any dtypes and strides.

@@ -54,7 +54,7 @@ def move_to_device(data: Any, device: Device) -> Any:
     else, modules included, stays as it is.
 
     Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they overlap what
-    both devices compute, and make the caller wait where they go to the CPU alone.
+    both devices compute, and make the caller wait where they go to the CPU or come from pinned memory.
     """
     return map_leaves(partial(_moved, get_device(device)), data)
 
