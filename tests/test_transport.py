@@ -460,9 +460,12 @@ def test_pinned_inputs_may_be_overwritten_afterwards(devices: list[str]) -> None
         pipe = Pipe(module, [1] * len(devices), devices=devices, chunks=4)
         made.placing = False
         pinned = edge.pinned_empty(x.shape, x.stride(), x.dtype)
-        for send in (pipe, lambda pinned: pipe(p2p_copy(pinned, GPU))):
-            pinned.copy_(x)
-            output = send(pinned)
-            pinned.zero_()
-            torch.testing.assert_close(p2p_copy(output, CPU), expected, rtol=0, atol=1e-10)
+        pinned.copy_(x)
+        there = p2p_copy(pinned, GPU)
+        pinned.zero_()
+        assert torch.equal(p2p_copy(there, CPU), x)
+        pinned.copy_(x)
+        output = pipe(pinned)
+        pinned.zero_()
+        torch.testing.assert_close(p2p_copy(output, CPU), expected, rtol=0, atol=1e-10)
         assert not any(each._slots for each in edge._edges.values())
