@@ -69,17 +69,16 @@ def way(request: pytest.FixtureRequest, force_way: Callable[[Way], None]) -> Way
 
 
 @pytest.fixture(params=["inline", "lanes", "split", pytest.param("cuda", marks=pytest.mark.cuda)])
-def place(
-    request: pytest.FixtureRequest, force_way: Callable[[Way], None]
-) -> Iterator[torch.device]:
+def place(request: pytest.FixtureRequest, force_way: Callable[[Way], None]) -> torch.device:
     """Where all stages of a pipe are: on the CPU, for every way to run it, or on a CUDA device; that is
     then the device of new tensors and layers."""
     if request.param != "cuda":
         force_way(request.param)
-        yield torch.device("cpu")
-        return
+        return torch.device("cpu")
     reason = _why_no_cuda()
     if reason is not None:
         pytest.skip(reason)
-    with torch.device("cuda", torch.cuda.current_device()) as device:
-        yield device
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.set_default_device(device)
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    return device
