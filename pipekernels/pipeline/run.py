@@ -376,7 +376,8 @@ class Run:
         timeline = self._engine.timeline
         if timeline is None:
             return nullcontext(compute)
-        clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
+        devices = {task.device for task in self._tasks}
+        clocks = {device: self._transport.clock(device) for device in devices}
         return timeline.recorded(compute, program, lambda s: clocks[self._tasks[s].device])
 
     def _placed(self, compute: Callable[[Action, Any], Any]) -> Callable[[Action, Any], Any]:

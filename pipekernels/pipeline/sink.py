@@ -129,7 +129,9 @@ class Losses:
         arguments = [outputs.structure.build(tensors)]
         if self._targets is not None:
             device = outputs.tensors[0].device
-            parts = p2p_copy(self._targets[m], device)
+            parts: Sequence[torch.Tensor] = self._targets[m]
+            if any(part.device != device for part in parts):
+                parts = p2p_copy(parts, device)
             arguments.append(self._structure.on(device).build(parts))
         with torch.enable_grad():
             loss = self._loss(*arguments)
