@@ -35,7 +35,8 @@ def p2p_copy(
         device: the target.
 
     Returns:
-        The copies, like ``tensors``; a tensor that is on the device already is returned itself.
+        The copies, like ``tensors``, those from a CUDA device to the CPU in pinned memory; a tensor that
+        is on the device already is returned itself.
 
     Raises:
         TypeError: something other than tensors was given, or one that is to move is not strided.
