@@ -342,7 +342,7 @@ def test_what_the_library_computes_costs_no_operation(
 
     def through(dtype: torch.dtype = torch.bfloat16, rows: int = 64) -> bool:
         x, weight = (torch.empty(size, 64, dtype=dtype).as_subclass(OnGpu) for size in (rows, 64))
-        return module._may_be_triton(x.view(-1, 1, 64), weight, "auto")
+        return module._may_be_triton(x.view(-1, 1, 64), weight, dtype, "auto")
 
     gpu(None)
     assert not through()

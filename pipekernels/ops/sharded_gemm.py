@@ -71,11 +71,11 @@ def sharded_gemm(
         raise TypeError(
             f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
         )
-    if x.dtype != FLOAT8 and not _may_be_triton(x, weight, algorithm):
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if dtype != FLOAT8 and not _may_be_triton(x, weight, dtype, algorithm):
         y = functional.linear(x, weight, bias)
         return y if residual is None else y + residual
     if autocast:
-        dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
         residual = residual if residual is None else residual.to(dtype)
@@ -224,8 +224,11 @@ def choose(
     return Chosen(candidates(gpu.generation, kind, m, n, k, gpu.sms)[0])
 
 
-def _may_be_triton(x: Tensor, weight: Tensor, algorithm: str) -> bool:
-    """Whether to go through the registered operation, which costs the host some time."""
+def _may_be_triton(x: Tensor, weight: Tensor, dtype: torch.dtype, algorithm: str) -> bool:
+    """Whether to go through the registered operation, which costs the host some time.
+
+    ``dtype``: in which the product is computed.
+    """
     if algorithm != "auto" or not x.is_cuda:
         return algorithm == "triton"
     if torch.compiler.is_compiling():  # Then the choice is left to the operation.
@@ -235,7 +238,7 @@ def _may_be_triton(x: Tensor, weight: Tensor, algorithm: str) -> bool:
         return False
     if torch.cuda.is_current_stream_capturing():
         return True
-    kind, (n, k) = kind_of(x.dtype, tf32_allowed()), weight.shape
+    kind, (n, k) = kind_of(dtype, tf32_allowed()), weight.shape
     if kind is None or x.numel() == 0 or n == 0:
         return False
     rows = x.reshape(-1, k)
