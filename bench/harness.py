@@ -113,7 +113,8 @@ def results_folder() -> Path:
 
 
 def commit() -> str:
-    """The git commit of the working tree, marked ``+changes`` where files differ from it."""
+    """The git commit of the working tree, marked ``+changes`` where files differ from it; without git,
+    what ``$COMMIT`` says."""
     folder = Path(__file__).parent
     try:
         head, changes = (
@@ -126,7 +127,7 @@ def commit() -> str:
             )
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("COMMIT", "unknown")
     return head + ("+changes" if changes else "")
 
 

@@ -284,6 +284,17 @@ def test_the_plot_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text().startswith("<?xml")
 
 
+def test_a_tree_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*command: object, **options: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(harness.subprocess, "run", missing)
+    monkeypatch.delenv("COMMIT", raising=False)
+    assert harness.commit() == "unknown"
+    monkeypatch.setenv("COMMIT", "0123456789ab")
+    assert harness.commit() == "0123456789ab"
+
+
 def test_a_marker_without_results_says_what_to_run() -> None:
     page = "<!-- bench:x -->\nold\n<!-- /bench -->"
     assert report.update(page, {"x": "new"}) == page.replace("old", "new")
