@@ -80,7 +80,7 @@ bench: peers
 lint: $(BUILT)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 # Compiled from scratch, as only then ptxas reports; linked into a module of its own.

@@ -20,12 +20,14 @@ from torch import Tensor
 from pipekernels import Communicator, PeerError, _backend, ops
 from pipekernels.comm import cuda, tensors
 
+on_gpu = pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
+)
+
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """The CUDA device; skips the rest."""
-    if device.type == "cpu":
-        pytest.skip("on a CPU there is nothing of the kind")
+    """The CUDA device, in tests that are ``on_gpu``."""
     return device
 
 
@@ -138,11 +140,13 @@ def use_from_start_to_end(comm: Communicator, gpu: torch.device) -> None:
     assert x.eq(comm.world_size).all()  # Still ours.
 
 
+@on_gpu
 @both
 def test_set_up(run: Callable[..., Any], gpu: torch.device) -> None:
     run(2, functools.partial(set_up, gpu))
 
 
+@on_gpu
 def test_threads_in_one_stream_are_told_to_use_two(gpu: torch.device) -> None:
     shared = torch.cuda.Stream(gpu)
 
@@ -176,6 +180,7 @@ def change_streams(comm: Communicator, gpu: torch.device) -> None:
     assert x.eq(1).all()
 
 
+@on_gpu
 @both
 def test_a_rank_may_change_its_stream(run: Callable[..., Any], gpu: torch.device) -> None:
     if run is run_threads:
@@ -231,10 +236,12 @@ def replay(comm: Communicator, gpu: torch.device) -> None:
     comm.barrier()
 
 
+@on_gpu
 def test_captured_and_replayed(gpu: torch.device) -> None:
     run_processes(2, on(gpu, replay), gpu, limit=110.0)
 
 
+@on_gpu
 def test_the_first_call_cannot_be_captured(gpu: torch.device) -> None:
     (comm,) = Communicator.threads(1)
     x = torch.ones(3, device=gpu)
@@ -273,6 +280,7 @@ def survive_a_late_rank(comm: Communicator, gpu: torch.device) -> None:
     assert is_usable(gpu)
 
 
+@on_gpu
 def test_a_late_process_is_named_and_the_context_stays_usable(gpu: torch.device) -> None:
     run_processes(2, survive_a_late_rank, gpu, timeout=3.0)
 
@@ -294,6 +302,7 @@ def survive_a_killed_rank(comm: Communicator, gpu: torch.device) -> None:
     assert is_usable(gpu)
 
 
+@on_gpu
 def test_a_killed_process_is_named(gpu: torch.device) -> None:
     run_processes(3, survive_a_killed_rank, gpu, killed=(1,))
 
@@ -310,10 +319,12 @@ def call_differently(comm: Communicator, gpu: torch.device) -> None:
     assert is_usable(gpu)
 
 
+@on_gpu
 def test_processes_that_call_different_things_are_told(gpu: torch.device) -> None:
     run_processes(2, call_differently, gpu)
 
 
+@on_gpu
 def test_threads_that_call_different_things_may_go_on(gpu: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         x, odd = torch.ones(12, device=gpu), comm.rank == 1
@@ -347,6 +358,7 @@ def leave_early(comm: Communicator, gpu: torch.device, abort: bool) -> None:
     assert is_usable(gpu)
 
 
+@on_gpu
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:
     run_processes(2, leave_early, gpu, abort)
@@ -380,6 +392,7 @@ def reduce_when_ready(comm: Communicator, gpu: torch.device) -> None:
     comm.barrier()
 
 
+@on_gpu
 @both
 def test_reduces_rows_while_they_are_written(run: Callable[..., Any], gpu: torch.device) -> None:
     if run is run_threads:
@@ -388,6 +401,7 @@ def test_reduces_rows_while_they_are_written(run: Callable[..., Any], gpu: torch
         run_processes(2, on(gpu, reduce_when_ready), gpu)
 
 
+@on_gpu
 def test_rows_that_are_never_ready(gpu: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         with torch.cuda.stream(torch.cuda.Stream(gpu)):
@@ -404,6 +418,7 @@ def test_rows_that_are_never_ready(gpu: torch.device) -> None:
 # ---- endurance ------------------------------------------------------------------------------------
 
 
+@on_gpu
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_many_calls_of_random_sizes(world_size: int, gpu: torch.device) -> None:
     """Integers, so that one comparison at the end sees any call that has gone wrong."""
@@ -424,6 +439,7 @@ def test_many_calls_of_random_sizes(world_size: int, gpu: torch.device) -> None:
     run_threads(world_size, on(gpu, on_rank), limit=110.0)
 
 
+@on_gpu
 def test_no_thread_and_no_memory_is_left(gpu: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         for _ in range(3):

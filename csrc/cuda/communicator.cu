@@ -241,6 +241,10 @@ struct CudaCommunicator::Events {
   }
 };
 
+void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
+  if (process == process_generation()) cudaFreeHost(flags);
+}
+
 CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes)
     : core_(core), device_(device), process_(process_generation()), segment_(core.segment()) {
   try {
@@ -299,7 +303,7 @@ void CudaCommunicator::agree_on_layout() {
     check_cuda(
         cudaHostAlloc(&flags, sizeof(HostFlags), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
-    flags_ = new (flags) HostFlags{};
+    flags_.reset(new (flags) HostFlags{});
     void* seen_by_device = nullptr;
     check_cuda(cudaHostGetDevicePointer(&seen_by_device, flags, 0), "cudaHostGetDevicePointer");
     ranks_.host = static_cast<HostFlags*>(seen_by_device);
@@ -389,7 +393,7 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
 
 std::unique_ptr<CudaBuffer> CudaCommunicator::allocate(size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  check();
+  require_usable();
   const DeviceGuard guard(device_);
   std::byte* data = heap_->allocate(bytes, stream);
   if (data == nullptr) return nullptr;
@@ -401,6 +405,11 @@ uint64_t CudaCommunicator::location_of(const void* data, size_t bytes) const {
 }
 
 void CudaCommunicator::check() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+}
+
+void CudaCommunicator::require_usable() {
   core_.check();  // Closed, failed before, or forked.
   if (closed_) throw std::runtime_error("this communicator has been closed; make a new one");
   if (!failed_ && __atomic_load_n(&flags_->reported, __ATOMIC_ACQUIRE) != 0) throw_failure();
@@ -443,16 +452,16 @@ void CudaCommunicator::throw_failure() {
 
 void CudaCommunicator::synchronize() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  check();
+  require_usable();
   const DeviceGuard guard(device_);
   if (events_->recorded) check_cuda(cudaEventSynchronize(events_->last), "a collective");
-  check();
+  require_usable();
 }
 
 void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
                               const CudaCaller& caller) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  check();
+  require_usable();
   if (core_.is_threads() && caller.may_meet) {
     launch_together(kernel, launch, caller.stream);
   } else {
@@ -548,7 +557,6 @@ void CudaCommunicator::close(bool abort) {
   if (closed_) return;
   closed_ = true;
   if (events_->recorded) {
-    const DeviceGuard guard(device_);
     cudaEventSynchronize(events_->last);  // Soon, as every wait is bounded.
     cudaGetLastError();
   }
@@ -558,7 +566,9 @@ void CudaCommunicator::close(bool abort) {
 }
 
 void CudaCommunicator::tear_down() {
-  if (cudaSetDevice(device_) != cudaSuccess) cudaGetLastError();
+  int previous = device_;
+  cudaGetDevice(&previous);
+  cudaSetDevice(device_);
   for (void* base : mapped_) cudaIpcCloseMemHandle(base);
   mapped_.clear();
   peers_.clear();
@@ -572,8 +582,8 @@ void CudaCommunicator::tear_down() {
   memory_.reset();
   events_.reset();
   if (wake_ >= 0) ::close(wake_);
-  if (flags_) cudaFreeHost(flags_);
-  flags_ = nullptr;
+  wake_ = -1;
+  cudaSetDevice(previous);
   cudaGetLastError();
 }
 

@@ -112,6 +112,10 @@ class CudaCommunicator {
  private:
   struct Card;
   struct Events;
+  struct FreeFlags {
+    unsigned process;
+    void operator()(HostFlags* flags) const;
+  };
 
   void set_up(size_t symmetric_bytes);
   void agree_on_layout();
@@ -121,6 +125,7 @@ class CudaCommunicator {
   void launch_together(const void* kernel, const DeviceLaunch& launch, void* stream);
   void watch();
   void stop(int rank, uint32_t status);
+  void require_usable();
   [[noreturn]] void throw_failure();
   void tear_down();
 
@@ -133,7 +138,7 @@ class CudaCommunicator {
   std::vector<std::shared_ptr<DeviceMemory>> peers_;  // If the ranks are threads.
   std::vector<void*> mapped_;                         // If they are processes.
   std::shared_ptr<CudaHeap> heap_;
-  HostFlags* flags_ = nullptr;
+  std::unique_ptr<HostFlags, FreeFlags> flags_{nullptr, FreeFlags{process_}};
   std::unique_ptr<Events> events_;
 
   std::mutex mutex_;  // Held by each call.
