@@ -192,7 +192,7 @@ def test_registration(requires_grad: bool) -> None:
     torch.library.opcheck(registered.all_gather, (x, comm.handle))
     torch.library.opcheck(registered.broadcast, (x, comm.handle, 0))
     weight = torch.randn(5, 3)
-    torch.library.opcheck(registered.row_linear, (x.detach(), weight, comm.handle, False))
+    torch.library.opcheck(registered.row_linear, (x.detach(), weight, comm.handle, False, "auto"))
 
 
 def test_compiles_to_one_graph() -> None:

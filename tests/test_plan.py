@@ -57,13 +57,14 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_transformer_is_the_one_that_it_was(world_size: int) -> None:
     plain = model()
+    copies = [copy.deepcopy(plain) for _ in range(world_size)]  # Threads share torch's generator.
     state = copy.deepcopy(plain.state_dict())
     x = torch.randn(2, 6, 5, dtype=torch.float64)
     expected = plain(x)
     expected.square().sum().backward()
 
     def on_rank(comm: Communicator) -> None:
-        sharded = model()
+        sharded = copies[comm.rank]
         assert tensor_parallelize(sharded, PLAN, comm) is sharded
         for block in sharded[1:3]:
             block.attention.num_heads //= world_size
