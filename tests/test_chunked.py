@@ -268,6 +268,10 @@ def test_without_gradients(context: Callable[[], Any]) -> None:
     assert output.is_inference() == (context is torch.inference_mode)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 7),
+    reason="torch 2.6 does not compile context managers written as generators",
+)
 def test_compiles_as_one_graph() -> None:
     model = chunked(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 2)
     x = torch.randn(4, 2)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import check, cuda_tests, sanitized, steps, timing
+from bench.gpu import check, cuda_tests, sanitized, sharded_gemm, steps, timing
+from pipekernels.ops.forecast import Forecast
 
 
 @pytest.fixture
@@ -250,8 +251,6 @@ def test_without_a_gpu_it_says_what_to_do(
 
 @pytest.mark.parametrize("name", gpu.NAMES)
 def test_every_gpu_benchmark_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
-    if name in ("p2p_copy", "sharded_gemm"):
-        pytest.importorskip(f"pipekernels.ops.{name}")
     module = importlib.import_module(f"bench.gpu.{name}")
     args = argparse.Namespace(quick=True, device=torch.device("cpu"), seconds=60.0)
     rows = list(module.run(args))
@@ -268,16 +267,11 @@ def test_every_gpu_benchmark_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", sanitized.PARTS)
 def test_what_the_sanitizer_runs_is_right(part: str, device: torch.device) -> None:
-    if part == "gemm":
-        pytest.importorskip("pipekernels.ops.sharded_gemm")
     sanitized.PARTS[part](device)
 
 
 def test_the_forecast_says_that_it_is_one() -> None:
-    forecast = pytest.importorskip("pipekernels.ops.forecast")
-    from bench.gpu import sharded_gemm
-
-    row = forecast.Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
+    row = Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
     told = sharded_gemm.table([{"part": "forecast", **row._asdict()}])
     assert "Nobody has measured these" in told
     assert "| 16 | 4096 | 4096 | 2 | 40 us | 20 us | 6 us | 26 us | 25 us | 1.60 |" in told
