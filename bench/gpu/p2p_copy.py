@@ -5,7 +5,9 @@ than its copy takes. ``hidden`` is (copies + compute - both) / copies, where the
 the copies alone, of the compute alone and of the whole: 100% if the copies cost nothing, 0% if
 they and the compute take turns. ``.to`` is torch's own, on one stream.
 
-* To the GPU, to the host: ``ops.p2p_copy`` of each micro-batch, from ordinary and from pinned memory.
+* To the GPU: ``ops.p2p_copy`` of each micro-batch, from ordinary and from pinned memory.
+* To the host: the same copy, begun when a micro-batch has been computed and waited for after the next one
+  has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a model on the CPU with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
 """
@@ -26,8 +28,9 @@ from bench import harness
 from bench.gpu.timing import Row, attempt, call_seconds, errors
 from bench.report import duration, markdown
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
+from pipekernels.ops.edge import edge
 
-CHUNKS = 8
+CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
 WIDTH = 4096
 ROWS = (256, 4096)  # of a micro-batch
 LONGER = 1.5  # times as long as its copy, the compute on a micro-batch
@@ -83,28 +86,30 @@ def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespac
         for x in on_device:
             body(x)
 
-    def both(send: Callable[[Tensor], Tensor]) -> None:
-        if to_device:
-            for x in sources:
-                body(send(x))
-            return
-        # The next micro-batch is under way while the host waits for this one.
-        behind = body(sources[0])
-        for x in sources[1:]:
-            ahead = body(x)
-            send(behind)
-            behind = ahead
-        send(behind)
+    def there(send: Callable[[Tensor], Tensor]) -> None:
+        for x in sources:
+            body(send(x))
 
-    return _hidden(
-        {
-            "copies": copies,
-            "compute": compute,
-            "both": lambda: both(lambda x: ops.p2p_copy(x, target)),
-            ".to": lambda: both(lambda x: x.to(target, non_blocking=to_device)),
-        },
-        args,
-    )
+    def back(send: Callable[[Tensor], Callable[[], Any]]) -> None:
+        """``send`` begins a copy and returns what waits for it."""
+        wait: Callable[[], Any] | None = None
+        for x in sources:
+            sent = send(body(x))
+            if wait is not None:
+                wait()
+            wait = sent
+        if wait is not None:
+            wait()
+
+    ways: dict[str, Callable[[], Any]] = {"copies": copies, "compute": compute}
+    if to_device:
+        ways["both"] = lambda: there(lambda x: ops.p2p_copy(x, target))
+        ways[".to"] = lambda: there(lambda x: x.to(target, non_blocking=True))
+    else:
+        way_back = edge(device, target)
+        ways["both"] = lambda: back(lambda x: way_back.send([x])[1].wait)
+        ways[".to"] = lambda: back(lambda x: functools.partial(x.to, target))
+    return _hidden(ways, args)
 
 
 def of_model(way: str, rows: int, args: argparse.Namespace) -> Row:
