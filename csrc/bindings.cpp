@@ -196,28 +196,73 @@ void bind_collectives(py::module_& m) {
 }
 
 #ifdef PIPEKERNELS_WITH_CUDA
+// The binary interface of DLPack, by which torch takes memory with its owner.
+namespace dlpack {
+
+struct Tensor {
+  void* data;
+  int32_t device_type, device;
+  int32_t dims;
+  uint8_t type_code, type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;  // Null: contiguous.
+  uint64_t offset;
+};
+constexpr int32_t kCuda = 2;
+constexpr uint8_t kUnsigned = 1;
+
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*release)(ManagedTensor*);
+};
+
+}  // namespace dlpack
+
+// A capsule with a tensor of bytes, which owns `buffer`.
+py::object to_dlpack(std::unique_ptr<pipekernels::CudaBuffer> buffer, int device) {
+  struct Owned : dlpack::ManagedTensor {
+    std::unique_ptr<pipekernels::CudaBuffer> buffer;
+    int64_t size;
+  };
+  auto* owned = new Owned;
+  owned->size = static_cast<int64_t>(buffer->bytes());
+  owned->tensor = {buffer->data(), dlpack::kCuda, device, 1, dlpack::kUnsigned, 8, 1,
+                   &owned->size,   nullptr,       0};
+  owned->context = nullptr;
+  owned->release = [](dlpack::ManagedTensor* self) { delete static_cast<Owned*>(self); };
+  owned->buffer = std::move(buffer);
+  // Who takes the tensor renames the capsule, and releases it.
+  PyObject* capsule =
+      PyCapsule_New(static_cast<dlpack::ManagedTensor*>(owned), "dltensor", [](PyObject* self) {
+        if (!PyCapsule_IsValid(self, "dltensor")) return;
+        auto* tensor = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+        tensor->release(tensor);
+      });
+  if (capsule == nullptr) {
+    delete owned;
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
 void bind_cuda_collectives(py::module_& m) {
   using namespace pipekernels;
   using NoGil = py::call_guard<py::gil_scoped_release>;
-
-  // Which torch.as_tensor() takes without a copy, and keeps as long as it needs the memory.
-  py::class_<CudaBuffer>(m, "CudaBuffer")
-      .def_property_readonly("__cuda_array_interface__", [](const CudaBuffer& buffer) {
-        py::dict interface;
-        interface["shape"] = py::make_tuple(buffer.bytes());
-        interface["typestr"] = "|u1";
-        interface["data"] =
-            py::make_tuple(reinterpret_cast<uintptr_t>(buffer.data()), /*read-only=*/false);
-        interface["version"] = 2;
-        return interface;
-      });
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
       .def(py::init<Communicator&, int, size_t>(), py::arg("core"), py::arg("device"),
            py::arg("symmetric_bytes"), py::keep_alive<1, 2>(), NoGil())
       .def("allocate",
-           [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) {
-             return communicator.allocate(bytes, address(stream));
+           [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) -> py::object {
+             std::unique_ptr<CudaBuffer> buffer;
+             {
+               const py::gil_scoped_release no_gil;
+               buffer = communicator.allocate(bytes, address(stream));
+             }
+             if (!buffer) return py::none();
+             return to_dlpack(std::move(buffer), communicator.device());
            })
       .def(
           "all_reduce",

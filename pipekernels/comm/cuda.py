@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from pipekernels import _backend
@@ -125,11 +126,11 @@ class Device:
     def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if sizes.numel() == 0:
             return torch.empty(sizes, dtype=dtype, device=self._device)
-        buffer = self._own.allocate(sizes.numel() * dtype.itemsize, self._stream())
-        if buffer is None:
+        capsule = self._own.allocate(sizes.numel() * dtype.itemsize, self._stream())
+        if capsule is None:
             return None
-        # No view, as in Communicator.empty(). The storage keeps the buffer.
-        storage = torch.as_tensor(buffer, device=self._device).untyped_storage()
+        # No view, as in Communicator.empty().
+        storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage).resize_(sizes)
 
 
