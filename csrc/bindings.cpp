@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -217,6 +218,8 @@ struct ManagedTensor {
   void* context;
   void (*release)(ManagedTensor*);
 };
+
+static_assert(offsetof(Tensor, shape) == 24 && sizeof(ManagedTensor) == 64);
 
 }  // namespace dlpack
 

@@ -59,3 +59,77 @@ class Communicator:
     def barrier(self) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
+
+# ---- collectives on CUDA ----
+# They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait for
+# those of other ranks.
+
+class CudaCommunicator:
+    def __init__(self, core: Communicator, device: int, symmetric_bytes: int) -> None: ...
+    def allocate(self, bytes: int, stream: int, /) -> object | None:
+        """A DLPack capsule of bytes; ``None`` if there is no room."""
+
+    def all_reduce(
+        self,
+        data: int,
+        count: int,
+        dtype: int,
+        reduction: int,
+        algorithm: int,
+        shape: int,
+        stream: int,
+        may_meet: bool,
+        /,
+    ) -> None: ...
+    def all_reduce_when_ready(
+        self,
+        data: int,
+        count: int,
+        dtype: int,
+        reduction: int,
+        ready: int,
+        target: int,
+        block_elements: int,
+        blocks: int,
+        shape: int,
+        stream: int,
+        may_meet: bool,
+        /,
+    ) -> None: ...
+    def reduce_scatter(
+        self,
+        input: int,
+        output: int,
+        count: int,
+        dtype: int,
+        reduction: int,
+        shape: int,
+        stream: int,
+        may_meet: bool,
+        /,
+    ) -> None: ...
+    def all_gather(
+        self,
+        input: int,
+        output: int,
+        count: int,
+        dtype: int,
+        shape: int,
+        stream: int,
+        may_meet: bool,
+        /,
+    ) -> None: ...
+    def broadcast(
+        self,
+        data: int,
+        count: int,
+        dtype: int,
+        root: int,
+        shape: int,
+        stream: int,
+        may_meet: bool,
+        /,
+    ) -> None: ...
+    def check(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self, abort: bool) -> None: ...
