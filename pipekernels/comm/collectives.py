@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -20,16 +21,16 @@ from pipekernels.comm.tensors import (
 )
 
 
-class Collectives:
+class Collectives(ABC):
     """What :class:`Communicator` can do with tensors; errors that all have in common stand there."""
 
     _core: Any  # A `_C.Communicator`, or what has its methods.
     _rank: int
     _world_size: int
 
+    @abstractmethod
     def _on(self, device: torch.device) -> Any:
         """What has the methods of ``_C.Communicator`` for tensors on ``device``."""
-        raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
         """Reduce ``tensor`` elementwise over all ranks, in place.
@@ -58,16 +59,14 @@ class Collectives:
             reduction, way = REDUCTIONS[op], ALGORITHMS[algorithm]
         except KeyError:
             raise_for(tensor, op, algorithm)
-        dense = tensor
-        if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
-            dense = to_dense(tensor)
-        core = self._core if tensor.is_cpu else self._on(tensor.device)
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+            dense, core = tensor, self._core  # With few calls, as small tensors are usual here.
+        else:
+            dense, core = to_dense(tensor), self._on(tensor.device)
         core.all_reduce(dense.data_ptr(), dense.numel(), dtype, reduction, way, digest_of(tensor))
         if dense is not tensor:
-            with torch.no_grad():
-                tensor.copy_(dense)
-        else:
-            mark_changed(tensor)
+            return _with(tensor, dense)
+        mark_changed(tensor)
         return tensor
 
     def all_reduce_when_ready(
@@ -219,9 +218,14 @@ class Collectives:
         self._on(tensor.device).broadcast(
             dense.data_ptr(), *elements_of(dense), src, digest_of(tensor)
         )
-        if dense is not tensor:
-            with torch.no_grad():
-                tensor.copy_(dense)
-        else:
-            mark_changed(tensor)
-        return tensor
+        return _with(tensor, dense)
+
+
+def _with(tensor: Tensor, dense: Tensor) -> Tensor:
+    """``tensor`` with the contents of ``dense``, which was changed in place of it or is it."""
+    if dense is tensor:
+        mark_changed(tensor)
+    else:
+        with torch.no_grad():
+            tensor.copy_(dense)
+    return tensor

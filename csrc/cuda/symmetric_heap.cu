@@ -1,0 +1,138 @@
+#include <signal.h>
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "owned_memory.cuh"
+#include "pipekernels/cuda_communicator.h"
+#include "pipekernels/process.h"
+#include "runtime.cuh"
+
+namespace pipekernels {
+namespace {
+
+// Memory that peers may still have mapped must not be freed yet. It is when this process makes the
+// next communicator, or ends.
+struct Grave {
+  int device;
+  std::byte* base;
+  std::shared_ptr<Segment> owners;
+  int rank;
+};
+
+std::mutex& graves_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+std::vector<Grave>& graves() {
+  static auto* graves = new std::vector<Grave>;  // Not destroyed: CUDA may have ended before.
+  return *graves;
+}
+
+bool mapped_by_peers(const Segment& segment, int rank) {
+  for (int peer = 0; peer < segment.world_size(); ++peer) {
+    const pid_t process = segment.state(peer).device_mapper.load(std::memory_order_acquire);
+    if (peer != rank && process != 0 && kill(process, 0) == 0) return true;
+  }
+  return false;
+}
+
+void free_memory(int device, std::byte* base) {
+  int previous = 0;
+  if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return;
+  cudaFree(base);
+  cudaSetDevice(previous);
+  cudaGetLastError();
+}
+
+void free_old() {
+  const std::lock_guard<std::mutex> lock(graves_mutex());
+  auto& all = graves();
+  const auto free = [](const Grave& grave) {
+    if (mapped_by_peers(*grave.owners, grave.rank)) return false;
+    free_memory(grave.device, grave.base);
+    return true;
+  };
+  all.erase(std::remove_if(all.begin(), all.end(), free), all.end());
+}
+
+}  // namespace
+
+DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> owners, int rank)
+    : device_(device), process_(process_generation()), owners_(std::move(owners)), rank_(rank) {
+  free_old();
+  const DeviceGuard guard(device);
+  void* base = nullptr;
+  const cudaError_t status = cudaMalloc(&base, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    throw std::runtime_error("no room for " + std::to_string(bytes >> 20) +
+                             " MiB of device memory, most of which is for symmetric tensors; set "
+                             "PIPEKERNELS_SYMMETRIC_BYTES to less, or free memory first");
+  }
+  check_cuda(status, "cudaMalloc");
+  base_ = static_cast<std::byte*>(base);
+}
+
+DeviceMemory::~DeviceMemory() {
+  if (process_ != process_generation()) return;  // A forked child has no CUDA.
+  if (is_mapped()) {
+    const std::lock_guard<std::mutex> lock(graves_mutex());
+    graves().push_back({device_, base_, owners_, rank_});
+  } else {
+    free_memory(device_, base_);
+  }
+}
+
+bool DeviceMemory::is_mapped() const { return owners_ && mapped_by_peers(*owners_, rank_); }
+
+CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity)
+    : memory_(std::move(memory)),
+      base_(memory_->base() + begin),
+      begin_(begin),
+      process_(process_generation()),
+      parts_(capacity) {}
+
+std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto offset = parts_.allocate(bytes);
+  if (!offset) return nullptr;
+  for (void* other : streams_) {
+    if (other == stream) continue;
+    cudaEvent_t event;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    const cudaError_t recorded = cudaEventRecord(event, stream_of(other));
+    const cudaError_t waited =
+        recorded == cudaSuccess ? cudaStreamWaitEvent(stream_of(stream), event, 0) : recorded;
+    cudaEventDestroy(event);  // Once it has been waited for.
+    if (waited != cudaSuccess) parts_.release(*offset);
+    check_cuda(waited, "ordering two streams");
+  }
+  streams_.assign(streams_.empty() ? 0 : 1, stream);
+  return base_ + *offset;
+}
+
+void CudaHeap::release(std::byte* block, void* stream) {
+  if (process_ != process_generation()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  parts_.release(block - base_);
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+    streams_.push_back(stream);
+  }
+}
+
+uint64_t CudaHeap::location_of(const void* data, size_t bytes) const {
+  const auto* begin = static_cast<const std::byte*>(data);
+  const size_t all = parts_.capacity();
+  if (begin < base_ || begin > base_ + all || bytes > size_t(base_ + all - begin)) return 0;
+  return begin_ + (begin - base_);
+}
+
+size_t CudaHeap::used() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return parts_.used();
+}
+
+}  // namespace pipekernels
