@@ -1,7 +1,7 @@
 // Python module pipekernels._C: the only file that knows pybind11.
 //
-// Tensors arrive as integer addresses, sizes, strides and item sizes; std::invalid_argument becomes
-// ValueError. Everything that copies or waits runs without the GIL.
+// Tensors arrive as they are where a call has to be short, else as integer addresses and sizes;
+// std::invalid_argument becomes ValueError. Everything that copies or waits runs without the GIL.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,7 +11,8 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <tuple>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "pipekernels/broadcast.h"
 #include "pipekernels/communicator.h"
 #include "pipekernels/cuda_communicator.h"
+#include "pipekernels/dlpack.h"
 #include "pipekernels/micro_batch.h"
 #include "pipekernels/reduce_scatter.h"
 
@@ -50,27 +52,89 @@ py::dict build_info() {
   return info;
 }
 
-// ---- micro-batches
-// -------------------------------------------------------------------------------
+// ---- tensors
+// -------------------------------------------------------------------------------------
 
 using Integers = std::vector<int64_t>;
 
-using Whole =
-    std::tuple<uintptr_t, int64_t, Integers, Integers>;  // address, item size, shape, strides
-using Part = std::pair<uintptr_t, Integers>;             // address, strides
+// How torch describes its tensors to C; null before torch 2.10.
+int (*describe_tensor)(void* object, pipekernels::dlpack::Tensor* described) = nullptr;
+PyTypeObject* tensor_class = nullptr;
 
-pipekernels::MicroBatchCopy micro_batch_copy(bool split, int64_t dim, Integers sizes,
-                                             const std::vector<Whole>& wholes,
-                                             const std::vector<Part>& micro_batches) {
+// Tells autograd that the tensors of a tuple have changed in place.
+PyObject* increment_version = nullptr;
+
+void use_tensors(const py::type& cls, const py::object& increment) {
+  tensor_class = reinterpret_cast<PyTypeObject*>(cls.inc_ref().ptr());
+  increment_version = increment.inc_ref().ptr();
+  if (!py::hasattr(cls, "__dlpack_c_exchange_api__")) return;
+  const py::capsule capsule = cls.attr("__dlpack_c_exchange_api__");
+  const auto* api = capsule.get_pointer<const pipekernels::dlpack::ExchangeApi>();
+  if (api->major == 1) describe_tensor = api->from_object;
+}
+
+// False, without an exception, for what is no tensor of just that class, or cannot be described.
+bool describe(py::handle object, pipekernels::dlpack::Tensor& described) {
+  if (describe_tensor == nullptr || Py_TYPE(object.ptr()) != tensor_class) return false;
+  if (describe_tensor(object.ptr(), &described) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+void mark_changed(py::handle tensor) {
+  const py::tuple changed = py::make_tuple(tensor);
+  const auto done =
+      py::reinterpret_steal<py::object>(PyObject_CallOneArg(increment_version, changed.ptr()));
+  if (done) return;
+  if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
+  PyErr_Clear();  // Inference tensors have no version.
+}
+
+struct TensorView {
+  char* data;
+  int64_t item_size;
+  Integers shape, strides;
+};
+
+TensorView view_of(py::handle tensor) {
+  pipekernels::dlpack::Tensor described;
+  if (describe(tensor, described)) {
+    const auto copy = [&](const int64_t* values) {
+      return Integers(values, values + described.dims);
+    };
+    return {static_cast<char*>(described.data) + described.offset,
+            described.type_bits * described.type_lanes / 8, copy(described.shape),
+            copy(described.strides)};
+  }
+  return {reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>()),
+          tensor.attr("element_size")().cast<int64_t>(), tensor.attr("shape").cast<Integers>(),
+          tensor.attr("stride")().cast<Integers>()};
+}
+
+// ---- micro-batches
+// -------------------------------------------------------------------------------
+
+pipekernels::MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
+                                             const py::list& micro_batches) {
   pipekernels::MicroBatchCopy request;
   request.direction = split ? pipekernels::Direction::kSplit : pipekernels::Direction::kConcat;
   request.dim = dim;
-  request.sizes = std::move(sizes);
-  for (const auto& [address, item_size, shape, strides] : wholes) {
-    request.wholes.push_back({reinterpret_cast<char*>(address), item_size, shape, strides});
+  for (const py::handle tensor : wholes) {
+    auto [data, item_size, shape, strides] = view_of(tensor);
+    request.wholes.push_back({data, item_size, std::move(shape), std::move(strides)});
   }
-  for (const auto& [address, strides] : micro_batches) {
-    request.micro_batches.push_back({reinterpret_cast<char*>(address), strides});
+  if (request.wholes.empty()) throw std::invalid_argument("there are 0 tensors; give at least one");
+  size_t t = 0;  // Which of the tensors of a micro-batch is next.
+  for (const py::handle tensor : micro_batches) {
+    auto [data, item_size, shape, strides] = view_of(tensor);
+    if (t == 0) request.sizes.push_back(shape.at(dim));
+    if (shape.at(dim) != request.sizes.back()) {
+      throw std::invalid_argument("the tensors of micro-batch " +
+                                  std::to_string(request.sizes.size() - 1) +
+                                  " differ in their size along dimension " + std::to_string(dim));
+    }
+    request.micro_batches.push_back({data, std::move(strides)});
+    if (++t == request.wholes.size()) t = 0;
   }
   return request;
 }
@@ -78,23 +142,25 @@ pipekernels::MicroBatchCopy micro_batch_copy(bool split, int64_t dim, Integers s
 void bind_micro_batches(py::module_& m) {
   m.def(
       "copy_micro_batches",
-      [](bool split, int64_t dim, Integers sizes, const std::vector<Whole>& wholes,
-         const std::vector<Part>& micro_batches, int threads) {
-        const auto request = micro_batch_copy(split, dim, std::move(sizes), wholes, micro_batches);
+      [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
+         int threads) {
+        const auto request = micro_batch_copy(split, dim, wholes, micro_batches);
+        const py::gil_scoped_release no_gil;
         pipekernels::copy_micro_batches(request, threads);
       },
-      py::arg("split"), py::arg("dim"), py::arg("sizes"), py::arg("wholes"),
-      py::arg("micro_batches"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("split"), py::arg("dim"), py::arg("wholes"), py::arg("micro_batches"),
+      py::arg("threads"));
 #ifdef PIPEKERNELS_WITH_CUDA
   m.def(
       "copy_micro_batches_cuda",
-      [](bool split, int64_t dim, Integers sizes, const std::vector<Whole>& wholes,
-         const std::vector<Part>& micro_batches, uintptr_t stream) {
-        const auto request = micro_batch_copy(split, dim, std::move(sizes), wholes, micro_batches);
+      [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
+         uintptr_t stream) {
+        const auto request = micro_batch_copy(split, dim, wholes, micro_batches);
+        const py::gil_scoped_release no_gil;
         pipekernels::copy_micro_batches_cuda(request, reinterpret_cast<void*>(stream));
       },
-      py::arg("split"), py::arg("dim"), py::arg("sizes"), py::arg("wholes"),
-      py::arg("micro_batches"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+      py::arg("split"), py::arg("dim"), py::arg("wholes"), py::arg("micro_batches"),
+      py::arg("stream"));
 #endif
 }
 
@@ -116,6 +182,21 @@ void translate_error(std::exception_ptr error) {
   }
 }
 
+// As pybind11 does it for the functions that it defines.
+void set_python_error() {
+  try {
+    translate_error(std::current_exception());
+  } catch (py::error_already_set& e) {
+    e.restore();
+  } catch (const std::invalid_argument& e) {
+    PyErr_SetString(PyExc_ValueError, e.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+}
+
 // Lets Ctrl-C end a wait. Python handles signals in the main thread alone.
 void check_signals() {
   if (gettid() != getpid()) return;
@@ -124,6 +205,87 @@ void check_signals() {
 }
 
 void* address(uintptr_t pointer) { return reinterpret_cast<void*>(pointer); }
+
+// Its code, or -1 for one that cannot be reduced.
+int reducible_dtype(const pipekernels::dlpack::Tensor& tensor) {
+  using namespace pipekernels;
+  if (tensor.type_lanes != 1) return -1;
+  switch (tensor.type_code << 8 | tensor.type_bits) {
+    case dlpack::kFloat << 8 | 64:
+      return static_cast<int>(DType::kFloat64);
+    case dlpack::kFloat << 8 | 32:
+      return static_cast<int>(DType::kFloat32);
+    case dlpack::kFloat << 8 | 16:
+      return static_cast<int>(DType::kFloat16);
+    case dlpack::kBfloat << 8 | 16:
+      return static_cast<int>(DType::kBFloat16);
+    case dlpack::kInt << 8 | 32:
+      return static_cast<int>(DType::kInt32);
+    case dlpack::kInt << 8 | 64:
+      return static_cast<int>(DType::kInt64);
+    default:
+      return -1;
+  }
+}
+
+// The number of elements, or -1 if they do not lie as they are counted.
+int64_t dense_elements(const pipekernels::dlpack::Tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t d = tensor.dims - 1; d >= 0; --d) {
+    if (tensor.shape[d] != 1 && tensor.strides[d] != count) return -1;
+    count *= tensor.shape[d];
+  }
+  return count;
+}
+
+// Whether its elements are the negatives of what its memory holds.
+bool is_negated(py::handle tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto result =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+  if (!result) throw py::error_already_set();
+  return result.ptr() != Py_False;
+}
+
+// As digest_of() in comm/tensors.py.
+uint32_t shape_digest(py::handle tensor, int32_t dims) {
+  return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & 0x3fffff);
+}
+
+// all_reduce_tensor(tensor, reduction, algorithm) -> bool, of the Communicator `self`. Does nothing
+// and returns False for a tensor that has to be made ready first: one that is not dense, lies on
+// another device, or that torch does not describe to C. Called without pybind11, whose way takes as
+// long as a small sum.
+PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  using namespace pipekernels;
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected (tensor, reduction, algorithm)");
+    return nullptr;
+  }
+  try {
+    const py::handle tensor = arguments[0];
+    dlpack::Tensor described;
+    if (!describe(tensor, described) || described.device_type != dlpack::kCpu) Py_RETURN_FALSE;
+    const int dtype = reducible_dtype(described);
+    const int64_t elements = dense_elements(described);
+    if (dtype < 0 || elements < 0 || is_negated(tensor)) Py_RETURN_FALSE;
+    const auto reduction = static_cast<Reduction>(PyLong_AsLong(arguments[1]));
+    const auto algorithm = static_cast<Algorithm>(PyLong_AsLong(arguments[2]));
+    const uint32_t shape = shape_digest(tensor, described.dims);
+    auto& communicator = py::handle(self).cast<Communicator&>();
+    {
+      const py::gil_scoped_release no_gil;
+      all_reduce(communicator, static_cast<std::byte*>(described.data) + described.offset,
+                 static_cast<size_t>(elements), static_cast<DType>(dtype), reduction, algorithm,
+                 shape);
+    }
+    mark_changed(tensor);
+    Py_RETURN_TRUE;
+  } catch (...) {
+    set_python_error();
+    return nullptr;
+  }
+}
 
 void bind_collectives(py::module_& m) {
   using namespace pipekernels;
@@ -165,6 +327,15 @@ void bind_collectives(py::module_& m) {
           },
           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("reduction"),
           py::arg("algorithm"), py::arg("shape") = 0, NoGil())
+      .def_property_readonly(
+          "all_reduce_tensor",
+          [](const py::object& self) {
+            static PyMethodDef method{
+                "all_reduce_tensor",
+                reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&all_reduce_tensor)),
+                METH_FASTCALL, nullptr};
+            return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
+          })
       .def(
           "reduce_scatter",
           [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,
@@ -197,34 +368,9 @@ void bind_collectives(py::module_& m) {
 }
 
 #ifdef PIPEKERNELS_WITH_CUDA
-// The binary interface of DLPack, by which torch takes memory with its owner.
-namespace dlpack {
-
-struct Tensor {
-  void* data;
-  int32_t device_type, device;
-  int32_t dims;
-  uint8_t type_code, type_bits;
-  uint16_t type_lanes;
-  int64_t* shape;
-  int64_t* strides;  // Null: contiguous.
-  uint64_t offset;
-};
-constexpr int32_t kCuda = 2;
-constexpr uint8_t kUnsigned = 1;
-
-struct ManagedTensor {
-  Tensor tensor;
-  void* context;
-  void (*release)(ManagedTensor*);
-};
-
-static_assert(offsetof(Tensor, shape) == 24 && sizeof(ManagedTensor) == 64);
-
-}  // namespace dlpack
-
 // A capsule with a tensor of bytes, which owns `buffer`.
 py::object to_dlpack(std::unique_ptr<pipekernels::CudaBuffer> buffer, int device) {
+  namespace dlpack = pipekernels::dlpack;
   struct Owned : dlpack::ManagedTensor {
     std::unique_ptr<pipekernels::CudaBuffer> buffer;
     int64_t size;
@@ -322,6 +468,7 @@ void bind_cuda_collectives(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
+  m.def("use_tensors", &use_tensors);
   bind_micro_batches(m);
   bind_collectives(m);
 #ifdef PIPEKERNELS_WITH_CUDA

@@ -1,30 +1,28 @@
 """Types of the compiled extension; addresses and handles are plain integers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+
+from torch import Tensor
 
 # ---- build information ----
 
 def build_info() -> dict[str, str | bool]: ...
 
+# ---- tensors ----
+
+def use_tensors(
+    cls: type[Tensor], increment_version: Callable[[tuple[Tensor, ...]], None], /
+) -> None: ...
+
 # ---- micro-batches ----
-# wholes: (address, item size, shape, strides) of each tensor; micro_batches: (address, strides) of
-# each, all tensors of the first micro-batch first. The CUDA one exists if build_info()["cuda"].
+# micro_batches: all tensors of the first micro-batch first. The CUDA function exists if
+# build_info()["cuda"].
 
 def copy_micro_batches(
-    split: bool,
-    dim: int,
-    sizes: Sequence[int],
-    wholes: Sequence[tuple[int, int, Sequence[int], Sequence[int]]],
-    micro_batches: Sequence[tuple[int, Sequence[int]]],
-    threads: int,
+    split: bool, dim: int, wholes: list[Tensor], micro_batches: list[Tensor], threads: int
 ) -> None: ...
 def copy_micro_batches_cuda(
-    split: bool,
-    dim: int,
-    sizes: Sequence[int],
-    wholes: Sequence[tuple[int, int, Sequence[int], Sequence[int]]],
-    micro_batches: Sequence[tuple[int, Sequence[int]]],
-    stream: int,
+    split: bool, dim: int, wholes: list[Tensor], micro_batches: list[Tensor], stream: int
 ) -> None: ...
 
 # ---- collectives ----
@@ -47,6 +45,8 @@ class Communicator:
     def all_reduce(
         self, data: int, count: int, dtype: int, reduction: int, algorithm: int, shape: int = 0, /
     ) -> None: ...
+    @property
+    def all_reduce_tensor(self) -> Callable[[Tensor, int, int], bool]: ...
     def reduce_scatter(
         self, input: int, output: int, count: int, dtype: int, reduction: int, shape: int = 0, /
     ) -> None: ...

@@ -287,6 +287,7 @@ CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     ([X, X[:, :2]], 0, ValueError, "micro-batch 0 has (4, 3), number 1 (4, 2)"),
     ([X, X[None]], 0, ValueError, "micro-batch 0 has (4, 3), number 1 (1, 4, 3)"),
     ([X, X.to("meta")], 0, ValueError, "micro-batch 0 is on cpu, number 1 on meta"),
+    ([(X, X), (X, X[:1])], 0, ValueError, "in number 1, tensor 0 has 4, tensor 1 has 1"),
     ([X], 2, ValueError, "dim must be in -2..1"),
     ([(X, X), (X,)], 0, ValueError, "number 0 has 2 tensor(s), number 1 has 1"),
     ([X, (X,)], 0, ValueError, "the same structure"),
@@ -309,8 +310,27 @@ def test_concat_errors(parts: Any, dim: int, error: type[Exception], message: st
         concat_micro_batches(parts, dim)
 
 
-def test_the_extension_refuses_what_does_not_fit() -> None:
-    x = torch.zeros(4)
-    view = (x.data_ptr(), 4, (4,), (1,))
-    with pytest.raises(ValueError, match="micro-batches hold 5 entries, the tensor has 4"):
-        _backend.load().copy_micro_batches(True, 0, [5], [view], [(x.data_ptr(), (1,))], 1)
+@pytest.mark.parametrize(
+    ("wholes", "parts", "message"),
+    [
+        ([4], [5], "micro-batches hold 5 entries, the tensor has 4"),
+        ([4, 4], [1, 1, 3, 2], "the tensors of micro-batch 1 differ in their size"),
+        ([4, 4], [1, 1, 3], "3 micro-batch tensors for 2 tensors and 2 micro-batches"),
+        ([], [4], "0 tensors"),
+    ],
+)
+def test_the_extension_refuses_what_does_not_fit(
+    wholes: list[int], parts: list[int], message: str
+) -> None:
+    arguments = [[torch.zeros(size) for size in sizes] for sizes in (wholes, parts)]
+    with pytest.raises(ValueError, match=message):
+        _backend.load().copy_micro_batches(True, 0, *arguments, 1)
+
+
+def test_tensors_that_dlpack_does_not_describe() -> None:
+    """The extension reads them by their attributes: subclasses, and all tensors before torch 2.10."""
+    parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(5))]
+    parts = split_micro_batches(parameters, 2)
+    assert all(type(part) is Tensor for row in parts for part in row)
+    for parameter, whole in zip(parameters, concat_micro_batches(parts), strict=True):
+        assert torch.equal(whole, parameter)

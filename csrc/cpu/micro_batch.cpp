@@ -4,15 +4,15 @@
 #include <cstring>
 
 #include "pipekernels/micro_batch_plan.h"
-#include "pipekernels/thread_pool.h"
+#include "pipekernels/parallel_for.h"
 
 namespace pipekernels {
 namespace {
 
 constexpr TileShape kTiles{64 * 1024, 16 * 1024};  // a transposed one fits into half of an L1 cache
-// Up to so many bytes, waking a worker costs more than it saves.
-constexpr int64_t kInlineBytes = 1024 * 1024;
-constexpr int64_t kPiecesPerThread = 4;  // so that a late worker leaves little to wait for
+// Up to so many bytes, a second thread costs more than it saves.
+constexpr int64_t kInlineBytes = 512 * 1024;
+constexpr int64_t kPiecesPerThread = 4;  // so that a late thread leaves little to wait for
 
 template <int kUnit>
 void copy_row(char* dst, int64_t dst_stride, const char* src, int64_t src_stride, int32_t count) {
@@ -78,12 +78,22 @@ void copy_units(const TiledCopy& copy, const Tile& tile) {
   copy.transposed ? copy_transposed<kUnit>(copy, tile) : copy_rows<kUnit>(copy, tile);
 }
 
+// As memcpy; for runs of a few lines, where its call and its choice of a method take longer than
+// the copy itself.
+void copy_run(char* dst, const char* src, int64_t bytes) {
+  constexpr int64_t kLine = 64, kLines = 16;
+  if (bytes < kLines * kLine) {
+    for (; bytes >= kLine; bytes -= kLine, src += kLine, dst += kLine) std::memcpy(dst, src, kLine);
+  }
+  std::memcpy(dst, src, bytes);
+}
+
 void copy_tile(const TiledCopy& copy, const Tile& tile) {
-  constexpr int64_t kShortRun = 128;  // bytes; longer ones are worth a call of memcpy
+  constexpr int64_t kShortRun = 64;  // bytes
   const int64_t run = static_cast<int64_t>(tile.cols) * copy.unit;
   if (copy.src_col == copy.unit && copy.dst_col == copy.unit && run >= kShortRun) {
     for (int32_t r = 0; r < tile.rows; ++r) {
-      std::memcpy(tile.dst + r * copy.dst_row, tile.src + r * copy.src_row, run);
+      copy_run(tile.dst + r * copy.dst_row, tile.src + r * copy.src_row, run);
     }
     return;
   }

@@ -73,8 +73,8 @@ def concat_micro_batches(
 
     Args:
         micro_batches: one entry per micro-batch, in order: a tensor, or a sequence of as many tensors
-            as in every other entry. Apart from its size along ``dim``, the k-th tensor has the same
-            shape, dtype and device in all of them. Any strides.
+            as in every other entry, which agree in their size along ``dim``. Apart from that size,
+            the k-th tensor has the same shape, dtype and device in all of them. Any strides.
         dim: the batch dimension; negative ones count from the end.
 
     Returns:
@@ -101,9 +101,7 @@ def concat_micro_batches(
             )
     dim = _check_dim(rows[0], dim)
     for i, row in enumerate(rows):
-        for first, tensor in zip(rows[0], row, strict=True):
-            if tensor is not first:
-                _check_fits(first, tensor, dim, i)
+        _check_fits(rows[0], row, dim, i)
     wholes = _call(_concat_op, [tensor for row in rows for tensor in row], width, dim)
     return wholes[0] if single else tuple(wholes)
 
@@ -147,30 +145,35 @@ def _check_dim(group: list[Tensor], dim: int) -> int:
     return first.dim() + dim if dim < 0 else dim
 
 
-def _check_fits(first: Tensor, tensor: Tensor, dim: int, index: int) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected tensors, got {type(tensor).__name__} in micro-batch {index}")
-    if tensor.dtype != first.dtype:
-        raise TypeError(
-            f"dtypes must agree: micro-batch 0 has {first.dtype}, number {index} {tensor.dtype}"
-        )
-    if tensor.device != first.device:
-        raise ValueError(
-            f"devices must agree: micro-batch 0 is on {first.device}, number {index} on "
-            f"{tensor.device}"
-        )
-    wanted, given = first.shape, tensor.shape
-    if wanted == given:
-        return
-    if (len(wanted), wanted[:dim], wanted[dim + 1 :]) != (
-        len(given),
-        given[:dim],
-        given[dim + 1 :],
-    ):
-        raise ValueError(
-            f"shapes must agree but in dimension {dim}: micro-batch 0 has {tuple(wanted)}, number "
-            f"{index} {tuple(given)}"
-        )
+def _check_fits(first: list[Tensor], row: list[Tensor], dim: int, index: int) -> None:
+    """Whether micro-batch ``index``, ``row``, can be concatenated with micro-batch 0, ``first``."""
+    for t, (wanted, given) in enumerate(zip(first, row, strict=True)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"expected tensors, got {type(given).__name__} in micro-batch {index}")
+        if given.dtype is not wanted.dtype:
+            raise TypeError(
+                f"dtypes must agree: micro-batch 0 has {wanted.dtype}, number {index} {given.dtype}"
+            )
+        if given.device != wanted.device:
+            raise ValueError(
+                f"devices must agree: micro-batch 0 is on {wanted.device}, number {index} on "
+                f"{given.device}"
+            )
+        shape, before = given.shape, wanted.shape
+        if shape != before and (
+            len(shape) != len(before)
+            or shape[:dim] != before[:dim]
+            or shape[dim + 1 :] != before[dim + 1 :]
+        ):
+            raise ValueError(
+                f"shapes must agree but in dimension {dim}: micro-batch 0 has {tuple(before)}, "
+                f"number {index} {tuple(shape)}"
+            )
+        if t > 0 and shape[dim] != row[0].shape[dim]:
+            raise ValueError(
+                f"the tensors of a micro-batch must have the same size along dimension {dim}: in "
+                f"number {index}, tensor 0 has {row[0].shape[dim]}, tensor {t} has {shape[dim]}"
+            )
 
 
 # ---- the operations --------------------------------------------------------------------------------
@@ -188,41 +191,32 @@ def _new_micro_batches(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int
 
 
 def _new_wholes(micro_batches: Sequence[Tensor], tensors: int, dim: int) -> list[Tensor]:
-    wholes = []
-    for t, first in enumerate(micro_batches[:tensors]):
-        shape = list(first.shape)
-        shape[dim] = sum(part.shape[dim] for part in micro_batches[t::tensors])
-        wholes.append(first.new_empty(shape))
-    return wholes
+    batch = sum(part.shape[dim] for part in micro_batches[::tensors])
+    shapes = [(t, t.shape[:dim], t.shape[dim + 1 :]) for t in micro_batches[:tensors]]
+    return [t.new_empty((*before, batch, *after)) for t, before, after in shapes]
 
 
-def _copy(
-    split: bool, dim: int, sizes: Sequence[int], wholes: Sequence[Tensor], parts: Sequence[Tensor]
-) -> None:
-    whole_views = [(t.data_ptr(), t.element_size(), t.shape, t.stride()) for t in wholes]
-    part_views = [(t.data_ptr(), t.stride()) for t in parts]
+def _copy(split: bool, dim: int, wholes: list[Tensor], parts: list[Tensor]) -> None:
     native = _backend.load()
     device = wholes[0].device
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        native.copy_micro_batches(split, dim, sizes, whole_views, part_views, threads)
+        native.copy_micro_batches(split, dim, wholes, parts, torch.get_num_threads())
         return
     _backend.require_cuda()
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        native.copy_micro_batches_cuda(split, dim, sizes, whole_views, part_views, stream)
+        native.copy_micro_batches_cuda(split, dim, wholes, parts, stream)
 
 
 def _split(tensors: list[Tensor], sizes: list[int], dim: int) -> list[Tensor]:
     parts = _new_micro_batches(tensors, sizes, dim)
-    _copy(True, dim, sizes, tensors, parts)
+    _copy(True, dim, tensors, parts)
     return parts
 
 
 def _concat(micro_batches: list[Tensor], tensors: int, dim: int) -> list[Tensor]:
     wholes = _new_wholes(micro_batches, tensors, dim)
-    sizes = [part.shape[dim] for part in micro_batches[::tensors]]
-    _copy(False, dim, sizes, wholes, micro_batches)
+    _copy(False, dim, wholes, micro_batches)
     return wholes
 
 
