@@ -9,7 +9,7 @@ import pytest
 import torch
 from devices import on
 from ranks import run_processes, run_threads
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipekernels import Communicator, reference
 
@@ -46,7 +46,8 @@ def place(
     tensor = empty(count, dtype=contents.dtype, device=device)[shift:].view(contents.shape)
     if kind == "strided":
         tensor = torch.empty((*contents.shape, 2), dtype=contents.dtype, device=device)[..., 1]
-    return tensor.copy_(contents)
+    tensor.copy_(contents)
+    return nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
 
 
 def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device) -> None:
@@ -58,7 +59,8 @@ def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device
         dtype = shared.choice(REDUCIBLE if "reduce" in name else REDUCIBLE + OTHERS)
         op = shared.choice(OPS if dtype.is_floating_point else ["sum", "max", "min"])
         algorithm, src = shared.choice(ALGORITHMS), shared.randrange(n)
-        kinds = shared.choice([["symmetric"], ["ordinary"], ["symmetric", "ordinary", "strided"]])
+        mixed = ["symmetric", "ordinary", "strided", "parameter"]
+        kinds = shared.choice([["symmetric"], ["ordinary"], mixed])
         shape: tuple[int, ...] = (shared.choice(SIZES),)
         if shared.random() < 0.3:
             shape = (shared.choice([1, 2, 5]), *shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from pipekernels.comm.tensors import (
 class Collectives(ABC):
     """What :class:`Communicator` can do with tensors; errors that all have in common stand there."""
 
-    _core: Any  # A `_C.Communicator`, or what has its methods.
+    # That of a `_C.Communicator`, or what never does it.
+    _all_reduce_tensor: Callable[[Tensor, int, int], bool]
     _rank: int
     _world_size: int
 
@@ -55,19 +57,18 @@ class Collectives(ABC):
             ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
         """
         try:
-            dtype = REDUCIBLE[tensor.dtype]
             reduction, way = REDUCTIONS[op], ALGORITHMS[algorithm]
+            # In one step, since Python would take longer than the reduction of a small tensor.
+            if self._all_reduce_tensor(tensor, reduction, way):
+                return tensor
+            dtype = REDUCIBLE[tensor.dtype]
         except KeyError:
             raise_for(tensor, op, algorithm)
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
-            dense, core = tensor, self._core  # With few calls, as small tensors are usual here.
-        else:
-            dense, core = to_dense(tensor), self._on(tensor.device)
-        core.all_reduce(dense.data_ptr(), dense.numel(), dtype, reduction, way, digest_of(tensor))
-        if dense is not tensor:
-            return _with(tensor, dense)
-        mark_changed(tensor)
-        return tensor
+        dense = to_dense(tensor)
+        self._on(tensor.device).all_reduce(
+            dense.data_ptr(), dense.numel(), dtype, reduction, way, digest_of(tensor)
+        )
+        return _with(tensor, dense)
 
     def all_reduce_when_ready(
         self,

@@ -84,6 +84,7 @@ class Communicator(Collectives):
         divide: Callable[[Communicator, int | None, int], Communicator | None],
     ) -> None:
         self._core = core
+        self._all_reduce_tensor = core.all_reduce_tensor
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout

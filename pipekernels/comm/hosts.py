@@ -128,6 +128,9 @@ class Hosts:
                 tensor = _tensor_at(data, count, dtype)
                 tensor.copy_(self._reduced(tensor, reduction))
 
+    def all_reduce_tensor(self, tensor: Tensor, reduction: int, algorithm: int) -> bool:
+        return False
+
     def reduce_scatter(
         self, input: int, output: int, count: int, dtype: int, reduction: int, shape: int = 0
     ) -> None:
