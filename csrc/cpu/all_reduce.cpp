@@ -115,13 +115,18 @@ void two_shot(Collective& collective, const Task& task) {
   std::vector<const void*> sources(terms);
   const auto reduce = [&](size_t k) {
     const Range block = slices(me, k);
-    for (int rank = 0; rank < terms; ++rank) {
-      const std::byte* data = rank == me ? task.data : collective.data_of(rank);
-      sources[rank] =
-          data ? data + block.begin * size : collective.input(rank, k) + me * block_size;
+    const Slices parts{block.count, block.count, kPushBytes / size};  // copied from the L1
+    for (size_t i = 0; i < parts.blocks(); ++i) {
+      const Range part = parts(0, i);
+      std::byte* data = task.at(block.begin + part.begin);
+      for (int rank = 0; rank < terms; ++rank) {
+        const std::byte* whole = rank == me ? task.data : collective.data_of(rank);
+        const std::byte* staged = collective.input(rank, k) + me * block_size;
+        sources[rank] = whole ? whole + (data - task.data) : staged + part.begin * size;
+      }
+      task.kernels.reduce(data, sources.data(), terms, part.count);
+      copy_bytes(collective.result(me, k) + part.begin * size, data, part.count * size);
     }
-    task.kernels.reduce(task.at(block.begin), sources.data(), terms, block.count);
-    copy_bytes(collective.result(me, k), task.at(block.begin), block.count * size);
   };
   const auto gather = [&](size_t k) {
     for (int rank = 0; rank < terms; ++rank) {

@@ -30,8 +30,16 @@ To bits(From v) {
   return (To)v;
 }
 
+// Which of two NaNs their sum is depends on the order in which the compiler adds them, and that on
+// the kernel. So the result of a sum is always the NaN with all bits set.
+template <class V>
+V one_nan(V v) {
+  return (V)((decltype(v == v))v | ~(v == v));
+}
+
 // ---- element types ---------------------------------------------------------------------------
 // A vector of elements widens to kParts vectors of accumulators, in an order of the type's own.
+// narrow_sum(v) is narrow(one_nan(v)).
 
 template <class T>
 struct Plain {
@@ -40,6 +48,7 @@ struct Plain {
   static constexpr int kParts = 1;
   static void widen(Vector<T> v, Vector<T>* parts) { parts[0] = v; }
   static Vector<T> narrow(const Vector<T>* parts) { return parts[0]; }
+  static Vector<T> narrow_sum(const Vector<T>* parts) { return one_nan(parts[0]); }
 };
 
 // 16-bit floats by hand: even elements in one part, odd ones in the other.
@@ -57,6 +66,10 @@ struct EvenOdd {
   static Vector<uint16_t> narrow(const Vector<float>* parts) {
     return bits<Vector<uint16_t>>(Format::to_low(parts[0]) | Format::to_low(parts[1]) << 16);
   }
+  static Vector<uint16_t> narrow_sum(const Vector<float>* parts) {
+    const U low = Format::sum_to_high(parts[0]), high = Format::sum_to_high(parts[1]);
+    return bits<Vector<uint16_t>>(low >> 16 | (high & 0xffff0000));
+  }
 };
 
 struct Bf16Format {
@@ -67,6 +80,11 @@ struct Bf16Format {
     const U x = bits<U>(v);
     const U rounded = x + 0x7fff + (x >> 16 & 1);
     return (v == v ? rounded : (x | 0x400000)) >> 16;
+  }
+  // In the upper half of each lane; the lower one is left over.
+  static U sum_to_high(F v) {
+    const U x = bits<U>(v);
+    return (x + 0x7fff + (x >> 16 & 1)) | bits<U>(~(v == v));
   }
 };
 using Bf16 = EvenOdd<Bf16Format>;
@@ -105,6 +123,10 @@ struct Fp16 {
   static Vector<uint16_t> narrow(const Vector<float>* parts) {
     return bits<Vector<uint16_t>>(join_halves(narrow_half(parts[0]), narrow_half(parts[1])));
   }
+  static Vector<uint16_t> narrow_sum(const Vector<float>* parts) {
+    const Vector<float> sums[kParts] = {one_nan(parts[0]), one_nan(parts[1])};
+    return narrow(sums);
+  }
 };
 
 #else
@@ -137,19 +159,13 @@ struct Fp16Format {
     const U special = magnitude > 0x7f800000 ? nan : infinite;
     return (magnitude >= (143u << 23) ? special : finite) | (x >> 16 & 0x8000);
   }
+  static U sum_to_high(F v) { return to_low(one_nan(v)) << 16; }
 };
 using Fp16 = EvenOdd<Fp16Format>;
 
 #endif
 
 // ---- reductions --------------------------------------------------------------------------------
-
-// Which of two NaNs their sum is depends on the order in which the compiler adds them, and that on
-// the kernel. So the result is always the NaN with all bits set.
-template <class V>
-V one_nan(V v) {
-  return (V)((decltype(v == v))v | ~(v == v));
-}
 
 struct Sum {
   template <class V>
@@ -158,36 +174,43 @@ struct Sum {
   }
   template <class V>
   static V finish(V v, int) {
-    return one_nan(v);
+    return v;
+  }
+  template <class Type, class Parts>
+  static auto narrow(const Parts* parts) {
+    return Type::narrow_sum(parts);
   }
 };
 
 struct Avg : Sum {
   template <class V>
   static V finish(V v, int terms) {
-    return one_nan(v / (V{} + static_cast<decltype(v[0] + v[0])>(terms)));
+    return v / (V{} + static_cast<decltype(v[0] + v[0])>(terms));
   }
 };
 
-struct Max {
+struct Extremum {
+  template <class V>
+  static V finish(V v, int) {
+    return v;
+  }
+  template <class Type, class Parts>
+  static auto narrow(const Parts* parts) {
+    return Type::narrow(parts);
+  }
+};
+
+struct Max : Extremum {
   template <class V>
   static V combine(V a, V b) {
     return (a > b) | (a != a) ? a : b;
   }
-  template <class V>
-  static V finish(V v, int) {
-    return v;
-  }
 };
 
-struct Min {
+struct Min : Extremum {
   template <class V>
   static V combine(V a, V b) {
     return (a < b) | (a != a) ? a : b;
-  }
-  template <class V>
-  static V finish(V v, int) {
-    return v;
   }
 };
 
@@ -217,7 +240,7 @@ struct Wide {
   template <class Op>
   void store(void* destination, size_t i, size_t count, int terms) {
     for (auto& part : parts) part = Op::finish(part, terms);
-    const auto v = Type::narrow(parts);
+    const auto v = Op::template narrow<Type>(parts);
     std::memcpy(static_cast<Element*>(destination) + i, &v, count * sizeof(Element));
   }
 
@@ -235,6 +258,7 @@ struct Wide {
 template <class Type, class Op>
 struct Kernels {
   using W = Wide<Type>;
+  using Element = typename W::Element;
   static constexpr size_t kElements = W::kElements;
 
   // Calls step(i, n) for n elements from i on: n is kElements, but for the last.
@@ -247,6 +271,15 @@ struct Kernels {
 
   static void reduce(void* destination, const void* const* sources, int terms, size_t count) {
     constexpr size_t kUnroll = 4 / Type::kParts;
+    // Peers' lines are fetched from their cores' caches, and what happens to one takes long enough
+    // for few to be on their way by themselves.
+    constexpr size_t kAhead = 1024 / sizeof(Element);
+    const auto prefetch = [=](int s, size_t i) {
+      __builtin_prefetch(static_cast<const Element*>(sources[s]) + i);
+    };
+    for (int s = 1; s < terms; ++s) {
+      for (size_t i = 0; i < kAhead && i < count; i += kElements) prefetch(s, i);
+    }
     size_t i = 0;
     for (; i + kUnroll * kElements <= count; i += kUnroll * kElements) {
       W wide[kUnroll];
@@ -254,6 +287,7 @@ struct Kernels {
         wide[u] = W::load(sources[0], i + u * kElements, kElements);
       }
       for (int s = 1; s < terms; ++s) {
+        for (size_t u = 0; u < kUnroll; ++u) prefetch(s, i + u * kElements + kAhead);
         for (size_t u = 0; u < kUnroll; ++u) {
           wide[u].template combine<Op>(W::load(sources[s], i + u * kElements, kElements));
         }
