@@ -11,9 +11,11 @@
 namespace pipekernels {
 namespace {
 
-// Up to how many bytes one step and n reads beat two steps, where nobody has measured that. Many
-// ranks tend to share cores, where a step takes long.
-constexpr size_t one_shot_bytes(int ranks) { return ranks <= 4 ? 2 << 10 : 16 << 10; }
+// More than these tend to share cores, where a step takes long.
+constexpr int kFewRanks = 4;
+
+// Up to how many bytes one step and n reads beat two steps, where nobody has measured that.
+constexpr size_t one_shot_bytes(int ranks) { return ranks <= kFewRanks ? 4 << 10 : 16 << 10; }
 
 // A rank that reduces straight into its peers' memory does so in blocks that stay in its L1.
 constexpr size_t kPushBytes = 8 << 10;
@@ -74,6 +76,32 @@ void two_shot_in_place(Collective& collective, const Task& task) {
   }
   collective.signal();
   collective.wait();
+}
+
+// One block, of few ranks: as one_shot(), which is one step, but in place where all tensors can be
+// accessed there, whose two steps then are faster. So those tensors are not copied in. Where only
+// some can be, all ranks wait until these have been read before their result is put there.
+void one_shot_or_in_place(Collective& collective, const Task& task) {
+  const int terms = collective.world_size();
+  const size_t bytes = task.count * task.element_size;
+  if (!collective.direct()) copy_bytes(collective.input(collective.rank(), 0), task.data, bytes);
+  collective.signal();
+  collective.wait();
+  const int in_place = collective.direct_ranks();
+  if (in_place == terms) return two_shot_in_place(collective, task);
+  std::vector<const void*> sources(terms);
+  for (int rank = 0; rank < terms; ++rank) {
+    const std::byte* data = collective.data_of(rank);
+    sources[rank] = data ? data : collective.input(rank, 0);
+  }
+  std::byte* result = collective.direct() ? collective.result(collective.rank(), 0) : task.data;
+  task.kernels.reduce(result, sources.data(), terms, task.count);
+  if (in_place > 0) {
+    collective.signal();
+    collective.wait();
+    copy_bytes(task.data, result, bytes);
+  }
+  collective.finish_rounds(1);
 }
 
 // Every rank reduces its slice, block by block, and collects those of its peers. Round k is
@@ -224,10 +252,15 @@ void all_reduce(Communicator& communicator, void* data, size_t count, DType dtyp
   const Call call{Operation::kAllReduce, dtype, reduction, algorithm, 0, shape, count};
   const size_t bytes = count * task.element_size;
   run_collective(communicator, call, data, bytes, [&](Collective& collective) {
-    if (algorithm == Algorithm::kAuto) algorithm = choose_algorithm(bytes, communicator);
-    if (count == 0 || communicator.world_size() == 1) {
+    const int ranks = communicator.world_size();
+    const bool is_auto = algorithm == Algorithm::kAuto;
+    if (is_auto) algorithm = choose_algorithm(bytes, communicator);
+    if (count == 0 || ranks == 1) {
       collective.signal();
       collective.wait();
+    } else if (is_auto && algorithm == Algorithm::kOneShot && ranks <= kFewRanks &&
+               bytes <= kStagingBytes) {
+      one_shot_or_in_place(collective, task);
     } else if (algorithm == Algorithm::kOneShot) {
       one_shot(collective, task);
     } else if (algorithm == Algorithm::kTwoShot) {

@@ -58,6 +58,7 @@ SEARCHES = [
     Search("collectives", "RANKS=2 DESCRIPTORS=1", True),
     Search("collectives", "RANKS=2 BREAK_SIGNAL", True),
     Search("collectives", "RANKS=2 BREAK_LEAVE", True),
+    Search("collectives", "RANKS=2 ROUNDS=1 BREAK_EITHER", True),
     Search("collectives", "RANKS=3 ROUNDS=1 MISMATCH BREAK_COMPARE", True),
     Search("collectives", "RANKS=2 THREADS=2 BREAK_MUTEX", True),
     Search("ring", "RANKS=2"),

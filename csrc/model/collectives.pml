@@ -23,7 +23,8 @@
  *
  * To be found out: INPUT_SETS=1, RESULT_SETS=2, DESCRIPTORS=1; BREAK_SIGNAL (a rank signals before it has
  * copied in), BREAK_LEAVE (a rank whose data are read in place does not wait for its peers),
- * BREAK_COMPARE (only the next rank's descriptor is compared), BREAK_MUTEX (threads do not take turns).
+ * BREAK_COMPARE (only the next rank's descriptor is compared), BREAK_MUTEX (threads do not take turns),
+ * BREAK_EITHER (a rank overwrites data that its peers may still read in place).
  */
 
 #ifndef RANKS
@@ -47,10 +48,11 @@
 
 #define BARRIER 0
 #define ONE_SHOT 1
-#define TWO_SHOT 2
-#define REDUCE_SCATTER 3
-#define ALL_GATHER 4
-#define BROADCAST 5 /* BROADCAST + r: from rank r, the first or the last. */
+#define EITHER 2 /* one_shot_or_in_place() */
+#define TWO_SHOT 3
+#define REDUCE_SCATTER 4
+#define ALL_GATHER 5
+#define BROADCAST 6 /* BROADCAST + r: from rank r, the first or the last. */
 
 /* Tags: of block k of a call's input in staging, of a call's input and output in a tensor; 0: nothing. */
 #define TAG(call, k) (1 + (call) * 8 + (k))
@@ -125,7 +127,7 @@ inline choose() {
   blocks[CALL] = (entered[CALL] == 0 -> 0 : rounds);
   /* Only where it matters. */
   if
-  :: operation >= TWO_SHOT && (operation < BROADCAST || operation - BROADCAST == me) -> direct = true
+  :: operation >= EITHER && (operation < BROADCAST || operation - BROADCAST == me) -> direct = true
   :: direct = false
   fi
 }
@@ -137,14 +139,16 @@ inline pick() {
   :: operation = ALL_GATHER
 #ifndef MISMATCH /* Few, as there are so many ways to differ. */
   :: operation = ONE_SHOT
+  :: operation = EITHER
   :: operation = REDUCE_SCATTER
   :: operation = BROADCAST
   :: operation = BROADCAST + RANKS - 1
 #endif
   fi;
   if
-  :: operation != BARRIER -> select(rounds : 1 .. ROUNDS)
-  :: else -> rounds = 0
+  :: operation == BARRIER -> rounds = 0
+  :: operation == EITHER -> rounds = 1
+  :: else -> select(rounds : 1 .. ROUNDS)
   fi
 }
 
@@ -217,6 +221,24 @@ inline copy_in(k) {
     :: else
     fi
   fi
+}
+
+/* All of the tensor. */
+inline reduce_either() {
+  for (p : 0 .. RANKS - 1) {
+    if
+    :: OF(p).direct -> for (i : 0 .. RANKS - 1) { assert(BLOCK(p, i, 0) == INPUT(CALL)) }
+    :: else -> assert(INPUT_OF(p, 0) == TAG(CALL, 0))
+    fi
+  }
+  if
+  :: MINE.direct -> RESULT_OF(me, 0) = TAG(CALL, 0)
+  :: else -> write_either()
+  fi
+}
+
+inline write_either() {
+  for (i : 0 .. RANKS - 1) { BLOCK(me, i, 0) = OUTPUT(CALL) }
 }
 
 /* Block k of this rank's slice, from what all ranks have. */
@@ -302,7 +324,7 @@ inline turn_sets(count) {
 
 inline leave(count) {
   if
-  :: MINE.operation == TWO_SHOT && same ->
+  :: (MINE.operation == TWO_SHOT || MINE.operation == EITHER) && same ->
     for (p : 0 .. RANKS - 1) {
       for (i : 0 .. MINE.rounds - 1) { assert(BLOCK(me, p, i) == OUTPUT(CALL)) }
     }
@@ -355,7 +377,29 @@ next:
       skip -> break
     od
 
-  :: MINE.operation == TWO_SHOT && direct_ranks == RANKS ->
+  :: MINE.operation == EITHER && direct_ranks == 0 ->
+    d_step { reduce_either(); leave(1) };
+    skip
+
+  :: MINE.operation == EITHER && direct_ranks > 0 && direct_ranks < RANKS ->
+    d_step { reduce_either(); signal() };
+    skip;
+#ifndef BREAK_EITHER
+    d_step {
+      ARRIVED ->
+#else
+    d_step {
+#endif
+      if
+      :: MINE.direct -> assert(RESULT_OF(me, 0) == TAG(CALL, 0)); write_either()
+      :: else
+      fi;
+    }
+    skip;
+    d_step { ARRIVED -> leave(1) };
+    skip
+
+  :: (MINE.operation == EITHER || MINE.operation == TWO_SHOT) && direct_ranks == RANKS ->
     d_step { two_shot_in_place(); signal() };
     skip -> goto left_without_rounds
 

@@ -46,8 +46,9 @@ class Collectives(ABC):
                 every rank reduces its slice and collects those of its peers (large ones).
                 ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one of the
                 first two by size, at the limit that ``pipekernels tune`` has measured on the
-                machine, or a built-in one. The result does not depend on it.
-                Over several hosts all are the same.
+                machine, or a built-in one; below it few ranks take the second where all tensors
+                are symmetric. The result does not depend on it. Over several hosts all are the
+                same.
 
         Returns:
             ``tensor``.

@@ -20,7 +20,8 @@ void all_reduce(Communicator& communicator, void* data, size_t count, DType dtyp
                 Reduction reduction, Algorithm algorithm, uint32_t shape = 0);
 
 // What Algorithm::kAuto stands for: one_shot up to the communicator's one_shot_bytes(), or up to a
-// built-in size if that is 0; else two_shot. The same on all ranks.
+// built-in size if that is 0 (in place, where few ranks find all tensors to be symmetric); else
+// two_shot. The same on all ranks.
 Algorithm choose_algorithm(size_t bytes, const Communicator& communicator);
 
 // On CUDA, in the caller's stream; returns at once. A call with one rank does nothing.
