@@ -22,6 +22,7 @@ from torch import nn
 from pipekernels import Communicator, PeerError, RowParallelLinear, ops
 from pipekernels.comm.codes import REDUCIBLE
 
+CPU = torch.device("cpu")
 LAYOUTS = ["aabb", "abab", "aaab", "abcc"]
 
 
@@ -39,11 +40,14 @@ def on_host(alone: Communicator, layout: str, body: Callable[..., Any], args: An
 # ---- values ------------------------------------------------------------------------------------------
 
 
-def inputs(world_size: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs(
+    world_size: int, count: int, dtype: torch.dtype, device: torch.device = CPU
+) -> list[torch.Tensor]:
     """Of each rank: integers small enough for every sum of them to be exact in any dtype."""
     generator = torch.Generator().manual_seed(count)
     return [
-        torch.randint(-9, 10, (count,), generator=generator).to(dtype) for _ in range(world_size)
+        torch.randint(-9, 10, (count,), generator=generator).to(dtype).to(device)
+        for _ in range(world_size)
     ]
 
 
@@ -55,10 +59,10 @@ REDUCE = {
 }
 
 
-def reduce_everything(comm: Communicator) -> None:
+def reduce_everything(comm: Communicator, device: torch.device = CPU) -> None:
     for dtype in REDUCIBLE:
         for count in (0, 1, 3, 4, 1001):
-            rows = inputs(comm.world_size, comm.world_size * count, dtype)
+            rows = inputs(comm.world_size, comm.world_size * count, dtype, device)
             for op, reduce in REDUCE.items():
                 if op == "avg" and not dtype.is_floating_point:
                     continue
@@ -69,8 +73,8 @@ def reduce_everything(comm: Communicator) -> None:
                 part = comm.reduce_scatter(rows[comm.rank], op)
                 assert part.equal(expected.chunk(comm.world_size)[comm.rank] if count else part)
     with pytest.raises(ValueError, match="average of int64"):
-        comm.all_reduce(torch.ones(1, dtype=torch.int64), "avg")
-    nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, float(comm.rank)])
+        comm.all_reduce(torch.ones(1, dtype=torch.int64, device=device), "avg")
+    nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, float(comm.rank)], device=device)
     assert comm.all_reduce(nan.clone(), "max").isnan().tolist() == [True, False]
     assert comm.all_reduce(nan.clone(), "min").isnan().tolist() == [True, False]
 
@@ -80,11 +84,11 @@ def test_reductions(layout: str) -> None:
     run_hosts(layout, reduce_everything)
 
 
-def move_everything(comm: Communicator) -> None:
+def move_everything(comm: Communicator, device: torch.device = CPU) -> None:
     ranks = range(comm.world_size)
     for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e5m2):
         for count in (0, 1, 2, 501):
-            rows = [x.view(count, 1).repeat(1, 2) for x in inputs(4, count, dtype)]
+            rows = [x.view(count, 1).repeat(1, 2) for x in inputs(4, count, dtype, device)]
             gathered = comm.all_gather(rows[comm.rank])
             # As bytes, since not every dtype can be compared.
             assert gathered.view(torch.uint8).equal(torch.cat(rows).view(torch.uint8))
@@ -92,7 +96,7 @@ def move_everything(comm: Communicator) -> None:
                 tensor = rows[comm.rank].clone()
                 assert comm.broadcast(tensor, src) is tensor
                 assert tensor.view(torch.uint8).equal(rows[src].view(torch.uint8))
-    strided = torch.full((6, 4), float(comm.rank)).t()
+    strided = torch.full((6, 4), float(comm.rank), device=device).t()
     comm.all_reduce(strided[:, ::2])
     assert strided[:, 0].eq(sum(ranks)).all() and strided[:, 1].eq(comm.rank).all()
     with pytest.raises(ValueError, match=r"src must be a rank in 0..3, got 4"):
@@ -104,9 +108,11 @@ def test_gathers_and_broadcasts(layout: str) -> None:
     run_hosts(layout, move_everything)
 
 
-def random_sums(comm: Communicator, dtype: torch.dtype) -> list[list[float]]:
+def random_sums(
+    comm: Communicator, dtype: torch.dtype, device: torch.device = CPU
+) -> list[list[float]]:
     generator = torch.Generator().manual_seed(comm.rank)
-    x = torch.randn(4099, generator=generator).to(dtype)
+    x = torch.randn(4099, generator=generator).to(dtype).to(device)
     sums = [x, comm.all_reduce(x.clone()), comm.all_reduce(x.clone(), "avg")]
     return [tensor.tolist() for tensor in sums]
 
@@ -123,7 +129,11 @@ def test_order_of_summation(layout: str, order: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
-    results = [torch.tensor(sums).double() for sums in run_hosts("abca", random_sums, dtype)]
+    check_sums(run_hosts("abca", random_sums, dtype), dtype)
+
+
+def check_sums(sums: list[list[list[float]]], dtype: torch.dtype) -> None:
+    results = [torch.tensor(tensors).double() for tensors in sums]
     rows = torch.stack([x for x, _, _ in results])
     # At most a rounding per sum, and another where 16 bits are left after a sum in 32.
     bound = ((1 + torch.finfo(dtype).eps / 2) ** 4 - 1) * rows.abs().sum(0)
@@ -225,12 +235,12 @@ def test_nothing_is_left_after_close() -> None:
 def call_differently(comm: Communicator) -> None:
     odd, x = comm.rank == 3, torch.ones(8)
     for call, message in [
-        (lambda: comm.all_reduce(x[: 7 + odd]), r"rank 0 all_reduce\(7 x float32, sum, auto\), .* rank 3 all_reduce\(8"),
+        (lambda: comm.all_reduce(x[: 7 + odd]), r"rank 0 all_reduce\(7 x float32.*, sum, auto\), .* rank 3 all_reduce\(8"),
         (lambda: comm.all_reduce(x, "max" if odd else "sum"), "sum, auto.* max, auto"),
         (lambda: comm.all_reduce(x.view(2, 4) if odd else x), "but of different shapes"),
         (lambda: comm.broadcast(x, int(odd)), "src=0.* src=1"),
-        (lambda: comm.barrier() if odd else comm.all_gather(x), r"rank 0 all_gather\(8 x float32\).* rank 3 barrier\(\)"),
-        (lambda: comm.reduce_scatter(x.int() if odd else x), r"8 x float32, sum\).* reduce_scatter\(8 x int32, sum\)"),
+        (lambda: comm.barrier() if odd else comm.all_gather(x), r"rank 0 all_gather\(8 x float32.*\).* rank 3 barrier\(\)"),
+        (lambda: comm.reduce_scatter(x.int() if odd else x), r"8 x float32.*, sum\).* reduce_scatter\(8 x int32.*, sum\)"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"the ranks call different collectives: .*{message}"):
             call()

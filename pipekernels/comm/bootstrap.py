@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from pipekernels import _backend
 from pipekernels.comm import tuning
-from pipekernels.comm.lane import Lane, connect
+from pipekernels.comm.layout import Layout
 from pipekernels.comm.rendezvous import Rendezvous, of_color
+from pipekernels.comm.route import Route
 
 
 class _Process(NamedTuple):
@@ -33,28 +34,17 @@ class Seat(NamedTuple):
     """What a rank has of the communicator that it joins.
 
     Attributes:
-        rank: in the communicator.
-        hosts: the ranks on each host; several if the communicator spans hosts.
+        layout: which ranks are on which host.
         segment: the memory that the ranks of this host share.
         pidfds: a pidfd for every rank of this host, -1 for this one; to be owned by the taker.
-        lane: what connects this rank with one of every other host, if there are any, see
-            :class:`pipekernels.comm.hosts.Hosts`.
+        route: to one rank of every other host, if there are any, see
+            :mod:`pipekernels.comm.steps`; its lane is to be owned by the taker.
     """
 
-    rank: int
-    hosts: list[list[int]]
+    layout: Layout
     segment: Any
     pidfds: list[int]
-    lane: Lane | None
-
-    @property
-    def world_size(self) -> int:
-        return sum(len(members) for members in self.hosts)
-
-    @property
-    def host(self) -> int:
-        """The index of this rank's host."""
-        return next(h for h, members in enumerate(self.hosts) if self.rank in members)
+    route: Route | None
 
 
 def join_processes(
@@ -80,12 +70,11 @@ def join_processes(
         rank = ranks.index(rendezvous.rank)
         processes[rank] = process  # Itself, not a copy.
         _check_distinct(processes)
-        hosts = _group_by_host(processes)
-        members = next(members for members in hosts if rank in members)
-        neighbours = [processes[member] for member in members]
+        layout = Layout(_group_by_host(processes), rank)
+        neighbours = [processes[member] for member in layout.members]
 
         undo = stack.enter_context(contextlib.ExitStack())
-        segment, pidfds, lane, problem = None, [], None, ""
+        segment, pidfds, route, problem = None, [], None, ""
         try:
             if neighbours[0] is process:
                 fd = _hand_out(listener, neighbours, timeout)
@@ -99,9 +88,9 @@ def join_processes(
                 pidfds.append(-1 if neighbour is process else os.pidfd_open(neighbour.pid))
                 if pidfds[-1] >= 0:
                     undo.callback(os.close, pidfds[-1])
-            lane = _connect_hosts(rendezvous, hosts, rank, processes[0].address, timeout)
-            if lane is not None:
-                undo.callback(lane.close)
+            route = _connect_hosts(rendezvous, layout, processes[0].address, timeout)
+            if route is not None:
+                undo.callback(route.lane.close)
         except (OSError, RuntimeError, ImportError) as error:  # The peers must hear of it.
             problem = f"rank {rank}: {type(error).__name__}: {error}"
         problems = rendezvous.all_gather(problem)
@@ -110,7 +99,7 @@ def join_processes(
             del segment  # Not to be kept by the traceback.
             raise RuntimeError(f"the ranks cannot be joined: {'; '.join(problems)}")
         undo.pop_all()
-    return Seat(rank, hosts, segment, pidfds, lane)
+    return Seat(layout, segment, pidfds, route)
 
 
 def host_identity() -> tuple[str, ...]:
@@ -143,15 +132,16 @@ def _check_distinct(processes: list[_Process]) -> None:
 
 
 def _connect_hosts(
-    rendezvous: Rendezvous, hosts: list[list[int]], rank: int, name: str, timeout: float
-) -> Lane | None:
-    """This rank's lane: the ranks that have the same position on each host, where all have one."""
-    host, position = next((h, m.index(rank)) for h, m in enumerate(hosts) if rank in m)
-    if len(hosts) == 1 or position >= min(len(members) for members in hosts):
+    rendezvous: Rendezvous, layout: Layout, name: str, timeout: float
+) -> Route | None:
+    """To the ranks that have the same position on each host, where all have one."""
+    if len(layout.hosts) == 1 or layout.position >= layout.lanes:
         return None
-    assert rendezvous.store is not None, "only processes of one host do without a store"
-    name = f"{name[1:]}/{position}"  # Nobody else has it: the address of a socket is unique.
-    return connect(rendezvous.store, name, host, len(hosts), timeout)
+    store = rendezvous.store
+    assert store is not None, "only processes of one host do without a store"
+    name = f"{name[1:]}/{layout.position}"  # Nobody else has it: a socket's address is unique.
+    hosts = len(layout.hosts)
+    return Route(store, name, layout.host, hosts, timeout, rendezvous.cuda_backend)
 
 
 def _hand_out(listener: socket.socket, processes: list[_Process], timeout: float) -> int:

@@ -23,6 +23,7 @@ from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.cuda import Device
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts import GRACE, Hosts
+from pipekernels.comm.hosts_cuda import HostsDevice
 from pipekernels.comm.rendezvous import Rendezvous, of_color, over_group, over_store
 from pipekernels.ops.collectives import communicator_of, resolve_handle
 
@@ -89,7 +90,7 @@ class Communicator(Collectives):
         self._world_size = world_size
         self._timeout = timeout
         self._divide = divide
-        self._device: Device | None = None  # From the first use of CUDA on.
+        self._device: Device | HostsDevice | None = None  # From the first use of CUDA on.
         self._lock = threading.Lock()  # Held to make that.
         self._handle = next(_handles)
         resolve_handle[self._handle] = self
@@ -154,17 +155,18 @@ class Communicator(Collectives):
         seat = join_processes(rendezvous, timeout, color, key)
         if seat is None:
             return None
-        spans_hosts = len(seat.hosts) > 1
-        position = seat.hosts[seat.host].index(seat.rank)
-        core = _load().Communicator(
-            seat.segment, position, seat.pidfds, timeout + GRACE if spans_hosts else timeout
-        )
+        layout = seat.layout
+        spans_hosts = len(layout.hosts) > 1
+        patience = timeout + GRACE if spans_hosts else timeout
+        core = _load().Communicator(seat.segment, layout.position, seat.pidfds, patience)
         if spans_hosts:
-            core = Hosts(core, seat.hosts, seat.host, position, seat.lane, timeout)
+            core = Hosts(core, layout, seat.route, timeout)
         # Ranks that share memory find it again without a store, which they need not keep.
         store = rendezvous.store if spans_hosts else None
-        divide = functools.partial(_divide_processes, store=store)
-        return cls(core, seat.rank, seat.world_size, timeout, divide)
+        divide = functools.partial(
+            _divide_processes, store=store, cuda_backend=rendezvous.cuda_backend
+        )
+        return cls(core, layout.rank, layout.world_size, timeout, divide)
 
     @classmethod
     def threads(cls, world_size: int, *, timeout: float = 30.0) -> list[Communicator]:
@@ -338,7 +340,8 @@ class Communicator(Collectives):
             return self._core
         with self._lock:
             if self._device is None:
-                self._device = Device(self._core, device)
+                make = HostsDevice if isinstance(self._core, Hosts) else Device
+                self._device = make(self._core, device)
         self._device.check_is(device)
         return self._device
 
@@ -356,11 +359,16 @@ def _load() -> Any:
 
 
 def _divide_processes(
-    parent: Communicator, color: int | None, key: int, *, store: dist.Store | None
+    parent: Communicator,
+    color: int | None,
+    key: int,
+    *,
+    store: dist.Store | None,
+    cuda_backend: str,
 ) -> Communicator | None:
     """:meth:`Communicator.split` where the ranks are processes."""
     all_gather = functools.partial(_all_gather_objects, parent)
-    rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store)
+    rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store, cuda_backend)
     return Communicator._join(rendezvous, parent.timeout, color, key)
 
 

@@ -37,8 +37,8 @@ class Device:
         device: a CUDA device.
 
     Raises:
-        RuntimeError: this build, torch, or one of the ranks' devices cannot do it, a graph is being
-            captured, or the communicator spans several hosts.
+        RuntimeError: this build, torch, or one of the ranks' devices cannot do it, or a graph is being
+            captured.
     """
 
     def __init__(self, core: Any, device: torch.device) -> None:
@@ -48,15 +48,14 @@ class Device:
                 "the first CUDA collective of a communicator sets its device up, which a graph "
                 "cannot hold; call one before the capture"
             )
-        module = _backend.load()
-        if not isinstance(core, module.Communicator):
-            raise RuntimeError(  # noqa: TRY004
-                "a communicator over several hosts works on CPU tensors; use one that "
-                "Communicator.split() makes for the ranks of each host"
-            )
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._own = module.CudaCommunicator(core, index, symmetric_bytes())
+        self._own = _backend.load().CudaCommunicator(core, index, symmetric_bytes())
+
+    @property
+    def device(self) -> torch.device:
+        """The device, with its index."""
+        return self._device
 
     def check_is(self, device: torch.device) -> None:
         """Raise ValueError if ``device`` is another one."""

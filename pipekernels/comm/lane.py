@@ -1,16 +1,18 @@
-"""What connects one rank of every host: Gloo, torch's transport for CPU tensors."""
+"""What connects one rank of every host; over Gloo: for CPU tensors, and CUDA ones by way of the host."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+
+# In a number: why there is nothing from other hosts.
+GONE, LATE = -1, -2
 
 # Seconds between looks whether the lane has been closed.
 _SLICE = 0.02
@@ -31,11 +33,46 @@ class LaneError(RuntimeError):
         self.late = late
 
 
-class Lane:
+class Lane(ABC):
     """One rank of every host; the rank in the lane is the index of the host.
 
-    All tensors are contiguous. Every method raises LaneError if another rank is gone or late, and
-    RuntimeError if this lane is closed meanwhile.
+    All tensors are contiguous, and on the lane's device. Every method raises LaneError if another
+    rank is gone or late, and RuntimeError if this lane is closed meanwhile.
+
+    On CUDA everything happens in the order of the current stream. If a method returns before it is
+    done, and then fails, all bits are set in what it was to fill, and check() raises the error.
+    """
+
+    @abstractmethod
+    def sum(self, tensor: Tensor) -> None:
+        """Add up ``tensor`` over the hosts, in place; every host receives the same bits."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[hosts, *tensor.shape]``: the tensors of all hosts."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy ``tensor`` of host ``root`` to all hosts, in place."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong since the above returned."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Hang up, when what was begun is done."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Hang up at once."""
+
+
+class GlooLane(Lane):
+    """Waits in every operation until it is done; the other hosts notice soon when this one hangs up.
+
+    Args:
+        gloo: a ``ProcessGroupGloo`` of one rank per host; owned.
     """
 
     def __init__(self, gloo: Any) -> None:
@@ -46,27 +83,26 @@ class Lane:
         self._process = os.getpid()
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up ``tensor`` over the hosts, in place; every host receives the same bits."""
         self._run(lambda gloo: gloo.allreduce([tensor]))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[hosts, *tensor.shape]``: the tensors of all hosts."""
         gathered = tensor.new_empty((self._size, *tensor.shape))
         self._run(lambda gloo: gloo.allgather([list(gathered.unbind())], [tensor]))
         return gathered
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Copy ``tensor`` of host ``root`` to all hosts, in place."""
         self._run(lambda gloo: gloo.broadcast(tensor, root))
 
     def close(self) -> None:
-        """Hang up, which the other hosts notice as soon as Gloo is not at work any more."""
         if os.getpid() != self._process:
             return  # A forked child has no threads of Gloo's to end.
         with self._lock:
             gloo, self._gloo = self._gloo, None
         if gloo is not None and self._pending is not None:  # Its end may take until its timeout.
             threading.Thread(target=_outlive, args=(gloo, self._pending), daemon=True).start()
+
+    def abort(self) -> None:
+        self.close()
 
     def _run(self, call: Callable[[Any], Any]) -> None:
         """Start ``call(gloo)`` and wait for its end, which close() and Ctrl-C can cut short."""
@@ -90,7 +126,7 @@ class Lane:
                 if self._gloo is None:
                     return ""
             work, self._pending = self._pending, None
-            work.wait()
+            work.wait()  # On CUDA the current stream waits too, for what Gloo copies back.
         except RuntimeError as error:
             return str(error)
         return ""
@@ -100,14 +136,3 @@ def _outlive(gloo: Any, work: Any) -> None:
     """Hold ``gloo`` until ``work`` has ended."""
     with contextlib.suppress(RuntimeError):
         work.wait()
-
-
-def connect(store: dist.Store, name: str, host: int, hosts: int, timeout: float) -> Lane:
-    """A lane of which this process is number ``host``; ``name`` is that of this lane alone.
-
-    A group made by :func:`torch.distributed.new_group` would need all ranks of the job, or agree on
-    its name by how many groups a rank has, which ranks need not have in common.
-    """
-    prefix = dist.PrefixStore(name, store)
-    limit = datetime.timedelta(seconds=timeout)
-    return Lane(dist.ProcessGroupGloo(prefix, host, hosts, limit))

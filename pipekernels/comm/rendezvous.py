@@ -18,12 +18,15 @@ class Rendezvous(NamedTuple):
         world_size: the number of ranks.
         all_gather: a collective that gives every rank what all of them passed, in rank order.
         store: one that all ranks reach; connections between hosts are made through it.
+        cuda_backend: what carries CUDA tensors between hosts, as :mod:`torch.distributed` calls it;
+            empty if nothing does.
     """
 
     rank: int
     world_size: int
     all_gather: Callable[[Any], list[Any]]
     store: dist.Store | None
+    cuda_backend: str
 
 
 def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
@@ -37,7 +40,9 @@ def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
         return items
 
     store = dist.distributed_c10d._get_process_group_store(group)
-    return Rendezvous(dist.get_rank(group), world_size, all_gather, store)
+    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+    cuda_backend = backends.get("cuda", "")
+    return Rendezvous(dist.get_rank(group), world_size, all_gather, store, cuda_backend)
 
 
 def over_store(store: dist.Store, rank: int, world_size: int, timeout: float) -> Rendezvous:
@@ -62,7 +67,7 @@ def over_store(store: dist.Store, rank: int, world_size: int, timeout: float) ->
             ) from None
         return [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys]
 
-    return Rendezvous(rank, world_size, all_gather, store)
+    return Rendezvous(rank, world_size, all_gather, store, "nccl")
 
 
 def of_color(choices: Sequence[tuple[int | None, int]], color: int | None) -> list[int]:

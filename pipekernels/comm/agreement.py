@@ -1,0 +1,165 @@
+"""How ranks on several hosts agree on each collective, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from pipekernels.comm.call import Call
+from pipekernels.comm.codes import MOVABLE
+from pipekernels.comm.errors import PeerError
+from pipekernels.comm.lane import GONE, LATE, Lane, LaneError
+from pipekernels.comm.layout import Layout
+
+
+class _Failure(NamedTuple):
+    """What has ended a communicator. Not the error itself, whose traceback holds tensors."""
+
+    message: str
+    by_peer: bool
+    rank: int | None
+
+
+class Agreement:
+    """Lets a rank begin a collective when all ranks call the same one.
+
+    A collective begins with an exchange of what the ranks call, on the CPU, whatever the device of
+    their tensors. So different calls are found before any data move, no rank leaves a collective
+    before all have entered it, and no lane is given anything that another host would not join.
+
+    Args:
+        local: a ``_C.Communicator`` over the ranks of this host; owned.
+        layout: of all ranks.
+        lane: that of this rank's position, for CPU tensors; ``None`` if there is none; owned.
+        timeout: seconds that a call waits for one in another thread.
+    """
+
+    def __init__(self, local: Any, layout: Layout, lane: Lane | None, timeout: float) -> None:
+        self._local = local
+        self._layout = layout
+        self._lane = lane
+        self._timeout = timeout
+        self._places = torch.tensor(layout.places, device="cpu")
+        self._turn = threading.Lock()  # Held by each collective.
+        self._failure: _Failure | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error has ended the communicator."""
+        return self._failure is not None
+
+    @contextlib.contextmanager
+    def collective(self, call: Call, check: Callable[[], None] | None = None) -> Iterator[None]:
+        """Runs its body as one collective, once all ranks have made the same call.
+
+        Args:
+            call: that of this rank.
+            check: raises what is known to have gone wrong earlier.
+
+        Raises:
+            ValueError: the ranks call different collectives; the communicator stays usable.
+            PeerError, TimeoutError: also for a LaneError in the body.
+        """
+        if not self._turn.acquire(timeout=self._timeout):
+            raise TimeoutError(
+                "another thread has been in a collective of this communicator for "
+                f"{self._timeout:g} s (its timeout)"
+            )
+        try:
+            self.check_usable()
+            if check is not None:
+                check()
+            with self.failing(str(call)):
+                calls = self._exchange(call)
+            if len(set(calls)) > 1:
+                text = ", ".join(f"rank {rank} {other}" for rank, other in enumerate(calls))
+                if len({other._replace(shape=0) for other in calls}) == 1:
+                    text += ", but of different shapes"
+                raise ValueError(f"the ranks call different collectives: {text}")
+            with self.failing(str(call)):
+                yield
+        finally:
+            self._turn.release()
+
+    def check_usable(self) -> None:
+        """Raise PeerError or RuntimeError if an error has ended the communicator."""
+        if self._failure is None:
+            return
+        message, by_peer, rank = self._failure
+        message = f"this communicator cannot be used after a failure ({message}); make a new one"
+        raise PeerError(message, rank) if by_peer else RuntimeError(message)
+
+    @contextlib.contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Ends the communicator if its body raises, so that no peer waits for this rank.
+
+        Args:
+            what: the body does.
+        """
+        try:
+            yield
+        except (LaneError, PeerError, TimeoutError) as error:
+            told = self._explain(error, what)
+            by_peer = isinstance(told, PeerError)
+            self._failure = _Failure(str(told), by_peer, getattr(told, "rank", None))
+            self.abort()
+            try:
+                raise told from None
+            finally:
+                del told  # Or it would keep this frame, which would keep it.
+        except BaseException:  # Closed or interrupted.
+            self.abort()
+            raise
+
+    def close(self) -> None:
+        """Leave."""
+        self._local.close()
+        self._hang_up()
+
+    def abort(self) -> None:
+        """Leave, and tell the peers that it is because of an error."""
+        self._local.abort()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+
+    def _exchange(self, call: Call) -> list[Call]:
+        """What all ranks call, in rank order."""
+        code, layout = MOVABLE[torch.int64], self._layout
+        own = torch.tensor(call, device="cpu")
+        block = torch.zeros(layout.most, len(call), dtype=torch.int64, device="cpu")
+        self._local.all_gather(own.data_ptr(), block.data_ptr(), own.numel(), code)
+        shape = (len(layout.hosts), *block.shape)
+        table = torch.empty(shape, dtype=torch.int64, device="cpu")
+        reason = "as its peer here has noticed"
+        if layout.position == 0:
+            assert self._lane is not None
+            try:
+                table = self._lane.all_gather(block)
+            except LaneError as error:  # The ranks of this host must hear of it.
+                reason = error.reason
+                table.fill_(LATE if error.late else GONE)
+        self._local.broadcast(table.data_ptr(), table.numel(), code, 0)
+        if table[0, 0, 0] < 0:  # In place of an operation.
+            raise LaneError(reason, late=bool(table[0, 0, 0] == LATE))
+        return [Call(*row) for row in table.flatten(0, 1)[self._places].tolist()]
+
+    def _explain(
+        self, error: LaneError | PeerError | TimeoutError, what: str
+    ) -> PeerError | TimeoutError:
+        """``error``, from the point of view of the whole communicator."""
+        if isinstance(error, LaneError):
+            message = f"{error}, in {what}"
+            return TimeoutError(message) if error.late else PeerError(message, None)
+        numbers = ", ".join(f"{i} is rank {rank}" for i, rank in enumerate(self._layout.members))
+        message = f"in {what}, counting the ranks of this host alone ({numbers}): {error}"
+        if isinstance(error, TimeoutError):
+            return TimeoutError(message)
+        assert error.rank is not None, "shared memory knows its ranks"
+        return PeerError(message, self._layout.members[error.rank])

@@ -1,0 +1,184 @@
+"""Collectives over several hosts on CUDA tensors: our kernels inside each host, NCCL or Gloo between
+them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipekernels import _backend
+from pipekernels.comm.call import Call, Operation
+from pipekernels.comm.cuda import Device
+from pipekernels.comm.errors import PeerError
+from pipekernels.comm.hosts import End, Hosts
+from pipekernels.comm.lane import Lane, LaneError
+from pipekernels.comm.memory import MappedWord, as_integers
+from pipekernels.comm.steps import Steps
+from pipekernels.ops import streams
+
+_PROBLEM = 400  # Bytes of the text in which a rank tells why it cannot take part.
+
+
+class HostsDevice(End):
+    """Has the methods of :class:`pipekernels.comm.cuda.Device`, over several hosts.
+
+    A call waits on the CPU until all ranks have made it, but never for a device: what it then issues
+    runs in the current stream. It ends with an exchange, on the devices, of whether anything went
+    wrong on them; if so, every rank finds all bits set in what was to be filled, and an error in its
+    next call. A partial result is never delivered.
+
+    Making one is a collective over all ranks.
+
+    Args:
+        hosts: for tensors on the CPU; to be closed after this.
+        device: a CUDA device.
+
+    Raises:
+        RuntimeError: a rank cannot use CUDA, or the hosts cannot be connected for it; raised on all
+            ranks, and ``hosts`` stays usable. Or a graph is being captured.
+    """
+
+    def __init__(self, hosts: Hosts, device: torch.device) -> None:
+        _check_not_capturing()
+        _backend.require_cuda(device)
+        self._hosts = hosts
+        self._layout = hosts.layout
+        self._agreement = hosts.agreement
+        self._process = os.getpid()
+        with self._agreement.collective(Call(Operation.CUDA_SET_UP)):
+            local, problem = self._attempt(lambda: Device(hosts.local, device))
+            lane = None
+            if not problem:
+                lane, problem = self._attempt(lambda: self._connect(local.device))
+        if problem:
+            if lane is not None:
+                lane.close()
+            if local is not None:
+                local.close(abort=False)
+            raise RuntimeError(f"the ranks cannot use CUDA over several hosts: {problem}")
+        self._local: Any = local
+        self._lane: Lane | None = lane
+        self._device: torch.device = self._local.device
+        self._steps = Steps(self._local, self._lane, self._layout, self._device, self._shared)
+        self._failed = MappedWord(self._device)  # Not 0 if anything has, on any device.
+        self._end = streams.DONE  # Of the last collective.
+
+    def all_reduce_when_ready(
+        self,
+        data: int,
+        count: int,
+        dtype: int,
+        reduction: int,
+        ready: int,
+        target: int,
+        block_elements: int,
+        blocks: int,
+        shape: int = 0,
+    ) -> None:
+        """All of ``data`` is reduced inside each host while it is written, then its parts beyond."""
+
+        def inside(tensor: Tensor, reduction: int) -> None:
+            gates = (ready, target, block_elements, blocks)
+            self._local.all_reduce_when_ready(tensor.data_ptr(), count, dtype, reduction, *gates, 0)
+
+        operation = Operation.ALL_REDUCE_WHEN_READY
+        self._all_reduce(
+            Call(operation, count, dtype, reduction, blocks=blocks, shape=shape), data, inside
+        )
+
+    def check_is(self, device: torch.device) -> None:
+        self._local.check_is(device)
+
+    def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self._local.empty(sizes, dtype)
+
+    def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self._local.output(sizes, dtype)
+
+    def check(self) -> None:
+        self._agreement.check_usable()
+        self._check_devices()
+
+    def synchronize(self) -> None:
+        self._end.synchronize()
+        self.check()
+
+    def close(self, *, abort: bool) -> None:
+        abort = abort or self._agreement.has_failed
+        if abort and self._lane is not None:
+            self._lane.abort()
+        self._local.close(abort=abort)
+        if os.getpid() != self._process:
+            return
+        self._end.synchronize()  # By now nothing on this device waits for long.
+        if self._lane is not None:
+            self._lane.close()
+        self._failed.release()
+
+    # ---- set-up --------------------------------------------------------------------------------------
+
+    def _connect(self, device: torch.device) -> Lane | None:
+        route = self._hosts.route
+        return None if route is None else route.connect(device)
+
+    def _attempt(self, make: Callable[[], Any]) -> tuple[Any, str]:
+        """``make()``, and why it has failed on some ranks: the same on all, empty if on none."""
+        made, problem = None, ""
+        try:
+            made = make()
+        except PeerError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            problem = str(error)
+        text = torch.zeros(_PROBLEM, dtype=torch.uint8, device="cpu")
+        encoded = list(problem.encode()[:_PROBLEM])
+        text[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8, device="cpu")
+        rows = self._hosts.gathered(text).tolist()
+        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+        first = {text: rank for rank, text in reversed(list(enumerate(texts))) if text}
+        return made, "; ".join(f"rank {rank}: {text}" for text, rank in first.items())
+
+    # ---- the parts of a collective -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _collective(self, call: Call) -> Iterator[None]:
+        _check_not_capturing()
+        with self._agreement.collective(call._replace(on_cuda=1), self._check_devices):
+            # In whichever streams they are, the collectives of a rank keep their order.
+            streams.current(self._device).wait_event(self._end)
+            yield
+            self._end = streams.current(self._device).record_event()
+
+    def _deliver(self, result: Tensor, output: Tensor) -> None:
+        # Whatever fails on a device, or in a lane, sets all bits of what it was to fill; also here.
+        zero = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        worst = self._steps.gathered(zero).amax(0)
+        failed = self._failed.on_device
+        torch.maximum(failed, worst.to(torch.int64), out=failed)
+        result, output = as_integers(result), as_integers(output)
+        torch.where(failed != 0, torch.full_like(result[:1], -1), result, out=output)
+
+    def _check_devices(self) -> None:
+        """Raise what has gone wrong on them, as far as it is known."""
+        with self._agreement.failing(f"an earlier collective on {self._device}"):
+            self._local.check()
+            if self._lane is not None:
+                self._lane.check()
+            if self._failed.read():
+                raise LaneError("as the devices have noticed", late=False)
+
+    def _shared(self, count: int, dtype: torch.dtype) -> Tensor:
+        return self._local.output(torch.Size((count,)), dtype)
+
+
+def _check_not_capturing() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a collective over several hosts cannot be captured in a graph: all ranks agree on each "
+            "before it begins, which a replay would not do; call it between two graphs"
+        )

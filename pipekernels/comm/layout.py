@@ -1,0 +1,42 @@
+"""Which ranks are on which host."""
+
+from __future__ import annotations
+
+
+class Layout:
+    """The ranks of a communicator over several hosts, as one of them sees them.
+
+    Args:
+        hosts: the ranks on each host.
+        rank: this one.
+
+    Attributes:
+        host: the index of this rank's host.
+        position: of this rank among those of its host.
+        members: the ranks of this host.
+        lanes: how many positions are taken on every host.
+        most: ranks on one host.
+        world_size: ranks in all.
+        places: by rank, where it is in a table ``[hosts, most]``, flattened.
+    """
+
+    def __init__(self, hosts: list[list[int]], rank: int) -> None:
+        self.hosts = hosts
+        self.rank = rank
+        self.host, self.position = next(
+            (host, members.index(rank)) for host, members in enumerate(hosts) if rank in members
+        )
+        self.members = hosts[self.host]
+        self.lanes = min(len(members) for members in hosts)
+        self.most = max(len(members) for members in hosts)
+        self.world_size = sum(len(members) for members in hosts)
+        places = {
+            member: host * self.most + position
+            for host, members in enumerate(hosts)
+            for position, member in enumerate(members)
+        }
+        self.places = [places[member] for member in range(self.world_size)]
+
+    def host_of(self, rank: int) -> int:
+        """The index of the host of ``rank``."""
+        return self.places[rank] // self.most

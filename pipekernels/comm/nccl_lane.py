@@ -1,0 +1,210 @@
+"""A lane over NCCL: for CUDA tensors, in the order of streams, and without waiting on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipekernels.comm.lane import GONE, LATE, Lane, LaneError
+from pipekernels.comm.memory import MappedWord, as_integers
+from pipekernels.ops import streams
+
+# Seconds between looks whether an operation is stuck; less than the ranks of a host wait longer for
+# each other than for other hosts.
+_SLICE = 0.1
+
+
+class NcclLane(Lane):
+    """Operations return at once; one that is not done in time is cut short by a thread that watches.
+
+    An operation counts as begun when the device gets to it, however much it has to do before. The
+    thread makes no call to CUDA before it has to: another thread may be capturing a graph.
+
+    Args:
+        group: a ``ProcessGroupNCCL`` of one rank per host that leaves it to others to watch, see
+            :func:`connect_nccl`; owned.
+        device: that of the tensors.
+        timeout: seconds from the beginning to the end of an operation.
+    """
+
+    def __init__(self, group: Any, device: torch.device, timeout: float) -> None:
+        self._group: Any = group
+        self._size = group.size()
+        self._timeout = timeout
+        self._begun = MappedWord(device)  # How many operations the device has begun,
+        self._ended = MappedWord(device)  # and ended.
+        self._cut = MappedWord(device)
+        self._process = os.getpid()
+        self._closed = threading.Event()
+        arguments = (weakref.ref(self), self._closed, timeout)
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+
+    def sum(self, tensor: Tensor) -> None:
+        self._run(lambda group: group.allreduce([tensor]), tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self._size, *tensor.shape))
+        self._run(lambda group: group._allgather_base(gathered, tensor), gathered)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        self._run(lambda group: group.broadcast(tensor, root), tensor)
+
+    def check(self) -> None:
+        code = self._cut.read()
+        if code:
+            reason = "NCCL was not done in time" if code == LATE else "NCCL has failed"
+            raise LaneError(reason, late=code == LATE)
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # A forked child has nothing of CUDA's to end.
+        group = self._take_group()
+        if group is not None and self._cut.read() == 0:
+            # Not abort(): to other hosts may be on its way what has left this device. In torch 2.6
+            # the name has an underscore.
+            shutdown = getattr(group, "shutdown", None) or group._shutdown
+            ending = threading.Thread(target=_quietly, args=(shutdown,), daemon=True)
+            ending.start()
+            ending.join(self._timeout)
+            if ending.is_alive():
+                _quietly(group.abort)
+        for word in (self._begun, self._ended, self._cut):
+            word.release()
+
+    def abort(self) -> None:
+        group = self._take_group() if os.getpid() == self._process else None
+        if group is not None:
+            self._give_up(group, GONE)
+
+    def is_at(self) -> tuple[int, int]:
+        """How many operations have begun and ended."""
+        ended = self._ended.read()  # First: so that it is never the greater one.
+        return self._begun.read(), ended
+
+    def cut(self) -> None:
+        """End what the device is at, and all that comes after."""
+        group = self._group
+        if group is not None:
+            self._give_up(group, LATE)
+
+    def _run(self, start: Callable[[Any], Any], filled: Tensor) -> None:
+        group = self._group
+        if group is None:
+            raise RuntimeError("this communicator has been closed; make a new one")
+        self._begun.on_device.add_(1)
+        try:
+            # NCCL has a stream of its own. synchronize() has the current one wait for that; wait()
+            # would have the caller wait.
+            start(group).synchronize()
+        except RuntimeError as error:
+            raise LaneError(str(error), late=False) from None
+        self._ended.on_device.add_(1)
+        as_integers(filled).masked_fill_(self._cut.on_device != 0, -1)
+
+    def _give_up(self, group: Any, code: int) -> None:
+        # In this order: when an operation has ended, the device must find why.
+        self._cut.write(code)
+        _quietly(group.abort)
+
+    def _take_group(self) -> Any:
+        self._closed.set()
+        group, self._group = self._group, None
+        return group
+
+
+def _watch(lane: weakref.ref[NcclLane], closed: threading.Event, timeout: float) -> None:
+    """Until the lane is closed or gone: cuts it if an operation takes longer than ``timeout``."""
+    since, before = time.monotonic(), 0
+    while not closed.wait(_SLICE):
+        watched = lane()
+        if watched is None:
+            return
+        begun, ended = watched.is_at()
+        now = time.monotonic()
+        if begun == ended or begun != before:
+            since, before = now, begun
+        elif now - since > timeout:
+            watched.cut()
+            return
+        del watched
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # Of what is being thrown away.
+        call()
+
+
+def connect_nccl(
+    store: dist.Store, host: int, hosts: int, device: torch.device, timeout: float
+) -> NcclLane:
+    """A lane over NCCL of which this process is number ``host``; a collective over all ``hosts``.
+
+    Raises:
+        RuntimeError: there is no NCCL, it cannot connect these devices, or not in time.
+    """
+    if not dist.is_nccl_available():
+        raise RuntimeError(f"torch {torch.__version__} was built without NCCL")
+    with _blocking_wait():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = datetime.timedelta(seconds=timeout)
+        group = dist.ProcessGroupNCCL(store, host, hosts, options)
+    return connect(group, device, timeout)
+
+
+def connect(group: Any, device: torch.device, timeout: float) -> NcclLane:
+    """A lane over ``group``, after its first collective, which makes the connections.
+
+    Raises:
+        RuntimeError: it fails, or takes longer than ``timeout``.
+    """
+    problems: list[str] = []
+
+    def meet() -> None:
+        try:
+            with streams.using(streams.new(device)):
+                group.allreduce([torch.zeros(1, device=device)]).synchronize()
+                streams.current(device).record_event().synchronize()
+            problems.append("")
+        except RuntimeError as error:
+            problems.append(f"NCCL cannot connect {device}: {error}")
+
+    # In a thread of its own, since there is no limit to it, nor a way to cut it short.
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise RuntimeError(f"NCCL has not connected the hosts within {timeout:g} s")
+    if problems[0]:
+        _quietly(group.abort)
+        raise RuntimeError(problems[0])
+    return NcclLane(group, device, timeout)
+
+
+@contextlib.contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """Has torch make groups that it does not watch itself.
+
+    Its watchdog ends the process when an operation fails or is late, and counts the time that
+    passes before the device gets to it.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,77 @@
+"""How the ranks of one position on all hosts reach each other, and what lanes they make for it.
+
+Lanes are groups of their own. Those made by :func:`torch.distributed.new_group` would need all ranks
+of the job, or agree on their names by how many groups a rank has, which ranks need not have in common.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from pipekernels.comm.lane import GlooLane, Lane
+from pipekernels.comm.nccl_lane import connect_nccl
+
+
+class Route:
+    """Has a lane for CPU tensors, and makes others for those of a CUDA device.
+
+    Making one, and a lane, are collectives over the ranks of the position.
+
+    Args:
+        store: that all of them reach.
+        name: of this route alone.
+        host: the index of this rank's host, of so many ``hosts``.
+        timeout: seconds that an operation of a lane takes at most.
+        cuda_backend: what carries CUDA tensors, as :mod:`torch.distributed` calls it.
+
+    Attributes:
+        lane: that for CPU tensors; owned by who takes it.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        host: int,
+        hosts: int,
+        timeout: float,
+        cuda_backend: str,
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._host = host
+        self._hosts = hosts
+        self._timeout = timeout
+        self._cuda_backend = cuda_backend
+        self._lanes = 0
+        self.lane: Lane = self._connect_gloo()
+
+    def connect(self, device: torch.device) -> Lane:
+        """Another lane, for tensors on ``device``.
+
+        Raises:
+            RuntimeError: there is no backend for that, or it fails.
+        """
+        if self._cuda_backend == "gloo":
+            return self._connect_gloo()
+        if self._cuda_backend == "nccl":
+            store = self._next_store()
+            return connect_nccl(store, self._host, self._hosts, device, self._timeout)
+        has = repr(self._cuda_backend) if self._cuda_backend else "none"
+        raise RuntimeError(
+            "CUDA tensors go from host to host by the backend that the process group has for them, "
+            f"NCCL or Gloo, but this one has {has}; make the communicator from a group that was "
+            "initialised with backend='cpu:gloo,cuda:nccl'"
+        )
+
+    def _connect_gloo(self) -> GlooLane:
+        limit = datetime.timedelta(seconds=self._timeout)
+        return GlooLane(dist.ProcessGroupGloo(self._next_store(), self._host, self._hosts, limit))
+
+    def _next_store(self) -> dist.Store:
+        """Keys that no other lane uses; the ranks of the route make the same ones."""
+        self._lanes += 1
+        return dist.PrefixStore(f"{self._name}/{self._lanes}", self._store)

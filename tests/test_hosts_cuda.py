@@ -1,0 +1,400 @@
+"""Communicators over several hosts on CUDA tensors; without a GPU, and for failures, on pretended ones."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import on
+from pretended_cuda import CPU, PretendedDevice, PretendedNccl, pretend, use_pretended
+from ranks import run_processes
+from test_hosts import (
+    call_differently,
+    check_sums,
+    move_everything,
+    on_host,
+    random_sums,
+    reduce_everything,
+)
+
+from pipekernels import Communicator, PeerError
+from pipekernels.comm import memory, nccl_lane
+from pipekernels.comm.lane import LaneError
+
+BACKENDS = ["nccl", "gloo"]
+
+
+def run_pretended(
+    layout: str, backend: str, body: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
+    """``body(communicator, *args)`` as in :func:`test_hosts.run_hosts`, on what is taken for CUDA."""
+    arguments = (layout, backend, body, args)
+    return run_processes(len(layout), on_pretended, *arguments, **options)
+
+
+def on_pretended(
+    alone: Communicator, layout: str, backend: str, body: Callable[..., Any], args: Any
+) -> Any:
+    pretend(layout, backend)
+    return on_host(alone, layout, body, args)
+
+
+def with_device(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any:
+    use_pretended(comm)
+    return body(comm, *args)
+
+
+# ---- values ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["abab", "aaab"])
+def test_reductions(layout: str, backend: str) -> None:
+    run_pretended(layout, backend, with_device, reduce_everything)
+
+
+@pytest.mark.parametrize(("layout", "backend"), [("abab", "gloo"), ("abcc", "nccl")])
+def test_gathers_and_broadcasts(layout: str, backend: str) -> None:
+    run_pretended(layout, backend, with_device, move_everything)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
+    check_sums(run_pretended("abca", "nccl", with_device, random_sums, dtype), dtype)
+
+
+def reduce_when_ready(comm: Communicator) -> list[str]:
+    device = use_pretended(comm)
+    for op, code in (("sum", 0), ("avg", 1), ("max", 2)):
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(1001, generator=generator)
+        expected = comm.all_reduce(x.clone(), op)
+        device.all_reduce_when_ready(x.data_ptr(), x.numel(), 1, code, 0, 7, 5, 4, 0)
+        assert x.equal(expected)
+    return PretendedDevice.made[-1].calls[-5:]
+
+
+def test_reduced_inside_each_host_while_it_is_written() -> None:
+    """The device gets the gates as they are; the bits are those of all_reduce."""
+    for calls in run_pretended("abab", "nccl", reduce_when_ready):
+        # After those the parts that went beyond, and whether all went well.
+        assert calls == ["7 5 4", "all_reduce"] + ["all_gather"] * 3
+
+
+def use_both(comm: Communicator) -> None:
+    """CPU and CUDA tensors in turn, and what else belongs to a device."""
+    assert comm.empty(2, 3, device="cuda").shape == (2, 3)  # The first use.
+    x = torch.ones(5)
+    assert comm.all_reduce(x).tolist() == [4.0] * 5
+    device = use_pretended(comm)
+    assert comm.all_reduce(x).tolist() == [16.0] * 5
+    comm.barrier()
+    comm.synchronize()
+    torch.cuda.is_current_stream_capturing = lambda: True
+    with pytest.raises(RuntimeError, match="cannot be captured in a graph"):
+        comm.all_reduce(x)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    with pytest.raises(ValueError, match=r"src must be a rank in 0..3, got 4"):
+        device.broadcast(x.data_ptr(), 5, 1, 4)
+    pair = comm.split(comm.rank // 2)  # Has the backend of its parent.
+    use_pretended(pair)
+    assert pair.all_reduce(x).tolist() == [32.0] * 5
+    pair.close()
+    comm.close()
+    assert [device.closed for device in PretendedDevice.made] == ["closed"] * 2
+    assert [group.ended for group in PretendedNccl.made] == ["shut down"] * 2
+    assert not memory._in_use
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    with pytest.raises(RuntimeError, match="closed"):
+        comm.all_reduce(x)
+
+
+def test_beside_the_cpu() -> None:
+    run_pretended("abab", "nccl", use_both)
+
+
+# ---- errors -------------------------------------------------------------------------------------------
+
+
+def differ(comm: Communicator) -> None:
+    core = comm._core
+    use_pretended(comm)
+    call_differently(comm)
+    x = torch.ones(3)
+    with pytest.raises(
+        ValueError,
+        match=r"rank 0 all_reduce\(3 x float32 on cuda, .* rank 3 all_reduce\(3 x float32, ",
+    ):
+        (core if comm.rank == 3 else comm._core).all_reduce(x.data_ptr(), 3, 1, 0, 0)
+    assert comm.all_reduce(x.fill_(1)).tolist() == [4.0] * 3
+
+
+def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable() -> None:
+    run_pretended("aabb", "nccl", differ)
+
+
+def fail_to_set_up(comm: Communicator, backend: str) -> None:
+    def set_up() -> str:
+        with pytest.raises(RuntimeError, match="cannot use CUDA over several hosts: ") as caught:
+            comm.empty(1, device="cuda")
+        assert comm.all_reduce(torch.ones(1)).item() == comm.world_size  # On the CPU all is well.
+        return str(caught.value)
+
+    if not backend:
+        assert "has none; make the communicator from a group that was initialised with" in set_up()
+        return
+    PretendedDevice.problem = "no such GPU" if comm.rank >= 2 else ""
+    assert set_up().endswith("hosts: rank 2: no such GPU")
+    PretendedDevice.problem = ""
+    PretendedNccl.stuck_at = 0 if comm.rank == 0 else -1
+    assert "rank 0: NCCL has not connected the hosts within 2 s" in set_up()
+    assert [device.closed for device in PretendedDevice.made] == ["closed"] * (1 + (comm.rank < 2))
+    PretendedNccl.stuck_at = -1
+    with pytest.raises(ValueError, match=r"rank 0 barrier\(\), rank 1 first use of CUDA, "):
+        comm.empty(1, device="cuda") if comm.rank else comm.barrier()
+    use_pretended(comm)  # Now it works.
+    assert comm.all_reduce(torch.ones(1)).item() == 4
+
+
+@pytest.mark.parametrize("backend", ["", "nccl"])
+def test_a_rank_that_cannot_take_part_is_reported_on_all(backend: str) -> None:
+    run_pretended("aabb", backend, fail_to_set_up, backend, timeout=2.0)
+
+
+def leave_nothing_partial(comm: Communicator, trouble: str, victim: int) -> tuple[str, int | None]:
+    """After trouble in one collective, on device or lane of ``victim``: what the next one raises."""
+    PretendedNccl.stuck_at = 1 if trouble == "lane" and comm.rank == victim else -1
+    device = use_pretended(comm)  # A lane's first operation is part of the set-up.
+    if trouble == "device" and comm.rank == victim:
+        device._local.fails = True
+    assert comm.all_reduce(torch.ones(3, dtype=torch.int64)).tolist() == [-1] * 3
+    started = time.monotonic()
+    with pytest.raises((PeerError, TimeoutError)) as caught:
+        comm.synchronize()
+    message, rank = (
+        f"{type(caught.value).__name__}: {caught.value}",
+        getattr(caught.value, "rank", None),
+    )
+    del caught
+    for call in (comm.barrier, comm.synchronize, lambda: comm.all_reduce(torch.ones(1))):
+        with pytest.raises(RuntimeError, match="cannot be used after a failure"):
+            call()
+    comm.close()
+    assert time.monotonic() - started < 20  # Not by the timeout of NCCL's connections, 60 s.
+    assert [group.ended for group in PretendedNccl.made] == ["aborted"] * len(PretendedNccl.made)
+    assert not memory._in_use
+    return message, rank
+
+
+def test_a_lane_that_is_stuck_is_cut_and_nothing_partial_delivered() -> None:
+    results = run_pretended("aabb", "nccl", leave_nothing_partial, "lane", 2, timeout=2.0)
+    for rank in (0, 2):  # In the lane.
+        assert "TimeoutError: a rank of another host did not arrive in time" in results[rank][0]
+        assert results[rank][0].endswith("in an earlier collective on cpu")
+    for rank in (1, 3):
+        assert results[rank][0].startswith("PeerError: a rank of another host is gone")
+
+
+def test_a_device_that_fails_leaves_nothing_partial_anywhere() -> None:
+    results = run_pretended("aabb", "nccl", leave_nothing_partial, "device", 3)
+    for message, rank in results[:2]:
+        assert message.startswith("PeerError: a rank of another host is gone") and rank is None
+    assert results[2][1] == 3 and "rank 1 gave up" in results[2][0]
+    assert "(0 is rank 2, 1 is rank 3): rank 0 is pretended to have died" in results[3][0]
+
+
+def survive_a_killed_rank(comm: Communicator) -> None:
+    use_pretended(comm)
+    comm.all_reduce(torch.ones(3))
+    comm.barrier()
+    if comm.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError):
+        while True:
+            comm.all_reduce(torch.ones(3))
+    with pytest.raises(PeerError, match="cannot be used after a failure"):
+        comm.barrier()
+
+
+def test_a_killed_rank_is_noticed_on_all_hosts() -> None:
+    run_pretended("aabb", "nccl", survive_a_killed_rank, killed=(3,), timeout=60.0)
+
+
+# ---- a lane over NCCL ---------------------------------------------------------------------------------
+
+
+class Group:
+    """One rank, whose operations end when they are told to."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.hangs = threading.Event()
+        self.done = threading.Event()
+        self.done.set()
+        self.ended: list[str] = []
+
+    def size(self) -> int:
+        return 1
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        if self.error:
+            raise RuntimeError(self.error)
+        return self
+
+    def synchronize(self) -> None:
+        self.done.wait(30)
+
+    def abort(self) -> None:
+        self.ended.append("aborted")
+        self.hangs.set()
+        self.done.set()
+
+    def shutdown(self) -> None:
+        self.ended.append("shut down")
+        if not self.done.is_set():
+            self.hangs.wait(30)
+
+
+def test_an_operation_that_is_late_is_cut_and_its_result_marked() -> None:
+    group, x = Group(), torch.ones(3)
+    lane = nccl_lane.NcclLane(group, CPU, 1.0)
+    for _ in range(3):
+        lane.sum(x)
+    time.sleep(1.5)  # Nothing is late where nothing is under way.
+    assert lane.is_at() == (3, 3) and x.tolist() == [1.0] * 3
+    lane.check()
+    group.done.clear()
+    lane.sum(x)
+    assert x.isnan().all() and x.view(torch.int32).eq(-1).all()
+    with pytest.raises(LaneError, match="did not arrive in time"):
+        lane.check()
+    lane.close()
+    assert group.ended == ["aborted"]
+    with pytest.raises(RuntimeError, match="has been closed"):
+        lane.sum(x)
+
+
+def test_an_error_of_nccl_is_one_of_the_lane() -> None:
+    group = Group()
+    lane = nccl_lane.NcclLane(group, CPU, 30.0)
+    group.error = "unhandled system error"
+    with pytest.raises(LaneError, match=r"is gone \(unhandled system error\)"):
+        lane.sum(torch.ones(3))
+    lane.abort()
+    with pytest.raises(LaneError, match="NCCL has failed"):
+        lane.check()
+    lane.close()
+    assert group.ended == ["aborted"] and not memory._in_use
+
+
+def test_what_does_not_shut_down_is_aborted() -> None:
+    group = Group()
+    lane = nccl_lane.NcclLane(group, CPU, 1.0)
+    group.done.clear()
+    lane.close()
+    assert group.ended == ["shut down", "aborted"]
+
+
+def test_a_lane_that_is_dropped_is_not_watched_any_more() -> None:
+    before = set(threading.enumerate())
+    lane = nccl_lane.NcclLane(Group(), CPU, 30.0)
+    (watching,) = set(threading.enumerate()) - before
+    gone = weakref.ref(lane)
+    del lane
+    watching.join(20)
+    assert not watching.is_alive() and gone() is None
+    assert len(memory._in_use) == 3  # A kernel may still write there.
+    memory._in_use.clear()
+
+
+def test_connections_that_fail_or_take_too_long_are_told() -> None:
+    group = Group()
+    group.error = "no route to host"
+    with pytest.raises(RuntimeError, match="NCCL cannot connect cpu: no route to host"):
+        nccl_lane.connect(group, CPU, 30.0)
+    assert group.ended == ["aborted"]
+    group = Group()
+    group.done.clear()
+    with pytest.raises(RuntimeError, match="not connected the hosts within 1 s"):
+        nccl_lane.connect(group, CPU, 1.0)
+    group.done.set()
+
+
+def test_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch .* was built without NCCL"):
+        nccl_lane.connect_nccl(dist.HashStore(), 0, 1, CPU, 1.0)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_torch_has_what_a_lane_asks_of_nccl() -> None:
+    group = dist.ProcessGroupNCCL
+    assert isinstance(group.Options()._timeout, datetime.timedelta)
+    for name in ("size", "allreduce", "_allgather_base", "broadcast", "abort"):
+        assert callable(getattr(group, name))
+    assert hasattr(group, "shutdown") or hasattr(group, "_shutdown")
+    assert hasattr(dist.Work, "synchronize")
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------
+
+
+on_gpu = pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
+)
+
+
+def on_real_device(
+    alone: Communicator, layout: str, backend: str, device: torch.device, body: Any, args: Any
+) -> Any:
+    host = layout[alone.rank]
+    # Lanes connect hosts, which NCCL is told these are. It has one rank on each, so all may share a GPU.
+    os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    os.environ |= {"NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # From 2.30.3 on it also wants to be asked.
+    config = f"cpu:gloo,cuda:{backend}"
+    dist.get_backend_config = lambda group=None: config
+    return on_host(alone, layout, on(device, body), (*args, device))
+
+
+def run_on_gpu(
+    layout: str, backend: str, device: torch.device, body: Any, *args: Any, **options: Any
+) -> list[Any]:
+    if backend == "nccl" and not dist.is_nccl_available():
+        pytest.skip("this build of torch has no NCCL")
+    arguments = (layout, backend, device, body, args)
+    return run_processes(len(layout), on_real_device, *arguments, limit=110.0, **options)
+
+
+@on_gpu
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_everything_on_a_gpu(backend: str, device: torch.device) -> None:
+    run_on_gpu("aaab", backend, device, everything)
+
+
+def everything(comm: Communicator, device: torch.device) -> None:
+    reduce_everything(comm, device)
+    move_everything(comm, device)
+    torch.cuda.current_stream().synchronize()
+    comm.synchronize()
+    for dtype in (torch.float32, torch.bfloat16):
+        sums = torch.tensor(random_sums(comm, dtype, device))
+        check_sums(list(comm.all_gather(sums[None]).tolist()), dtype)
+    x = torch.ones(1000, 7, device=device)
+    ready = torch.full((10,), 3, dtype=torch.int32, device=device)
+    assert comm.all_reduce_when_ready(x, ready, 3, 100).eq(comm.world_size).all()
+    for _ in range(3):  # In one stream and another.
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(device))
+            y = torch.ones(1 << 18, device=device)
+            comm.all_reduce(y)
+        comm.all_reduce(y.record_stream(torch.cuda.current_stream()) or y.clone())
