@@ -117,9 +117,10 @@ class PretendedNccl:
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+        assert options._timeout > datetime.timedelta()
         self._gloo = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=60))
         self._left = self.stuck_at
-        self.aborted = threading.Event()
+        self._works: list[PretendedWork] = []
         self.ended = ""
         self.made.append(self)
 
@@ -136,31 +137,32 @@ class PretendedNccl:
         return self._start(lambda: self._gloo.broadcast(tensor, root))
 
     def abort(self) -> None:
-        self.aborted.set()
         self.ended = "aborted"
+        for work in self._works:
+            work.over.set()
 
     def shutdown(self) -> None:
         self.ended = "shut down"
 
-    def _start(self, start: Callable[[], Any]) -> Any:
+    def _start(self, start: Callable[[], Any]) -> PretendedWork:
         self._left -= 1
-        if self._left == -1 or self.ended:  # In the former case the other hosts wait for it too.
-            return PretendedWork(None, self.aborted)
-        return PretendedWork(start(), self.aborted)
+        work = PretendedWork()
+        self._works.append(work)
+        if self.ended:  # As if it had been issued before: cut short, too.
+            work.over.set()
+        elif self._left != -1:  # Else the other hosts wait for this one.
+            start().get_future().then(lambda _: work.over.set())
+        return work
 
 
 class PretendedWork:
     """Is over when NCCL is done, or cut short."""
 
-    def __init__(self, work: Any, aborted: threading.Event) -> None:
-        self._work = work
-        self._aborted = aborted
+    def __init__(self) -> None:
+        self.over = threading.Event()
 
     def synchronize(self) -> None:
-        while not (self._work is not None and self._work.is_completed()):
-            if self._aborted.wait(0.002):
-                return
-        self._work.wait()
+        self.over.wait()
 
 
 class _Both:

@@ -29,7 +29,9 @@ class Agreement:
 
     A collective begins with an exchange of what the ranks call, on the CPU, whatever the device of
     their tensors. So different calls are found before any data move, no rank leaves a collective
-    before all have entered it, and no lane is given anything that another host would not join.
+    before all have entered it, and NCCL, which would wait for ever, is given nothing that another
+    host does not join. On CUDA that costs the caller a round trip between the hosts, during which
+    the device goes on with what it was given before.
 
     Args:
         local: a ``_C.Communicator`` over the ranks of this host; owned.

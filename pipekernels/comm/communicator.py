@@ -45,9 +45,11 @@ class Communicator(Collectives):
 
     Ranks share memory where they can: processes of one host, user, and pid and network namespace.
     If they are on several hosts, data are reduced inside each host in rank order as above, then
-    between the hosts by Gloo, in its order and without wider intermediate results, then gathered
-    inside each host; all ranks get the same bits then too. Ranks that see different values of the
-    environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of different hosts.
+    between the hosts by Gloo, or NCCL for CUDA tensors, in its order and without wider intermediate
+    results (so 16-bit sums are rounded once inside each host, and once for each addition between
+    hosts), then gathered inside each host; all ranks get the same bits then too. Ranks that see
+    different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of different
+    hosts.
 
     Tensors may have any layout. One made by :meth:`empty` is read by the peers in place, which saves
     copies. No collective is differentiable; see :mod:`pipekernels.ops`.
@@ -58,7 +60,9 @@ class Communicator(Collectives):
     launch, and must use different streams on one device. What goes wrong on the device is raised by
     this rank's next call, barrier or :meth:`synchronize`; until then the tensors that the collective
     was to fill have all bits set (NaN, or -1), and the CUDA context stays usable. Every such error
-    ends the communicator, different calls included where the ranks are processes.
+    ends the communicator, different calls included where the ranks are processes of one host. Over
+    several hosts a call waits on the CPU until all ranks have made it, for different calls to be
+    found before they reach NCCL; it cannot be captured in a graph.
 
     Every collective raises, besides what it says itself:
         ValueError: the ranks call different collectives, or with different shapes, dtypes or
@@ -104,8 +108,9 @@ class Communicator(Collectives):
         A collective over the group, which is not needed afterwards.
 
         Args:
-            group: the default group if ``None``; its backend does not matter. Between hosts, the
-                communicator makes Gloo connections of its own through the group's store.
+            group: the default group if ``None``. Between hosts, the communicator makes connections of
+                its own through the group's store: by Gloo for CPU tensors, and by the group's
+                backend for CUDA ones (NCCL or Gloo) when they are first used.
             timeout: seconds that this rank waits for the others, in any call; one more for those of
                 its host, if there are several.
 

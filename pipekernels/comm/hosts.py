@@ -1,5 +1,4 @@
-"""Collectives over several hosts, on CPU tensors: the end that a communicator has in place of one of
-``_C``'s own."""
+"""Collectives over several hosts, on CPU tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Collectives over several hosts on CUDA tensors: our kernels inside each host, NCCL or Gloo between
-them."""
+"""Collectives over several hosts, on CUDA tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from pipekernels.comm.memory import MappedWord, as_integers
 from pipekernels.comm.steps import Steps
 from pipekernels.ops import streams
 
-_PROBLEM = 400  # Bytes of the text in which a rank tells why it cannot take part.
+_PROBLEM = 1000  # Bytes of the text in which a rank tells why it cannot take part.
 
 
 class HostsDevice(End):
@@ -66,7 +65,7 @@ class HostsDevice(End):
         self._device: torch.device = self._local.device
         self._steps = Steps(self._local, self._lane, self._layout, self._device, self._shared)
         self._failed = MappedWord(self._device)  # Not 0 if anything has, on any device.
-        self._end = streams.DONE  # Of the last collective.
+        self._end: streams.Event = streams.DONE  # Of the last collective.
 
     def all_reduce_when_ready(
         self,
@@ -109,13 +108,16 @@ class HostsDevice(End):
         self.check()
 
     def close(self, *, abort: bool) -> None:
+        if os.getpid() != self._process:  # In a forked child, which has nothing of CUDA's to end.
+            self._local.close(abort=abort)
+            return
         abort = abort or self._agreement.has_failed
-        if abort and self._lane is not None:
+        if not abort:
+            self._end.synchronize()
+        elif self._lane is not None:
             self._lane.abort()
         self._local.close(abort=abort)
-        if os.getpid() != self._process:
-            return
-        self._end.synchronize()  # By now nothing on this device waits for long.
+        self._end.synchronize()
         if self._lane is not None:
             self._lane.close()
         self._failed.release()
@@ -166,9 +168,9 @@ class HostsDevice(End):
     def _check_devices(self) -> None:
         """Raise what has gone wrong on them, as far as it is known."""
         with self._agreement.failing(f"an earlier collective on {self._device}"):
-            self._local.check()
-            if self._lane is not None:
+            if self._lane is not None:  # First: what the device waits for.
                 self._lane.check()
+            self._local.check()
             if self._failed.read():
                 raise LaneError("as the devices have noticed", late=False)
 

@@ -15,7 +15,7 @@ def tensor_at(address: int, count: int, dtype: torch.dtype, device: torch.device
     """The ``count`` elements at ``address``, ``[count]``; the caller keeps them."""
     size = count * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(address, device, size)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage).resize_(count)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage)
 
 
 def as_integers(tensor: Tensor) -> Tensor:
@@ -35,8 +35,9 @@ class MappedWord:
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"  # At the same address for every device.
-        self._on_host = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self.on_device = tensor_at(self._on_host.data_ptr(), 1, torch.int64, device)
+        with torch.inference_mode(False):  # Or nobody outside of it could change them.
+            self._on_host = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+            self.on_device = tensor_at(self._on_host.data_ptr(), 1, torch.int64, device)
         _in_use.add(self._on_host)
 
     def read(self) -> int:

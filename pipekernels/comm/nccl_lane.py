@@ -45,6 +45,7 @@ class NcclLane(Lane):
         self._ended = MappedWord(device)  # and ended.
         self._cut = MappedWord(device)
         self._process = os.getpid()
+        self._lock = threading.Lock()  # Held to cut, or to close.
         self._closed = threading.Event()
         arguments = (weakref.ref(self), self._closed, timeout)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
@@ -94,9 +95,9 @@ class NcclLane(Lane):
 
     def cut(self) -> None:
         """End what the device is at, and all that comes after."""
-        group = self._group
-        if group is not None:
-            self._give_up(group, LATE)
+        with self._lock:
+            if self._group is not None:
+                self._give_up(self._group, LATE)
 
     def _run(self, start: Callable[[Any], Any], filled: Tensor) -> None:
         group = self._group
@@ -108,6 +109,7 @@ class NcclLane(Lane):
             # would have the caller wait.
             start(group).synchronize()
         except RuntimeError as error:
+            self.check()  # Has it been cut meanwhile?
             raise LaneError(str(error), late=False) from None
         self._ended.on_device.add_(1)
         as_integers(filled).masked_fill_(self._cut.on_device != 0, -1)
@@ -119,7 +121,8 @@ class NcclLane(Lane):
 
     def _take_group(self) -> Any:
         self._closed.set()
-        group, self._group = self._group, None
+        with self._lock:
+            group, self._group = self._group, None
         return group
 
 
@@ -157,7 +160,7 @@ def connect_nccl(
         raise RuntimeError(f"torch {torch.__version__} was built without NCCL")
     with _blocking_wait():
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(seconds=timeout)
+        options._timeout = datetime.timedelta(seconds=timeout)  # Of its abort().
         group = dist.ProcessGroupNCCL(store, host, hosts, options)
     return connect(group, device, timeout)
 
@@ -166,7 +169,7 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLane:
     """A lane over ``group``, after its first collective, which makes the connections.
 
     Raises:
-        RuntimeError: it fails, or takes longer than ``timeout``.
+        RuntimeError: it fails, or takes most of ``timeout``.
     """
     problems: list[str] = []
 
@@ -179,12 +182,14 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLane:
         except RuntimeError as error:
             problems.append(f"NCCL cannot connect {device}: {error}")
 
-    # In a thread of its own, since there is no limit to it, nor a way to cut it short.
+    # In a thread of its own, since there is no limit to it, nor a way to cut it short. For less than
+    # the timeout, so that those who have connected other lanes still wait to hear of it.
+    limit = 0.75 * timeout
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
-    thread.join(timeout)
+    thread.join(limit)
     if thread.is_alive():
-        raise RuntimeError(f"NCCL has not connected the hosts within {timeout:g} s")
+        raise RuntimeError(f"NCCL has not connected the hosts within {limit:g} s")
     if problems[0]:
         _quietly(group.abort)
         raise RuntimeError(problems[0])
