@@ -387,9 +387,9 @@ def run_on_gpu(
 
 
 @on_gpu
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_everything_on_a_gpu(backend: str, device: torch.device) -> None:
-    run_on_gpu("aaab", backend, device, on(device, everything))
+@pytest.mark.parametrize(("layout", "backend"), [("aaab", "gloo"), ("aabb", "nccl")])
+def test_everything_on_a_gpu(layout: str, backend: str, device: torch.device) -> None:
+    run_on_gpu(layout, backend, device, on(device, everything))
 
 
 def everything(comm: Communicator, device: torch.device) -> None:

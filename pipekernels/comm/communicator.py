@@ -46,10 +46,10 @@ class Communicator(Collectives):
     Ranks share memory where they can: processes of one host, user, and pid and network namespace.
     If they are on several hosts, data are reduced inside each host in rank order as above, then
     between the hosts by Gloo, or NCCL for CUDA tensors, in its order and without wider intermediate
-    results (so 16-bit sums are rounded once inside each host, and once for each addition between
-    hosts), then gathered inside each host; all ranks get the same bits then too. Ranks that see
-    different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of different
-    hosts.
+    results (16-bit sums are rounded once inside each host, and at most once for each addition
+    between hosts), then gathered inside each host; all ranks get the same bits then too. Ranks that
+    see different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of
+    different hosts.
 
     Tensors may have any layout. One made by :meth:`empty` is read by the peers in place, which saves
     copies. No collective is differentiable; see :mod:`pipekernels.ops`.
@@ -134,6 +134,8 @@ class Communicator(Collectives):
         cls, store: dist.Store, rank: int, world_size: int, *, timeout: float = 30.0
     ) -> Communicator:
         """A communicator over processes that reach one store, with no group of theirs.
+
+        CUDA tensors go from host to host by NCCL.
 
         Args:
             store: for this communicator alone: a new one, or a new ``PrefixStore`` over an old one.

@@ -26,10 +26,10 @@ _PROBLEM = 1000  # Bytes of the text in which a rank tells why it cannot take pa
 class HostsDevice(End):
     """Has the methods of :class:`pipekernels.comm.cuda.Device`, over several hosts.
 
-    A call waits on the CPU until all ranks have made it, but never for a device: what it then issues
-    runs in the current stream. It ends with an exchange, on the devices, of whether anything went
-    wrong on them; if so, every rank finds all bits set in what was to be filled, and an error in its
-    next call. A partial result is never delivered.
+    A call waits on the CPU until all ranks have made it. What it then issues runs in the current
+    stream, for which it does not wait, but where Gloo connects the hosts. Last the devices exchange
+    whether anything went wrong on one of them or between them; if so, every rank finds all bits set
+    in what was to be filled, and an error in its next call. A partial result is never delivered.
 
     Making one is a collective over all ranks.
 
