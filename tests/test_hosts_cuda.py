@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -120,11 +121,18 @@ def use_both(comm: Communicator) -> None:
     use_pretended(pair)
     assert pair.all_reduce(x).tolist() == [32.0] * 5
     pair.close()
+    child = os.fork()
+    if child == 0:  # Has nothing to end, or to wait for.
+        with contextlib.suppress(BaseException):
+            comm.close()
+            os._exit(any(group.ended == "shut down" for group in PretendedNccl.made[:1]))
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert comm.all_reduce(x.fill_(1)).tolist() == [4.0] * 5
     comm.close()
     assert [device.closed for device in PretendedDevice.made] == ["closed"] * 2
     assert [group.ended for group in PretendedNccl.made] == ["shut down"] * 2
     assert not memory._in_use
-    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     with pytest.raises(RuntimeError, match="closed"):
         comm.all_reduce(x)
 
@@ -338,6 +346,18 @@ def test_connections_that_fail_or_take_too_long_are_told() -> None:
     with pytest.raises(RuntimeError, match="not connected the hosts within 1.5 s"):
         nccl_lane.connect(group, CPU, 2.0)
     group.done.set()
+
+
+def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    for before in (None, "0"):
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+        with pytest.raises(KeyError), nccl_lane._blocking_wait():
+            assert os.environ[name] == "1"
+            raise KeyError
+        assert os.environ.get(name) == before
 
 
 def test_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,6 @@ class NcclLane(Lane):
         self._begun = MappedWord(device)  # How many operations the device has begun,
         self._ended = MappedWord(device)  # and ended.
         self._cut = MappedWord(device)
-        self._process = os.getpid()
         self._lock = threading.Lock()  # Held to cut, or to close.
         self._closed = threading.Event()
         arguments = (weakref.ref(self), self._closed, timeout)
@@ -68,8 +67,6 @@ class NcclLane(Lane):
             raise LaneError(reason, late=code == LATE)
 
     def close(self) -> None:
-        if os.getpid() != self._process:
-            return  # A forked child has nothing of CUDA's to end.
         group = self._take_group()
         if group is not None and self._cut.read() == 0:
             # Not abort(): to other hosts may be on its way what has left this device. In torch 2.6
@@ -84,7 +81,7 @@ class NcclLane(Lane):
             word.release()
 
     def abort(self) -> None:
-        group = self._take_group() if os.getpid() == self._process else None
+        group = self._take_group()
         if group is not None:
             self._give_up(group, GONE)
 

@@ -40,7 +40,7 @@ def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
         return items
 
     store = dist.distributed_c10d._get_process_group_store(group)
-    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+    backends = dict(item.split(":", 1) for item in dist.get_backend_config(group).split(","))
     cuda_backend = backends.get("cuda", "")
     return Rendezvous(dist.get_rank(group), world_size, all_gather, store, cuda_backend)
 
