@@ -458,7 +458,7 @@ def be_late_on_gpu(comm: Communicator, device: torch.device) -> None:
     comm.all_reduce(x)
     comm.synchronize()
     if comm.rank == 1:
-        torch.cuda._sleep(int(2.5e10))  # Clock cycles: more than 12 s.
+        torch.cuda._sleep(int(4e10))  # Clock cycles: 20 s.
     comm.all_reduce(x)
     with pytest.raises((TimeoutError, PeerError)):
         comm.synchronize()
@@ -469,4 +469,4 @@ def be_late_on_gpu(comm: Communicator, device: torch.device) -> None:
 
 @on_gpu
 def test_a_late_device_is_given_up_and_the_context_stays_usable(device: torch.device) -> None:
-    run_on_gpu("ab", "nccl", device, be_late_on_gpu, timeout=8.0)
+    run_on_gpu("ab", "nccl", device, be_late_on_gpu, timeout=15.0)
