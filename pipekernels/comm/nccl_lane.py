@@ -176,7 +176,7 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLane:
                 group.allreduce([torch.zeros(1, device=device)]).synchronize()
                 streams.current(device).record_event().synchronize()
             problems.append("")
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001
             problems.append(f"NCCL cannot connect {device}: {error}")
 
     # In a thread of its own, since there is no limit to it, nor a way to cut it short. For less than
