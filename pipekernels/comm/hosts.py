@@ -42,9 +42,6 @@ class End(ABC):
         call = Call(Operation.ALL_REDUCE, count, dtype, reduction, algorithm, shape=shape)
         self._all_reduce(call, data)
 
-    def all_reduce_tensor(self, tensor: Tensor, reduction: int, algorithm: int) -> bool:
-        return False
-
     def reduce_scatter(
         self, input: int, output: int, count: int, dtype: int, reduction: int, shape: int = 0
     ) -> None:
@@ -105,6 +102,10 @@ class Hosts(End):
         lane = None if route is None else route.lane
         self.agreement = Agreement(local, layout, lane, timeout)
         self._steps = Steps(local, lane, layout, _CPU, self._shared)
+
+    def all_reduce_tensor(self, tensor: Tensor, reduction: int, algorithm: int) -> bool:
+        """As of ``_C.Communicator``: never done in one step."""
+        return False
 
     def barrier(self) -> None:
         with self._collective(Call(Operation.BARRIER)):
