@@ -15,58 +15,62 @@ struct Dimension {
 
 using Dimensions = std::vector<Dimension>;  // outermost first
 
-void require(bool holds, const std::string& message) {
-  if (!holds) throw std::invalid_argument("copy_micro_batches: " + message);
+[[noreturn]] void reject(const std::string& why) {
+  throw std::invalid_argument("copy_micro_batches: " + why);
 }
 
 void validate(const MicroBatchCopy& request) {
+  using std::to_string;
   const size_t tensors = request.wholes.size();
-  require(request.micro_batches.size() == tensors * request.sizes.size(),
-          std::to_string(request.micro_batches.size()) + " micro-batch tensors for " +
-              std::to_string(tensors) + " tensors and " + std::to_string(request.sizes.size()) +
-              " micro-batches; give one for each pair");
+  if (request.micro_batches.size() != tensors * request.sizes.size()) {
+    reject(to_string(request.micro_batches.size()) + " micro-batch tensors for " +
+           to_string(tensors) + " tensors and " + to_string(request.sizes.size()) +
+           " micro-batches; give one for each pair");
+  }
   int64_t total = 0;
   for (const int64_t size : request.sizes) {
-    require(size >= 0, "a micro-batch of negative size " + std::to_string(size));
+    if (size < 0) reject("a micro-batch of negative size " + to_string(size));
     total += size;
   }
   for (const WholeTensor& whole : request.wholes) {
     const auto dims = static_cast<int64_t>(whole.shape.size());
-    require(whole.item_size > 0,
-            "item size " + std::to_string(whole.item_size) + " is not positive");
-    require(whole.strides.size() == whole.shape.size(),
-            "a tensor has not one stride per dimension");
-    require(
-        request.dim >= 0 && request.dim < dims,
-        "dimension " + std::to_string(request.dim) + " of a tensor with " + std::to_string(dims));
-    require(whole.shape[request.dim] == total, "micro-batches hold " + std::to_string(total) +
-                                                   " entries, the tensor has " +
-                                                   std::to_string(whole.shape[request.dim]));
+    if (whole.item_size <= 0)
+      reject("item size " + to_string(whole.item_size) + " is not positive");
+    if (whole.strides.size() != whole.shape.size()) {
+      reject("a tensor has not one stride per dimension");
+    }
+    if (request.dim < 0 || request.dim >= dims) {
+      reject("dimension " + to_string(request.dim) + " of a tensor with " + to_string(dims));
+    }
+    if (whole.shape[request.dim] != total) {
+      reject("micro-batches hold " + to_string(total) + " entries, the tensor has " +
+             to_string(whole.shape[request.dim]));
+    }
   }
   for (size_t i = 0; i < request.micro_batches.size(); ++i) {
-    require(request.micro_batches[i].strides.size() == request.wholes[i % tensors].shape.size(),
-            "a micro-batch has not its tensor's number of dimensions");
+    if (request.micro_batches[i].strides.size() != request.wholes[i % tensors].shape.size()) {
+      reject("a micro-batch has not its tensor's number of dimensions");
+    }
   }
 }
 
 // Outermost first in the destination, without dimensions of size one, neighbours that form one even
 // stride in both tensors merged.
-Dimensions simplified(Dimensions dims) {
-  dims.erase(
-      std::remove_if(dims.begin(), dims.end(), [](const Dimension& d) { return d.size == 1; }),
-      dims.end());
-  std::stable_sort(dims.begin(), dims.end(),
-                   [](const Dimension& a, const Dimension& b) { return a.dst > b.dst; });
-  Dimensions merged;
+void simplify(Dimensions& dims) {
+  const auto is_one = [](const Dimension& d) { return d.size == 1; };
+  dims.erase(std::remove_if(dims.begin(), dims.end(), is_one), dims.end());
+  std::sort(dims.begin(), dims.end(),
+            [](const Dimension& a, const Dimension& b) { return a.dst > b.dst; });
+  size_t merged = 0;
   for (const Dimension& d : dims) {
-    if (!merged.empty() && merged.back().src == d.src * d.size &&
-        merged.back().dst == d.dst * d.size) {
-      merged.back() = {merged.back().size * d.size, d.src, d.dst};
+    if (merged > 0 && dims[merged - 1].src == d.src * d.size &&
+        dims[merged - 1].dst == d.dst * d.size) {
+      dims[merged - 1] = {dims[merged - 1].size * d.size, d.src, d.dst};
     } else {
-      merged.push_back(d);
+      dims[merged++] = d;
     }
   }
-  return merged;
+  dims.resize(merged);
 }
 
 // Whether neighbours along `a` are closer together in the source than along `b`. A broadcast
@@ -97,14 +101,15 @@ int64_t square_side(int64_t area) {
 
 class Planner {
  public:
-  explicit Planner(const TileShape& shape) : shape_(shape) {}
+  Planner(const TileShape& shape, size_t copies) : shape_(shape) { plan_.copies.reserve(copies); }
 
-  void add(const char* src, char* dst, int64_t item_size, Dimensions dims) {
+  // Leaves `dims` changed.
+  void add(const char* src, char* dst, int64_t item_size, Dimensions& dims) {
     int64_t bytes = item_size;
     for (const Dimension& d : dims) bytes *= d.size;
     if (bytes == 0) return;
     plan_.bytes += bytes;
-    dims = simplified(std::move(dims));
+    simplify(dims);
     if (!dims.empty() && dims.back().src == item_size && dims.back().dst == item_size) {
       dims.back() = {dims.back().size * item_size, 1, 1};
     } else {
@@ -117,7 +122,7 @@ class Planner {
   Plan take() { return std::move(plan_); }
 
  private:
-  void emit(const char* src, char* dst, int32_t unit, Dimensions dims) {
+  void emit(const char* src, char* dst, int32_t unit, Dimensions& dims) {
     constexpr size_t kDims = 4;
     if (dims.size() > kDims) {  // peel the smallest dimension, but never the columns
       const auto smallest =
@@ -126,7 +131,8 @@ class Planner {
       const Dimension peeled = *smallest;
       dims.erase(smallest);
       for (int64_t i = 0; i < peeled.size; ++i) {
-        emit(src + i * peeled.src, dst + i * peeled.dst, unit, dims);
+        Dimensions rest = dims;
+        emit(src + i * peeled.src, dst + i * peeled.dst, unit, rest);
       }
       return;
     }
@@ -178,15 +184,16 @@ class Planner {
 
 Plan plan_tiles(const MicroBatchCopy& request, const TileShape& shape) {
   validate(request);
-  Planner planner(shape);
   const size_t tensors = request.wholes.size();
+  Planner planner(shape, request.micro_batches.size());
+  Dimensions dims;    // one vector for all, as there may be many small copies
   int64_t start = 0;  // of the micro-batch, along the batch dimension
   for (size_t i = 0; i < request.sizes.size(); ++i) {
     for (size_t t = 0; t < tensors; ++t) {
       const WholeTensor& whole = request.wholes[t];
       const MicroBatch& part = request.micro_batches[i * tensors + t];
       const bool split = request.direction == Direction::kSplit;
-      Dimensions dims(whole.shape.size());
+      dims.resize(whole.shape.size());
       for (size_t d = 0; d < dims.size(); ++d) {
         const int64_t size =
             static_cast<int64_t>(d) == request.dim ? request.sizes[i] : whole.shape[d];
@@ -196,9 +203,9 @@ Plan plan_tiles(const MicroBatchCopy& request, const TileShape& shape) {
       }
       char* slice = whole.data + start * whole.strides[request.dim] * whole.item_size;
       if (split) {
-        planner.add(slice, part.data, whole.item_size, std::move(dims));
+        planner.add(slice, part.data, whole.item_size, dims);
       } else {
-        planner.add(part.data, slice, whole.item_size, std::move(dims));
+        planner.add(part.data, slice, whole.item_size, dims);
       }
     }
     start += request.sizes[i];
