@@ -300,6 +300,9 @@ class FakeEvent:
         FakeEvent.clock += 1
         self.time = FakeEvent.clock
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         pass
 

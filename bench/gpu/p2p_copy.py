@@ -69,9 +69,8 @@ def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespac
     """Of ``ops.p2p_copy`` in one direction."""
     device, width = args.device, 64 if args.quick else WIDTH
     pinned = memory == "pinned" and device.type == "cuda"
-    make = functools.partial(torch.randn, rows, width)
-    on_host = [make().to(torch.bfloat16) for _ in range(CHUNKS)]
-    on_host = [x.pin_memory() if pinned else x for x in on_host]
+    one = torch.randn(rows, width).to(torch.bfloat16)  # A CPU takes its time for random numbers.
+    on_host = [one.clone().pin_memory() if pinned else one.clone() for _ in range(CHUNKS)]
     on_device = [x.to(device) for x in on_host]
     host = torch.device("cpu")
     to_device = direction == "to the GPU"
@@ -115,7 +114,7 @@ def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespac
 def of_model(way: str, rows: int, args: argparse.Namespace) -> Row:
     """Of a model whose first module is on the CPU and whose second is on the GPU."""
     device, width = args.device, 64 if args.quick else WIDTH
-    x = torch.randn(CHUNKS * rows, width).to(torch.bfloat16)
+    x = torch.randn(rows, width).to(torch.bfloat16).repeat(CHUNKS, 1)
     micro_batches = list(x.to(device).chunk(CHUNKS))
     body = calibrated(lambda: ops.p2p_copy(x[:rows], device), micro_batches[0], width, device)
     alone = copy.copy(body)

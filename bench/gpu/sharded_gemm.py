@@ -47,6 +47,7 @@ TINY_TOKENS = (3,)
 KIND = torch.bfloat16
 ALGORITHMS = ("auto", "triton", "cublas")
 CACHED = 128 << 20  # bytes of operands that no cache holds
+COPIES = 64  # of the operands, at most
 SAMPLED = 64  # rows and columns whose errors are computed
 OVERLAP_RANKS = 2
 OVERLAP_TOKENS = (2048, 8192)
@@ -82,7 +83,7 @@ class Product(NamedTuple):
 def products(quick: bool) -> Iterator[Product]:
     """All of them, those first that tell most."""
     models, all_tokens = (TINY_MODELS, TINY_TOKENS) if quick else (MODELS, TOKENS)
-    for tokens, degree in itertools.product(all_tokens, DEGREES[:1] if quick else DEGREES):
+    for degree, tokens in itertools.product(DEGREES[:1] if quick else DEGREES, all_tokens):
         for model, (hidden, inner) in models.items():
             for layer, features in (("o_proj", hidden), ("down_proj", inner)):
                 part = features // degree
@@ -102,7 +103,7 @@ def operands(product: Product, device: torch.device, least: int) -> list[tuple[T
         return data.t() if transposed else data
 
     m, n, k = product.m, product.n, product.k
-    count = min(8, max(1, math.ceil(least / (2 * k * (m + n)))))
+    count = min(COPIES, max(1, math.ceil(least / (2 * k * (m + n)))))
     return [
         (make(m, k, product.way == "grad_weight"), make(n, k, product.way != "forward"))
         for _ in range(count)
@@ -243,7 +244,7 @@ def tune(args: argparse.Namespace, seconds: float) -> Row:
 
     shapes = itertools.chain.from_iterable(
         tuner.row_parallel_shapes([tokens], [degree])
-        for tokens, degree in itertools.product(TOKENS, DEGREES)
+        for degree, tokens in itertools.product(DEGREES, TOKENS)
     )
     report = functools.partial(print, flush=True)
     found = tuner.measure(shapes, by_library, seconds=seconds, report=report)

@@ -17,7 +17,8 @@ import torch
 from bench import harness
 
 Row = dict[str, Any]
-HEAD_START = 8_000_000  # cycles that the device waits at first while work is queued; some 5 ms
+HEAD_START = 400_000  # cycles that the device waits at first while work is queued; some 200 us,
+PER_WORK = 80_000  # and 40 us for each time that the work is done
 SAMPLE = 1e-3  # seconds that a sample lasts at least; short work is repeated
 
 
@@ -45,7 +46,7 @@ def device_seconds(work: Callable[[], Any], device: torch.device, repeat: int = 
     """
     if device.type != "cuda":
         return call_seconds(work, device, repeat)
-    cycles = HEAD_START
+    cycles = HEAD_START + PER_WORK * repeat
     while True:
         torch.cuda.synchronize(device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pipekernels.kernels.config import Blocks, Config
-from pipekernels.kernels.layout import has_rows
+from pipekernels.kernels.layout import has_rows, signature
 from pipekernels.kernels.sharded_gemm import gemm_kernel
 
 PRECISIONS = {"tfloat32": "tf32"}
@@ -92,7 +92,7 @@ def launch(
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
     added = (bias, residual, scale_a, scale_b, partials, arrivals, ready)
-    kernel = (a.device, kind, out.dtype, blocks, a_via, b_via, c_via, *(x is None for x in added))
+    kernel = (kind, blocks, split_k > 1, ready is None, *signature(product[1:]))
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         gemm_kernel[(programs,)](
             a_operand, b_operand, c_operand, *added, *out.shape, a.shape[1], group_m, split_k,

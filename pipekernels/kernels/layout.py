@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from torch import Tensor
 
 
@@ -30,3 +33,18 @@ def layout_of(a: Tensor, b: Tensor) -> str | None:
         if has_rows(a.t()):
             return "grad_weight"
     return None
+
+
+def signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
+    """Equal where one compiled kernel serves, given the same configuration and kind.
+
+    It has what Triton compiles in (which sizes are 1, which are multiples of 16) or a little more: the
+    strides as they are.
+    """
+    return tuple(None if tensor is None else _signature(tensor) for tensor in tensors)
+
+
+def _signature(tensor: Tensor) -> tuple[Any, ...]:
+    rows, columns = tensor.shape[0], tensor.shape[-1]
+    sizes = rows == 1, columns == 1, columns % 16 == 0
+    return tensor.device, tensor.dtype, *sizes, tensor.stride(), tensor.data_ptr() % 16 == 0

@@ -46,9 +46,11 @@ def by_library(product: Product) -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = product.kind == "tfloat32"
-    _, a, b, out, _, _, scale_a, scale_b = product
-    gemm_into(out, a, b, scale_a=scale_a, scale_b=scale_b, algorithm="cublas")
-    matmul.allow_tf32 = before
+    try:
+        _, a, b, out, _, _, scale_a, scale_b = product
+        gemm_into(out, a, b, scale_a=scale_a, scale_b=scale_b, algorithm="cublas")
+    finally:
+        matmul.allow_tf32 = before
 
 
 def describe(gpu: str) -> str:

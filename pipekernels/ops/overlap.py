@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
-from pipekernels.kernels.layout import has_rows, layout_of
+from pipekernels.kernels.layout import has_rows, layout_of, signature
 from pipekernels.ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allowed
 
 # Fewer blocks of rows hide less, more of them wait more often.
@@ -153,7 +153,8 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
     if forced:
         return found
     # A kernel is not to be compiled and loaded while a graph is captured.
-    is_late = torch.cuda.is_current_stream_capturing() and (a.device, found.config) not in _loaded
+    kernel = (found.config.blocks, *signature((a, b, out)))
+    is_late = torch.cuda.is_current_stream_capturing() and kernel not in _loaded
     return None if is_late or found.seconds * GAIN >= found.plain_seconds else found
 
 
@@ -187,7 +188,7 @@ def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overla
             sms=gpu.sms - overlap.reducing_blocks,
             ready=ready,
         )
-        _loaded.add((a.device, config))
+        _loaded.add((config.blocks, *signature((a, b, out))))
         with torch.cuda.stream(side):
             communicator.all_reduce_when_ready(
                 out,
@@ -199,7 +200,7 @@ def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overla
         torch.cuda.current_stream().wait_stream(side)
 
 
-_loaded: set[tuple[torch.device, Config]] = set()
+_loaded: set[tuple[Any, ...]] = set()
 
 
 @functools.cache

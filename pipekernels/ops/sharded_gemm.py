@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
-from pipekernels.kernels.layout import has_rows, layout_of
+from pipekernels.kernels.layout import has_rows, layout_of, signature
 
 ALGORITHMS = ("auto", "triton", "cublas")
 FLOAT8 = torch.float8_e4m3fn
@@ -116,7 +116,7 @@ def gemm_into(
     if a.is_cuda and out.numel() > 0 and a.shape[1] > 0:
         chosen = choose(a, b, out, residual, algorithm)
     if chosen is not None:
-        kernel = (a.device, chosen, bias is None, residual is None)
+        kernel = (chosen, *signature((a, b, out, bias, residual, scale_a, scale_b)))
         capturing = torch.cuda.is_current_stream_capturing()
         if algorithm != "auto":
             now = True
@@ -366,8 +366,10 @@ def _float8_product(
     out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 ) -> None:
     """The scaled product, by float32 where cuBLAS does not take the operands."""
-    one = torch.ones(1, dtype=torch.float32, device=a.device)
-    scale_a, scale_b = (one if scale is None else scale for scale in (scale_a, scale_b))
+    scale_a, scale_b = (
+        torch.ones(1, dtype=torch.float32, device=a.device) if scale is None else scale
+        for scale in (scale_a, scale_b)
+    )
     if not (a.is_cuda and _library_takes_float8(a, b, out)):
         out.copy_(a.float() @ b.float().t() * scale_a[:, None] * scale_b)
         return
