@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipekernels.kernels.config import BLOCKS, Blocks, Config
+from pipekernels.kernels.layout import signature
 
 DTYPES = {"tfloat32": torch.float32}  # Others are called as their kind.
 
@@ -37,6 +39,14 @@ class Case(NamedTuple):
     variant: str
 
 
+class Box(NamedTuple):
+    """A tensor descriptor's: so many rows of so many bytes, swizzled in spans of so many."""
+
+    rows: int
+    width: int
+    span: int
+
+
 class Kernel(NamedTuple):
     """What came out."""
 
@@ -44,6 +54,8 @@ class Kernel(NamedTuple):
     shared: int  # Bytes.
     registers: int  # Per thread.
     stack: int  # Bytes per thread, where registers spill.
+    scratch: int  # Bytes of device memory per program, which launches would have to allocate.
+    boxes: list[Box]  # What tensor descriptors move at a time.
 
 
 def cases() -> list[Case]:
@@ -68,6 +80,23 @@ def cases() -> list[Case]:
 
 def build(case: Case) -> Kernel | str:
     """Compile; what the compiler said, if it failed."""
+    try:
+        (kernel,) = compiled(case.architecture, lambda: _launch(case))
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    found = kernel.metadata
+    registers, stack = _resources(kernel.asm["cubin"])
+    boxes = [
+        Box(rows, columns * meta["elem_size"], 16 << meta["swizzle"])
+        for meta in found.tensordesc_meta or []
+        for rows, columns in [meta["block_size"]]
+    ]
+    scratch = found.global_scratch_size
+    return Kernel(kernel.asm["ptx"], found.shared, registers, stack, scratch, boxes)
+
+
+def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
+    """What Triton compiles for each of these launches of the kernel, of which it starts none."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
@@ -88,7 +117,7 @@ def build(case: Case) -> Kernel | str:
             raise AssertionError("a launch does not ask for that")
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", case.architecture, 32)
+            return GPUTarget("cuda", architecture, 32)
 
         def get_active_torch_device(self) -> torch.device:
             return torch.device("cpu")
@@ -97,18 +126,18 @@ def build(case: Case) -> Kernel | str:
             raise AssertionError("a launch does not ask for that")
 
         def get_current_device(self) -> int:
-            return case.architecture  # Kernels are kept by device.
+            return architecture  # Kernels are kept by device.
 
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    compiled: list[Any] = []
+    found: list[Any] = []
 
     class Recorder:
         """In place of the kernel: compiles for the arguments of a launch."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **kwargs: compiled.append(
+            return lambda *args, **kwargs: found.append(
                 launch_kernel.run(*args, grid=grid, warmup=True, **kwargs)
             )
 
@@ -116,14 +145,32 @@ def build(case: Case) -> Kernel | str:
     triton.runtime.driver.set_active(Absent())
     launch.gemm_kernel = Recorder()
     try:
-        _launch(case)
-    except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {error}"
+        launches()
     finally:
         launch.gemm_kernel = launch_kernel
-    (kernel,) = compiled
-    registers, stack = _resources(kernel.asm["cubin"])
-    return Kernel(kernel.asm["ptx"], kernel.metadata.shared, registers, stack)
+    return found
+
+
+def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
+    """Of small products with all kinds of sizes: what says which need a kernel of their own, and the
+    kernel's hash."""
+    from pipekernels.kernels.launch import Product, launch
+
+    config = Config(Blocks(16, 32, 16, 4, 2))
+    products = [
+        Product("float16", *(torch.empty(size, dtype=torch.float16) for size in ((m, k), (n, k), (m, n))))
+        for m, n, k in [(1, 32, 32), (2, 32, 32), (50, 32, 32), (50, 48, 16), (50, 40, 40), (7, 41, 32)]
+    ]  # fmt: skip
+    products += [
+        product._replace(bias=torch.empty(product.b.shape[0])) for product in products[1:3]
+    ]
+
+    def launches() -> None:
+        for product in products:
+            launch(product, config, generation=architecture, sms=1)
+
+    kernels = compiled(architecture, launches)
+    return [(signature(p[1:]), k.hash) for p, k in zip(products, kernels, strict=True)]
 
 
 def _launch(case: Case) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
 
 import aot
 import pytest
@@ -20,12 +21,18 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # 
 
 
 @pytest.fixture(scope="module")
-def compiling() -> Iterator[dict[aot.Case, Future[aot.Kernel | str]]]:
-    """All compilations, on as many processes as there are cores, up to 8."""
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """As many processes as there are cores, up to 8."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=context) as pool:
-        yield {case: pool.submit(aot.build, case) for case in aot.cases()}
+        yield pool
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def compiling(pool: ProcessPoolExecutor) -> dict[aot.Case, Future[aot.Kernel | str]]:
+    """All compilations."""
+    return {case: pool.submit(aot.build, case) for case in aot.cases()}
 
 
 def name(case: aot.Case) -> str:
@@ -44,6 +51,9 @@ def test_compiles_without_spills(
     if case.generation == 80:
         limit = SHARED_MEMORY[89]  # The smallest of the GPUs that take these blocks.
     assert kernel.shared <= limit
+    assert kernel.scratch == 0  # Or every thread that launches would have to bring an allocator.
+    for box in kernel.boxes:  # What cuTensorMapEncodeTiled() accepts.
+        assert box.rows <= 256 and box.width % 16 == 0 and box.width <= box.span
     tma = case.generation > 80 and case.variant != "odd"
     assert ("cp.async.bulk.tensor" in kernel.ptx) == tma
     if case.architecture == 90 and case.kind != "float32" and case.blocks.m >= 64:
@@ -53,6 +63,19 @@ def test_compiles_without_spills(
         release = kernel.ptx.rindex(".release.")
         assert "bar.sync" in kernel.ptx[store:release]
         assert "cp.async.bulk.tensor.2d.global.shared" not in kernel.ptx  # No bulk stores.
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_what_has_the_same_signature_has_the_same_kernel(
+    architecture: int, pool: ProcessPoolExecutor
+) -> None:
+    """Or a kernel would be compiled while a graph is captured."""
+    found = pool.submit(aot.kernels_by_signature, architecture).result(timeout=110)
+    kernels: dict[Any, set[str]] = {}
+    for signature, kernel in found:
+        kernels.setdefault(signature, set()).add(kernel)
+    assert 1 < len(kernels) < len(found)
+    assert all(len(same) == 1 for same in kernels.values())
 
 
 def test_shipped_tables_choose_only_what_is_compiled_here() -> None:

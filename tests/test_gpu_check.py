@@ -118,12 +118,14 @@ def test_what_one_test_breaks_the_others_do_not_see(
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_none.py").write_text("def test_on_the_cpu(): pass")
     pytest_command = [sys.executable, "-m", "pytest"]
-    found = cuda_tests.collect(pytest_command, log)
-    assert list(found) == ["test_some.py"] and len(found["test_some.py"]) == 10
-    result = cuda_tests.run_file(
-        pytest_command, "test_some.py", found["test_some.py"], in_seconds(90), log, test_seconds=3
-    )
-    assert {test.partition("::")[2]: outcome for test, outcome in result.outcomes.items()} == {
+    pieces = cuda_tests.collect(pytest_command, log, 4)
+    assert [len(tests) for tests in pieces] == [4, 4, 2]
+    results = [
+        cuda_tests.run(pytest_command, tests, in_seconds(90), log, test_seconds=3)
+        for tests in pieces
+    ]
+    outcomes = {test: outcome for result in results for test, outcome in result.outcomes.items()}
+    assert {test.partition("::")[2]: outcome for test, outcome in outcomes.items()} == {
         "test_good": "passed",
         "test_bad[a b]": "failed",
         "test_bad[c]": "passed",
@@ -135,12 +137,10 @@ def test_what_one_test_breaks_the_others_do_not_see(
         "test_end": "crashed",
         "test_last": "passed",
     }
-    told = cuda_tests.summary([result])
+    told = cuda_tests.summary(results)
     assert "test_some.py: 3 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in told
     assert "  crashed: test_some.py::test_hang" in told and "test_good" not in told
-    late = cuda_tests.run_file(
-        pytest_command, "test_some.py", found["test_some.py"], in_seconds(-1), log
-    )
+    late = cuda_tests.run(pytest_command, pieces[0], in_seconds(-1), log)
     assert set(late.outcomes.values()) == {"not run"}
 
 
@@ -180,14 +180,14 @@ def run_check(
     (tmp_path / "build").mkdir()
     monkeypatch.setattr(check, "run_step", calls)
     monkeypatch.setattr(check, "_sanitizer", lambda: "compute-sanitizer")
-    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, log: {"a.py": ["a.py::t"]})
+    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, log: [["a.py::t"]])
 
-    def run_file(
-        pytest: list[str], file: str, tests: list[str], deadline: float, log: steps.Log
-    ) -> cuda_tests.FileResult:
-        return cuda_tests.FileResult(file, dict.fromkeys(tests, outcome), 1.0)
+    def run_tests(
+        pytest: list[str], tests: list[str], deadline: float, log: steps.Log
+    ) -> cuda_tests.Result:
+        return cuda_tests.Result(dict.fromkeys(tests, outcome), 1.0)
 
-    monkeypatch.setattr(check.cuda_tests, "run_file", run_file)
+    monkeypatch.setattr(check.cuda_tests, "run", run_tests)
     run = check.Check(tmp_path, "90")
     return run.run(), calls, run.outcomes
 

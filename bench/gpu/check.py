@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +40,7 @@ SHARES = {
     "gpu.sharded_gemm": 70,
 }
 ENDING = 15  # of these, seconds that a benchmark which takes as long as it may leaves for its end
-TOGETHER = 8  # processes that test at the same time, those under compute-sanitizer included
+TOGETHER = 12  # processes that test at the same time, those under compute-sanitizer included
 # Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is an
 # allocation of its own, so that memcheck sees every access beyond one; but ranks must not allocate
 # while others wait.
@@ -62,7 +63,7 @@ class Check:
     def __init__(self, folder: Path, architecture: str) -> None:
         self.log = Log(folder / "gpu_check.log")
         self.outcomes: list[Outcome] = []
-        self.files: list[cuda_tests.FileResult] = []
+        self.tested: list[cuda_tests.Result] = []
         self._folder = folder
         self._architecture = architecture
         self._begin = time.monotonic()
@@ -108,16 +109,14 @@ class Check:
         pytest = [sys.executable, "-m", "pytest"]
         with ThreadPoolExecutor(TOGETHER) as pool:
             checks = [pool.submit(self._sanitize, *check, deadline) for check in SANITIZERS]
-            found = cuda_tests.collect(pytest, self.log)
-            # Files with the most tests first, so that none that takes long is left for the end.
-            files = [
-                pool.submit(cuda_tests.run_file, pytest, file, tests, deadline, self.log)
-                for file, tests in sorted(found.items(), key=lambda item: -len(item[1]))
+            pieces = [
+                pool.submit(cuda_tests.run, pytest, tests, deadline, self.log)
+                for tests in cuda_tests.collect(pytest, self.log)
             ]
-        self.files = [file.result() for file in files]
-        tests = sum(len(file.outcomes) for file in self.files)
-        bad = sum(len(file.named("failed", "error", "crashed", "not run")) for file in self.files)
-        skipped = sum(len(file.named("skipped")) for file in self.files)
+        self.tested = [piece.result() for piece in pieces]
+        outcomes = Counter(outcome for piece in self.tested for outcome in piece.outcomes.values())
+        tests, skipped = outcomes.total(), outcomes["skipped"]
+        bad = tests - skipped - outcomes["passed"]
         note = f"{tests} tests, {bad} did not pass, {skipped} were skipped"
         status = "failed" if bad or tests == skipped else "passed"
         self.outcomes.append(Outcome("tests", status, time.monotonic() - begin, note))
@@ -144,7 +143,7 @@ class Check:
             for outcome in self.outcomes
         ]
         self.log.write(
-            f"\n==== summary\n{cuda_tests.summary(self.files)}\n\n" + "\n".join(lines)
+            f"\n==== summary\n{cuda_tests.summary(self.tested)}\n\n" + "\n".join(lines)
             + f"\n\n{seconds:.0f} s; results are in {self._folder}\n"
         )  # fmt: skip
         return all(outcome.good for outcome in self.outcomes)

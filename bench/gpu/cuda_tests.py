@@ -1,17 +1,20 @@
-"""The tests marked ``cuda``, a process per file, so that what one breaks the others do not see.
+"""The tests marked ``cuda``, in processes, so that what one breaks those of others do not see.
 
-A test that hangs or crashes ends its process; the rest of its file goes on in another one.
+A process has up to :data:`PIECE` tests of one file. A test that hangs or crashes ends its process; those
+after it go on in another one.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.gpu.steps import Log, Process
 
+PIECE = 32  # tests, long enough that the start of a process does not matter
 TEST_SECONDS = 60  # for one test; a few start processes that each load torch and CUDA
 COLLECT_SECONDS = 60.0
 OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
@@ -19,16 +22,15 @@ OPTIONS = ["-m", "cuda", "-p", "no:cacheprovider"]
 
 
 @dataclass
-class FileResult:
-    """What became of the tests of one file.
+class Result:
+    """What became of some tests.
 
     Attributes:
         outcomes: by test: ``'passed'``, ``'failed'``, ``'skipped'``, ``'error'``, ``'crashed'`` (it
             ended its process, or hung) or ``'not run'``.
-        seconds: how long the file took.
+        seconds: how long they took.
     """
 
-    file: str
     outcomes: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -36,8 +38,8 @@ class FileResult:
         return [test for test, outcome in self.outcomes.items() if outcome in outcomes]
 
 
-def collect(pytest: Sequence[str], log: Log) -> dict[str, list[str]]:
-    """All tests marked ``cuda``, by file.
+def collect(pytest: Sequence[str], log: Log, size: int = PIECE) -> list[list[str]]:
+    """All tests marked ``cuda``, in pieces of up to ``size`` tests of one file.
 
     Args:
         pytest: the command.
@@ -54,26 +56,29 @@ def collect(pytest: Sequence[str], log: Log) -> dict[str, list[str]]:
         file, separator, _ = line.partition("::")
         if separator and file.endswith(".py"):
             files.setdefault(file, []).append(line)
-    return files
+    return [
+        tests[begin : begin + size]
+        for tests in files.values()
+        for begin in range(0, len(tests), size)
+    ]
 
 
-def run_file(
+def run(
     pytest: Sequence[str],
-    file: str,
     tests: Sequence[str],
     deadline: float,
     log: Log,
     test_seconds: int = TEST_SECONDS,
-) -> FileResult:
-    """Run the tests of one file until ``deadline`` (of ``time.monotonic``) at most."""
+) -> Result:
+    """Run some tests of one file until ``deadline`` (of ``time.monotonic``) at most."""
     begin = time.monotonic()
-    result = FileResult(file)
+    result = Result()
     while len(result.outcomes) < len(tests) and time.monotonic() < deadline:
-        done = [f"--deselect={test}" for test in result.outcomes]
+        left = [test for test in tests if test not in result.outcomes]
         limits = ["--timeout", str(test_seconds), "--timeout-method", "thread"]
-        process = Process([*pytest, *OPTIONS, "-v", "-rfE", *limits, *done, file], {})
+        process = Process([*pytest, *OPTIONS, "-v", "-rfE", *limits, *left], {})
         status = process.wait(deadline - time.monotonic())
-        log.write(f"\n---- {file}\n{process.output}")
+        log.write(f"\n---- {left[0]} and on\n{process.output}")
         found, running = parse(process.output, set(tests))
         result.outcomes |= found
         if status is None:  # out of time
@@ -113,15 +118,18 @@ def parse(output: str, tests: set[str]) -> tuple[dict[str, str], str | None]:
     return outcomes, running
 
 
-def summary(results: Sequence[FileResult]) -> str:
+def summary(results: Sequence[Result]) -> str:
     """A line per file, and every test that is neither passed nor skipped."""
-    lines = []
+    files: dict[str, Result] = {}
     for result in results:
-        counts = {
-            outcome: len(result.named(outcome)) for outcome in sorted(set(result.outcomes.values()))
-        }
+        whole = files.setdefault(next(iter(result.outcomes)).partition("::")[0], Result())
+        whole.outcomes |= result.outcomes
+        whole.seconds += result.seconds
+    lines = []
+    for file, result in files.items():
+        counts = Counter(sorted(result.outcomes.values()))
         told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        lines.append(f"{result.file}: {told} in {result.seconds:.0f} s")
+        lines.append(f"{file}: {told} in {result.seconds:.0f} s")
         lines += [
             f"  {result.outcomes[test]}: {test}"
             for test in result.named("failed", "error", "crashed", "not run")
