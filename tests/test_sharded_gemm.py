@@ -1,88 +1,27 @@
-"""The product of a linear layer: values, gradients, traces; how it is chosen, measured and overlapped."""
+"""The product of a linear layer: values, gradients, traces, and which way it is computed."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import re
 import subprocess
 import sys
 import threading
-import warnings
-from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from test_linear import gamma
+from gemm_cases import CONFIG, FLOAT8, Case, check, measured, module, on_gpu, pretend_gpu
 from torch import Tensor
 from torch.nn import functional
 
-from pipekernels.kernels import table
-from pipekernels.kernels.config import BLOCKS, KINDS, Blocks, Config, candidates, generation
+from pipekernels.kernels.config import BLOCKS, KINDS, Config, candidates
 from pipekernels.kernels.layout import layout_of
-from pipekernels.kernels.table import Entry, Shape, Table, shape_class
-from pipekernels.ops import overlap, sharded_gemm
+from pipekernels.kernels.table import LAYOUTS
+from pipekernels.ops import sharded_gemm
 
-# Its function of this name hides the module.
-module = importlib.import_module("pipekernels.ops.sharded_gemm")
-
-FLOAT8 = torch.float8_e4m3fn
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-LAYOUTS = ["forward", "grad_input", "grad_weight"]
-
-
-def on_gpu(test: Any) -> Any:
-    """For tests of what CPUs do not have."""
-    return pytest.mark.cuda(pytest.mark.parametrize("device", ["cuda"], indirect=True)(test))
-
-
-def check(y: Tensor, a: Tensor, b: Tensor, *added: Tensor, tf32: bool = False) -> None:
-    """Compare ``a @ b.T`` plus the terms in ``added`` with float64.
-
-    Sums are taken in at least float32 (float64 for float64), and up to three roundings to the
-    result's dtype follow: of the product, and of each sum with a term. TF32 cuts operands off after
-    10 bits. Hopper keeps at least 13 bits in sums of 128 products of float8.
-    """
-    unit = torch.finfo(y.dtype).eps / 2
-    bound = gamma(a.shape[1] + 20, min(unit, 2**-24)) + gamma(3, unit)
-    bound += 2.1 * 2**-10 if tf32 else 0.0
-    bound += gamma(128, 2**-13) if a.dtype == FLOAT8 else 0.0
-    a, b = a.double(), b.double()
-    exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
-    for term in added:
-        exact, magnitude = exact + term.double(), magnitude + term.double().abs()
-    excess = (y.double() - exact).abs() - bound * magnitude
-    assert y.shape == exact.shape
-    assert (excess <= 0).all(), f"error exceeds its bound by {excess.max():.3e}"
-
-
-class Case(NamedTuple):
-    """Operands of a product, and what may be added to it."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor
-    residual: Tensor
-
-    @classmethod
-    def make(
-        cls, dtype: torch.dtype, device: torch.device, m: int, n: int, k: int,
-        *, out_dtype: torch.dtype | None = None, layout: str = "forward",
-    ) -> Case:  # fmt: skip
-        torch.manual_seed(0)
-
-        def operand(rows: int, by_columns: bool) -> Tensor:
-            data = torch.randn((k, rows) if by_columns else (rows, k), device=device).to(dtype)
-            return data.t() if by_columns else data
-
-        x, weight = operand(m, layout == "grad_weight"), operand(n, layout != "forward")
-        added = [torch.randn(size, device=device) for size in ((n,), (m, n))]
-        return cls(x, weight, *(term.to(out_dtype or dtype) for term in added))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -201,77 +140,7 @@ def test_the_kernel_in_the_interpreter() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-# ---- what is chosen ----
-
-
-@given(
-    st.sampled_from([80, 90, 100]),
-    st.sampled_from(KINDS),
-    *[st.integers(1, 20000)] * 3,
-    st.sampled_from([4, 108, 132, 148]),
-)
-def test_candidates_cover_every_product(
-    era: int, kind: str, m: int, n: int, k: int, sms: int
-) -> None:
-    found = candidates(era, kind, m, n, k, sms)
-    assert found and len(set(found)) == len(found)
-    choice = BLOCKS[era, kind]
-    for blocks, _, split_k in found:
-        assert blocks in (choice.shared if split_k > 1 else choice.whole)
-        share = ceil(ceil(k / blocks.k) / split_k)
-        assert share * (split_k - 1) < ceil(k / blocks.k)  # No program's share is empty.
-
-
-@given(st.sampled_from(KINDS), st.sampled_from(LAYOUTS), *[st.integers(1, 1 << 20)] * 3)
-def test_a_shape_class_holds_its_shapes(kind: str, layout: str, m: int, n: int, k: int) -> None:
-    found = shape_class(kind, layout, m, n, k)
-    assert shape_class(*found) == found  # Its largest shape is in it.
-    for size, most, tokens in zip((m, n, k), found[2:], "mnk", strict=True):
-        is_tokens = tokens == ("k" if layout == "grad_weight" else "m")
-        assert size <= most < size * (2 if is_tokens else 1.25) + (not is_tokens and size < 8)
-
-
-def test_which_gpus_take_whose_blocks() -> None:
-    capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
-    assert [generation(c) for c in capabilities] == [80, 80, 80, 90, 100, 100, 80]
-
-
-def test_layouts() -> None:
-    rows = torch.empty(32, 64, dtype=torch.bfloat16)
-    columns = torch.empty(64, 32, dtype=torch.bfloat16).t()
-    assert layout_of(rows, rows) == "forward"
-    assert layout_of(rows, columns) == "grad_input"
-    assert layout_of(columns, columns) == "grad_weight"
-    assert layout_of(columns, rows) is None
-    assert layout_of(rows[:, 1:], rows) is None  # Not at a multiple of 16 bytes.
-    assert layout_of(rows[:, :60], rows[:, :60]) == "forward"
-    assert layout_of(torch.empty(32, 60, dtype=torch.bfloat16), rows) is None
-    assert layout_of(torch.empty(1, 60, dtype=torch.bfloat16), rows) == "forward"  # One row.
-    assert layout_of(rows[:1].expand(32, 64), rows) is None
-
-
-CONFIG = Config(Blocks(128, 128, 64, 8, 4))
-SHAPE = Shape("bfloat16", "forward", 64, 64, 64)
-
-
-def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) -> Table:
-    entry = Entry(shape, CONFIG, seconds, seconds * speedup, speedup)
-    entries = {shape_class(*shape): entry}
-    return Table("Some GPU", "2026-01-31 12:00 UTC", {"torch": "2"}, 5e-5, entries)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretends that tensors are on a GPU of which a table is known; sets both."""
-
-    def pretend(known: Table | None, capability: tuple[int, int] = (9, 0)) -> None:
-        fake = module.Gpu("Some GPU", capability, generation(capability), 132)
-        monkeypatch.setattr(module, "gpu_of", lambda device: fake)
-        monkeypatch.setattr(overlap, "gpu_of", lambda device: fake)
-        monkeypatch.setattr(table, "for_gpu", lambda name: known)
-        monkeypatch.setattr(module, "has_triton", lambda: True)
-
-    return pretend
+# ---- which way ----
 
 
 def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> Config | None:
@@ -280,17 +149,17 @@ def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> 
     return None if chosen is None else chosen.config
 
 
-def test_auto_takes_triton_where_it_was_measured_to_win(gpu: Any) -> None:
-    gpu(None)
+def test_auto_takes_triton_where_it_was_measured_to_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, None)
     assert choice("auto") is None
-    gpu(measured())
+    pretend_gpu(monkeypatch, measured())
     assert choice("auto") == CONFIG
     assert choice("cublas") is None
     assert choice("auto", torch.float16) is None  # Of which nothing is known,
     assert choice("auto", k=128) is None
     assert choice("auto", k=60) is None  # and odd addresses are not what was measured.
     assert choice("auto", torch.float64) is None
-    gpu(measured(speedup=1.0))
+    pretend_gpu(monkeypatch, measured(speedup=1.0))
     assert choice("auto") is None
     assert choice("triton") == CONFIG
 
@@ -304,7 +173,7 @@ class OnGpu(torch.Tensor):
 
 
 def test_auto_leaves_short_products_to_the_library_unless_captured(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of which kernel is loaded before, and none in a capture."""
     done: list[str] = []
@@ -319,21 +188,21 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
         module.gemm_into(out, a, b, algorithm=algorithm)
         return done
 
-    gpu(measured(seconds=1e-5))
+    pretend_gpu(monkeypatch, measured(seconds=1e-5))
     assert calls(captured=True) == ["library"]  # It is too late to load it.
     assert calls(captured=False) == ["triton", "library"]
     assert calls(captured=False) == ["library"]
     assert calls(captured=True) == ["triton"]
     assert calls(captured=False, algorithm="triton") == ["triton"]
-    gpu(measured(seconds=1e-3))
+    pretend_gpu(monkeypatch, measured(seconds=1e-3))
     assert calls(captured=False) == ["triton"]
     assert calls(captured=True) == ["triton"]
-    gpu(None)
+    pretend_gpu(monkeypatch, None)
     assert calls(captured=True) == ["library"]
 
 
 def test_what_the_library_computes_costs_no_operation(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But the first time, when the kernel is loaded, and in a capture, when the host has time."""
     captured: list[bool] = []
@@ -344,194 +213,60 @@ def test_what_the_library_computes_costs_no_operation(
         x, weight = (torch.empty(size, 64, dtype=dtype).as_subclass(OnGpu) for size in (rows, 64))
         return module._may_be_triton(x.view(-1, 1, 64), weight, dtype, "auto")
 
-    gpu(None)
+    pretend_gpu(monkeypatch, None)
     assert not through()
-    gpu(measured())
+    pretend_gpu(monkeypatch, measured())
     assert through() and through()
     assert not through(torch.float64) and not through(torch.float16) and not through(rows=0)
     assert not through(rows=65)  # Of another class.
-    gpu(measured(speedup=1.0))
+    pretend_gpu(monkeypatch, measured(speedup=1.0))
     assert not through()
-    gpu(measured(seconds=1e-5))
+    pretend_gpu(monkeypatch, measured(seconds=1e-5))
     assert [through(), through()] == [True, False]
     captured.append(True)
     assert through()
 
 
-def test_triton_by_force(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(None)
+def test_triton_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, None)
     assert choice("triton") == candidates(90, "bfloat16", 64, 64, 64, 132)[0]
     assert choice("triton", k=60) == Config(BLOCKS[90, "bfloat16"].odd)
     with pytest.raises(TypeError, match="not torch.float64"):
         choice("triton", torch.float64)
-    gpu(None, capability=(7, 5))
+    pretend_gpu(monkeypatch, None, capability=(7, 5))
     with pytest.raises(RuntimeError, match="needs compute capability 8.0, but Some GPU has 7.5"):
         choice("triton")
-    gpu(None, capability=(8, 0))
+    pretend_gpu(monkeypatch, None, capability=(8, 0))
     with pytest.raises(RuntimeError, match="needs compute capability 8.9"):
         choice("triton", FLOAT8)
-    gpu(None)
+    pretend_gpu(monkeypatch, None)
     monkeypatch.setattr(module, "has_triton", lambda: False)
     with pytest.raises(ImportError, match=r"pip install 'pipekernels\[triton\]'"):
         choice("triton")
     assert choice("auto") is None
 
 
-def test_auto_takes_triton_for_float8_that_the_library_does_not_take(gpu: Any) -> None:
-    gpu(None)
+def test_auto_takes_triton_for_float8_that_the_library_does_not_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_gpu(monkeypatch, None)
     a, b = torch.empty(64, 64).to(FLOAT8), torch.empty(60, 64).to(FLOAT8)
     assert module.choose(a, b, torch.empty(64, 60), None, "auto") is not None
     b = torch.empty(64, 64).to(FLOAT8)
     assert module.choose(a, b, torch.empty(64, 64, dtype=torch.bfloat16), None, "auto") is None
 
 
-# ---- tables ----
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    table.for_gpu.cache_clear()
-    return tmp_path
-
-
-def test_what_is_saved_is_loaded_and_added_to(cache: Path) -> None:
-    assert table.for_gpu("Some GPU") is None
-    odd = SHAPE._replace(m=50, k=61)  # Of the same class.
-    assert table.from_json(table.to_json(measured(shape=odd))) == measured(shape=odd)
-    path = table.save(measured())
-    assert path.is_relative_to(cache) and path.name == "sharded-gemm-some-gpu.json"
-    assert table.for_gpu("Some GPU") == table.load("Some GPU") == measured()
-    other = SHAPE._replace(m=128)
-    table.save(measured(2.0, shape=other))
-    both = table.for_gpu("Some GPU")
-    assert both is not None
-    assert both.entries == measured().entries | measured(2.0, shape=other).entries
-    assert table.for_gpu("Another GPU") is None
-
-
-def test_shipped_measurements_come_second(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = cache / "tables"
-    folder.mkdir()
-    monkeypatch.setattr(table, "FOLDER", folder)
-    other = SHAPE._replace(m=128)
-    shipped = measured()._replace(entries={**measured().entries, **measured(shape=other).entries})
-    (folder / "some-gpu.json").write_text(json.dumps(table.to_json(shipped)))
-    assert table.for_gpu("Some GPU") == shipped
-    table.save(measured(3.0))
-    found = table.for_gpu("Some GPU")
-    assert found is not None
-    assert found.entries == {**measured(3.0).entries, **measured(shape=other).entries}
-
-
-def test_every_shipped_table_can_be_read() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for path in table.FOLDER.glob("*.json"):
-            table.from_json(json.loads(path.read_text()))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": table.FORMAT + 1},
-        {"gpu": None, "entries": 3},
-        {"launch_seconds": 0},
-        {"entries": [{}]},
-        {"entries": [{"kind": "int8"}]},
-        {"entries": [{"m": 0}]},
-        {"entries": [{"seconds": -1.0}]},
-        {"entries": [{"speedup": "1"}]},
-        {"entries": [{"config": [[128, 128, 64, 8], 8, 1]}]},
-        {"entries": [{"config": [[128, 128, 64, 8, 4.5], 8, 1]}]},
-        {"entries": [{"extra": 1.0}]},
-    ],
-)
-def test_a_bad_file_is_ignored_with_a_warning_that_says_what_to_do(
-    cache: Path, change: dict[str, Any]
-) -> None:
-    path = table.save(measured())
-    record = json.loads(path.read_text())
-    entries = change.get("entries")
-    if isinstance(entries, list) and entries[0]:
-        change = {"entries": [record["entries"][0] | entries[0]]}
-    path.write_text(json.dumps(record | change))
-    table.for_gpu.cache_clear()
-    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(path))}.*`pipekernels tune`"):
-        assert table.for_gpu("Some GPU") is None
-
-
-# ---- overlap ----
-
-
-@given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0), st.integers(1, 50))
-def test_two_machines_one_behind_the_other(gemm: float, reduce: float, row_blocks: int) -> None:
-    end = 0.0
-    for block in range(1, row_blocks + 1):
-        end = max(end, gemm * block / row_blocks) + reduce / row_blocks
-    assert overlap.overlapped_seconds(gemm, reduce, row_blocks) == pytest.approx(end)
-
-
-def test_the_all_reduce_model() -> None:
-    link = overlap.Link(1e-6, 1e-9, 8e-9)
-    assert overlap.all_reduce_seconds(0, 8, link) == 1e-6  # One step.
-    assert overlap.all_reduce_seconds(10**9, 8, link) == pytest.approx(2 * 7 / 8, rel=1e-3)
-    assert overlap.all_reduce_seconds(10**9, 8, link, blocks=4) == pytest.approx(3.5, rel=1e-3)
-    assert overlap.all_reduce_seconds(10**9, 8, link, blocks=64) == pytest.approx(1.75, rel=1e-3)
-
-
-@given(st.integers(1, 16384), st.floats(1e-5, 1e-2), st.integers(2, 8))
-def test_plans(m: int, seconds: float, ranks: int) -> None:
-    link = overlap.LINKS[90]
-    size = m * 8192 * 2
-    found = overlap.plan(m, size, CONFIG, seconds, seconds, ranks=ranks, sms=132, link=link)
-    assert found.config.blocks == CONFIG.blocks
-    row_blocks = ceil(m / (found.config.blocks.m * found.config.group_m))
-    assert 1 <= found.config.group_m <= 8
-    assert row_blocks >= min(overlap.ROW_BLOCKS, ceil(m / CONFIG.blocks.m))
-    assert found.seconds >= max(seconds, overlap.all_reduce_seconds(size, ranks, link))
-    assert found.plain_seconds == seconds + overlap.all_reduce_seconds(size, ranks, link)
-
-
-def test_only_measured_products_that_gain_are_overlapped(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capturing: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
-    shape = Shape("bfloat16", "forward", 4096, 8192, 8192)
-    a, b, out = (
-        torch.empty(size, dtype=torch.bfloat16, device="meta")
-        for size in ((4096, 8192), (8192, 8192), (4096, 8192))
-    )
-    gpu(None)
-    assert overlap.plan_for(a, b, out, 2, "auto") is None
-    gpu(measured(seconds=8e-4, shape=shape))
-    found = overlap.plan_for(a, b, out, 2, "auto")
-    assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
-    capturing.append(True)  # The kernel would have to be loaded.
-    assert overlap.plan_for(a, b, out, 2, "auto") is None
-    monkeypatch.setattr(overlap, "_loaded", {(a.device, found.config)})
-    assert overlap.plan_for(a, b, out, 2, "auto") == found
-    for algorithm, ranks in (("auto", 1), ("cublas", 2), ("triton", 2)):
-        assert overlap.plan_for(a, b, out, ranks, algorithm) is None
-    # A product much shorter than the reduction hides little of it, and few blocks reduce slowly.
-    gpu(measured(seconds=2e-5, shape=shape))
-    assert overlap.plan_for(a, b, out, 8, "auto") is None
-    assert overlap.plan_for(a, b, out, 8, "overlapped") is not None
-    gpu(None)
-    forced = overlap.plan_for(a, b, out, 8, "overlapped")
-    assert forced is not None and forced.config.split_k == 1
-
-
 # ---- on a GPU ----
 
 
 def gpu_products() -> list[tuple[str, str, str]]:
-    """Kinds and layouts, and which of the generation's blocks."""
+    """Kinds and layouts, and which of the generation's blocks.
+
+    Float8 has no gradients; in float16 they are the same code as in bfloat16.
+    """
     found = []
     for kind in KINDS:
-        for layout in LAYOUTS[: 1 if kind == "float8_e4m3fn" else 3]:
+        for layout in LAYOUTS[: 1 if kind in ("float8_e4m3fn", "float16") else 3]:
             found += [(kind, layout, which) for which in ("whole", "shared", "odd")]
     return found
 
@@ -559,7 +294,8 @@ def test_every_configuration_on_a_gpu(
             )
             config = Config(block, split_k=3 if which == "shared" else 1)
             results = []
-            for residual in (None, case.residual):
+            # Each is a kernel to be compiled. Only a forward has terms to add.
+            for residual in (None, case.residual)[: 2 if layout == "forward" else 1]:
                 bias = None if residual is None else case.bias
                 out = torch.full_like(case.residual, float("nan"))
                 product = Product(kind, case.x, case.weight, out, bias, residual)
@@ -595,8 +331,10 @@ def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> No
     for _ in range(5):
         assert all(torch.equal(y, z) for y, z in zip(step(*leaves), first, strict=True))
 
+    # The code generator takes its time, and is not to be tested here but once.
+    backend = "inductor" if (m, dtype) == (1000, torch.bfloat16) else "aot_eager"
     forward = torch.compile(
-        lambda x, w, b: sharded_gemm(x, w, b, algorithm="triton"), fullgraph=True
+        lambda x, w, b: sharded_gemm(x, w, b, algorithm="triton"), fullgraph=True, backend=backend
     )
     y = forward(*leaves)
     assert torch.equal(y, first[0])
@@ -641,26 +379,3 @@ def test_threads_share_the_counters_of_split_k_on_a_gpu(device: torch.device) ->
         thread.join(60)
         assert not thread.is_alive()
     assert not wrong
-
-
-@on_gpu
-def test_tuning_on_a_gpu(cache: Path, device: torch.device) -> None:
-    """A product that was measured is taken as the table says, and both ways agree."""
-    from pipekernels.kernels import tuner
-    from pipekernels.ops.gemm_tuning import by_library
-
-    shapes = [
-        Shape("bfloat16", "forward", 16, 1024, 2048),
-        Shape("bfloat16", "grad_weight", 1024, 1024, 1024),
-    ]
-    found = tuner.measure(shapes, by_library, seconds=60)
-    assert [entry.shape for entry in found.entries.values()] == shapes
-    own = module.gpu_of(device).name
-    table.save(found)
-    assert table.for_gpu(own) is not None
-    for shape in shapes:
-        case = Case.make(torch.bfloat16, device, *shape[2:], layout=shape.layout)
-        assert layout_of(case.x, case.weight) == shape.layout
-        for algorithm in ("auto", "triton"):
-            check(sharded_gemm(case.x, case.weight, algorithm=algorithm), case.x, case.weight)
-    table.for_gpu.cache_clear()

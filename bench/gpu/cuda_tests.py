@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from bench.gpu.steps import Log, Process
 
-PIECE = 32  # tests, long enough that the start of a process does not matter
+PIECE = 24  # tests, long enough that the start of a process does not matter
 TEST_SECONDS = 60  # for one test; a few start processes that each load torch and CUDA
 COLLECT_SECONDS = 60.0
 OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")

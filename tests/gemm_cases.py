@@ -1,0 +1,91 @@
+"""What the tests of the sharded GEMM share: operands, an error bound, a table of measurements."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_linear import gamma
+from torch import Tensor
+
+from pipekernels.kernels import table
+from pipekernels.kernels.config import Blocks, Config, generation
+from pipekernels.kernels.table import Entry, Shape, Table, shape_class
+from pipekernels.ops import overlap
+
+# Its function of this name hides the module.
+module = importlib.import_module("pipekernels.ops.sharded_gemm")
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def on_gpu(test: Any) -> Any:
+    """For tests of what CPUs do not have."""
+    return pytest.mark.cuda(pytest.mark.parametrize("device", ["cuda"], indirect=True)(test))
+
+
+def check(y: Tensor, a: Tensor, b: Tensor, *added: Tensor, tf32: bool = False) -> None:
+    """Compare ``a @ b.T`` plus the terms in ``added`` with float64.
+
+    Sums are taken in at least float32 (float64 for float64), and up to three roundings to the
+    result's dtype follow: of the product, and of each sum with a term. TF32 cuts operands off after
+    10 bits. Hopper keeps at least 13 bits in sums of 128 products of float8.
+    """
+    unit = torch.finfo(y.dtype).eps / 2
+    bound = gamma(a.shape[1] + 20, min(unit, 2**-24)) + gamma(3, unit)
+    bound += 2.1 * 2**-10 if tf32 else 0.0
+    bound += gamma(128, 2**-13) if a.dtype == FLOAT8 else 0.0
+    a, b = a.double(), b.double()
+    exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
+    for term in added:
+        exact, magnitude = exact + term.double(), magnitude + term.double().abs()
+    excess = (y.double() - exact).abs() - bound * magnitude
+    assert y.shape == exact.shape
+    assert (excess <= 0).all(), f"error exceeds its bound by {excess.max():.3e}"
+
+
+class Case(NamedTuple):
+    """Operands of a product, and what may be added to it."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor
+
+    @classmethod
+    def make(
+        cls, dtype: torch.dtype, device: torch.device, m: int, n: int, k: int,
+        *, out_dtype: torch.dtype | None = None, layout: str = "forward",
+    ) -> Case:  # fmt: skip
+        torch.manual_seed(0)
+
+        def operand(rows: int, by_columns: bool) -> Tensor:
+            data = torch.randn((k, rows) if by_columns else (rows, k), device=device).to(dtype)
+            return data.t() if by_columns else data
+
+        x, weight = operand(m, layout == "grad_weight"), operand(n, layout != "forward")
+        added = [torch.randn(size, device=device) for size in ((n,), (m, n))]
+        return cls(x, weight, *(term.to(out_dtype or dtype) for term in added))
+
+
+CONFIG = Config(Blocks(128, 128, 64, 8, 4))
+SHAPE = Shape("bfloat16", "forward", 64, 64, 64)
+
+
+def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) -> Table:
+    entry = Entry(shape, CONFIG, seconds, seconds * speedup, speedup)
+    entries = {shape_class(*shape): entry}
+    return Table("Some GPU", "2026-01-31 12:00 UTC", {"torch": "2"}, 5e-5, entries)
+
+
+def pretend_gpu(
+    monkeypatch: pytest.MonkeyPatch, known: Table | None, capability: tuple[int, int] = (9, 0)
+) -> None:
+    """Have tensors be on a GPU of which a table is known, as far as the choice of a way goes."""
+    fake = module.Gpu("Some GPU", capability, generation(capability), 132)
+    monkeypatch.setattr(module, "gpu_of", lambda device: fake)
+    monkeypatch.setattr(overlap, "gpu_of", lambda device: fake)
+    monkeypatch.setattr(table, "for_gpu", lambda name: known)
+    monkeypatch.setattr(module, "has_triton", lambda: True)

@@ -1,0 +1,33 @@
+"""Which configurations of the sharded GEMM there are for a product."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipekernels.kernels.config import BLOCKS, KINDS, candidates, generation
+
+
+@given(
+    st.sampled_from([80, 90, 100]),
+    st.sampled_from(KINDS),
+    *[st.integers(1, 20000)] * 3,
+    st.sampled_from([4, 108, 132, 148]),
+)
+def test_candidates_cover_every_product(
+    era: int, kind: str, m: int, n: int, k: int, sms: int
+) -> None:
+    found = candidates(era, kind, m, n, k, sms)
+    assert found and len(set(found)) == len(found)
+    choice = BLOCKS[era, kind]
+    for blocks, _, split_k in found:
+        assert blocks in (choice.shared if split_k > 1 else choice.whole)
+        share = ceil(ceil(k / blocks.k) / split_k)
+        assert share * (split_k - 1) < ceil(k / blocks.k)  # No program's share is empty.
+
+
+def test_which_gpus_take_whose_blocks() -> None:
+    capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+    assert [generation(c) for c in capabilities] == [80, 80, 80, 90, 100, 100, 80]

@@ -1,0 +1,73 @@
+"""When a product is overlapped with its all-reduce, and how."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+import torch
+from gemm_cases import CONFIG, measured, pretend_gpu
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipekernels.kernels.table import Shape
+from pipekernels.ops import overlap
+
+
+@given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0), st.integers(1, 50))
+def test_two_machines_one_behind_the_other(gemm: float, reduce: float, row_blocks: int) -> None:
+    end = 0.0
+    for block in range(1, row_blocks + 1):
+        end = max(end, gemm * block / row_blocks) + reduce / row_blocks
+    assert overlap.overlapped_seconds(gemm, reduce, row_blocks) == pytest.approx(end)
+
+
+def test_the_all_reduce_model() -> None:
+    link = overlap.Link(1e-6, 1e-9, 8e-9)
+    assert overlap.all_reduce_seconds(0, 8, link) == 1e-6  # One step.
+    assert overlap.all_reduce_seconds(10**9, 8, link) == pytest.approx(2 * 7 / 8, rel=1e-3)
+    assert overlap.all_reduce_seconds(10**9, 8, link, blocks=4) == pytest.approx(3.5, rel=1e-3)
+    assert overlap.all_reduce_seconds(10**9, 8, link, blocks=64) == pytest.approx(1.75, rel=1e-3)
+
+
+@given(st.integers(1, 16384), st.floats(1e-5, 1e-2), st.integers(2, 8))
+def test_plans(m: int, seconds: float, ranks: int) -> None:
+    link = overlap.LINKS[90]
+    size = m * 8192 * 2
+    found = overlap.plan(m, size, CONFIG, seconds, seconds, ranks=ranks, sms=132, link=link)
+    assert found.config.blocks == CONFIG.blocks
+    row_blocks = ceil(m / (found.config.blocks.m * found.config.group_m))
+    assert 1 <= found.config.group_m <= 8
+    assert row_blocks >= min(overlap.ROW_BLOCKS, ceil(m / CONFIG.blocks.m))
+    assert found.seconds >= max(seconds, overlap.all_reduce_seconds(size, ranks, link))
+    assert found.plain_seconds == seconds + overlap.all_reduce_seconds(size, ranks, link)
+
+
+def test_only_measured_products_that_gain_are_overlapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capturing: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    shape = Shape("bfloat16", "forward", 4096, 8192, 8192)
+    a, b, out = (
+        torch.empty(size, dtype=torch.bfloat16, device="meta")
+        for size in ((4096, 8192), (8192, 8192), (4096, 8192))
+    )
+    pretend_gpu(monkeypatch, None)
+    assert overlap.plan_for(a, b, out, 2, "auto") is None
+    pretend_gpu(monkeypatch, measured(seconds=8e-4, shape=shape))
+    found = overlap.plan_for(a, b, out, 2, "auto")
+    assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
+    capturing.append(True)  # The kernel would have to be loaded.
+    assert overlap.plan_for(a, b, out, 2, "auto") is None
+    monkeypatch.setattr(overlap, "_loaded", {(a.device, found.config)})
+    assert overlap.plan_for(a, b, out, 2, "auto") == found
+    for algorithm, ranks in (("auto", 1), ("cublas", 2), ("triton", 2)):
+        assert overlap.plan_for(a, b, out, ranks, algorithm) is None
+    # A product much shorter than the reduction hides little of it, and few blocks reduce slowly.
+    pretend_gpu(monkeypatch, measured(seconds=2e-5, shape=shape))
+    assert overlap.plan_for(a, b, out, 8, "auto") is None
+    assert overlap.plan_for(a, b, out, 8, "overlapped") is not None
+    pretend_gpu(monkeypatch, None)
+    forced = overlap.plan_for(a, b, out, 8, "overlapped")
+    assert forced is not None and forced.config.split_k == 1
