@@ -10,6 +10,7 @@ from gemm_cases import CONFIG, measured, pretend_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipekernels.kernels.layout import signature
 from pipekernels.kernels.table import Shape
 from pipekernels.ops import overlap
 
@@ -60,7 +61,8 @@ def test_only_measured_products_that_gain_are_overlapped(
     assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
     capturing.append(True)  # The kernel would have to be loaded.
     assert overlap.plan_for(a, b, out, 2, "auto") is None
-    monkeypatch.setattr(overlap, "_loaded", {(a.device, found.config)})
+    kernel = (found.config.blocks, *signature((a, b, out)))
+    monkeypatch.setattr(overlap, "_loaded", {kernel})
     assert overlap.plan_for(a, b, out, 2, "auto") == found
     for algorithm, ranks in (("auto", 1), ("cublas", 2), ("triton", 2)):
         assert overlap.plan_for(a, b, out, ranks, algorithm) is None
