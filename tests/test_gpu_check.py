@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench import harness, report
 from bench.gpu import __main__ as gpu
 from bench.gpu import check, cuda_tests, sanitized, sharded_gemm, steps, timing
 from pipekernels.ops.forecast import Forecast
@@ -249,14 +250,29 @@ def test_without_a_gpu_it_says_what_to_do(
 # ---- benchmarks ----
 
 
+def rendered(name: str, rows: list[timing.Row]) -> str:
+    """What becomes of a result file on a page."""
+    record = {
+        "name": f"gpu.{name}",
+        "date": "2026-01-31 12:00 UTC",
+        "commit": "0123456789ab",
+        "machine": {"gpu": "Some GPU", "cpu": "Some CPU", "cores": 16, "torch": "2.11.0"},
+        "conditions": importlib.import_module(f"bench.gpu.{name}").CONDITIONS,
+        "rows": rows,
+    }
+    page = report.render(json.loads(json.dumps(record)))
+    assert "*Some GPU, Some CPU, 16 cores, torch 2.11.0; 2026-01-31" in page
+    return page
+
+
 @pytest.mark.parametrize("name", gpu.NAMES)
 def test_every_gpu_benchmark_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     module = importlib.import_module(f"bench.gpu.{name}")
     args = argparse.Namespace(quick=True, device=torch.device("cpu"), seconds=60.0)
     rows = list(module.run(args))
     assert rows and not any("error" in row for row in rows)
-    json.dumps(rows)
-    assert "|" in module.table(rows) and "Failed" not in module.table(rows)
+    page = rendered(name, rows)
+    assert "|" in page and "Failed" not in page
     assert all(row.get("wrong", 0) == 0 for row in rows)
     assert module.CONDITIONS
     if hasattr(module, "plot"):
@@ -270,11 +286,53 @@ def test_what_the_sanitizer_runs_is_right(part: str, device: torch.device) -> No
     sanitized.PARTS[part](device)
 
 
-def test_the_forecast_says_that_it_is_one() -> None:
-    row = Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
-    told = sharded_gemm.table([{"part": "forecast", **row._asdict()}])
-    assert "Nobody has measured these" in told
-    assert "| 16 | 4096 | 4096 | 2 | 40 us | 20 us | 6 us | 26 us | 25 us | 1.60 |" in told
+def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
+    product = sharded_gemm.Product("Llama-7B", "o_proj", 8, "forward", 256, 256, 4096, 512)
+    seconds = {
+        "product": 2e-4,
+        "all-reduce": 1e-4,
+        "one after the other": 3e-4,
+        "overlapped": 2.1e-4,
+    }
+    forecast = Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
+    rows: list[timing.Row] = [
+        {"part": "tuning", "shapes": 70, "faster": 50, "launch": 4e-5},
+        {
+            "part": "product",
+            **product._asdict(),
+            "ways": {},
+            "TFLOP/s": {"auto": 606.0, "triton": 606.0, "cublas": 600.0},
+            "errors": {"auto": 1e-3, "triton": 1e-3, "cublas": 2e-3},
+        },
+        {"part": "left out", "products": 12},
+        {
+            "part": "overlap",
+            "tokens": 2048,
+            "ways": {way: harness.summary([time] * 3) for way, time in seconds.items()},
+            "reducing blocks": 8,
+            "wrong": 0,
+            "over the slower": 1.05,
+            "slow-down": 1.02,
+        },
+        {"part": "forecast", **forecast._asdict()},
+        {"part": "overlap", "tokens": 8192, "error": "Traceback\nRuntimeError: no room"},
+    ]
+    told = rendered("sharded_gemm", rows)
+    for text in (
+        "| Llama-7B | o_proj | 8 | forward | 256 | 606.0 | 606.0 | 600.0 | 1.01 | 1.01 | 0.50 |",
+        "auto, 256 tokens and more: 1.01 (least 1.01)",
+        "12 products are left out",
+        "70 shapes, for 50 of them Triton is taken; a launch takes 40 us",
+        "| 2048 | 8 | 200 us | 100 us | 300 us | 210 us | 1.05 | 1.02 | 0 |",
+        "Nobody has measured these",
+        "| 16 | 4096 | 4096 | 2 | 40 us | 20 us | 6 us | 26 us | 25 us | 1.60 |",
+        "* overlap, 8192: RuntimeError: no room",
+    ):
+        assert text in told
+    left_out = [{"part": "left out", "system": "NCCL 2.28.9"}]
+    assert "NCCL 2.28.9 is left out: it takes several" in rendered("all_reduce", left_out)
+    pytest.importorskip("matplotlib")
+    sharded_gemm.plot(rows, tmp_path / "plot.svg")
 
 
 class FakeGpu:

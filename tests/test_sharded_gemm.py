@@ -182,10 +182,10 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     monkeypatch.setattr(module, "_loaded", set())
     a, b, out = (torch.empty(64, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for _ in range(3))
 
-    def calls(captured: bool, algorithm: str = "auto") -> list[str]:
+    def calls(captured: bool, algorithm: str = "auto", to: torch.Tensor = out) -> list[str]:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         done.clear()
-        module.gemm_into(out, a, b, algorithm=algorithm)
+        module.gemm_into(to, a, b, algorithm=algorithm)
         return done
 
     pretend_gpu(monkeypatch, measured(seconds=1e-5))
@@ -193,6 +193,8 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     assert calls(captured=False) == ["triton", "library"]
     assert calls(captured=False) == ["library"]
     assert calls(captured=True) == ["triton"]
+    apart = torch.empty(64, 128, dtype=torch.bfloat16)[:, :64]
+    assert calls(captured=True, to=apart) == ["library"]  # It takes another kernel.
     assert calls(captured=False, algorithm="triton") == ["triton"]
     pretend_gpu(monkeypatch, measured(seconds=1e-3))
     assert calls(captured=False) == ["triton"]
