@@ -377,6 +377,11 @@ def test_a_case_that_fails_is_a_row_and_in_the_table() -> None:
     assert rows[1]["case"] == "b" and "ValueError: no such case" in rows[1]["error"]
     assert timing.errors(rows, "case") == "\n\nFailed:\n\n* b: ValueError: no such case"
     assert timing.errors(rows[:1], "case") == ""
+    traceback = (
+        "Traceback:\n  File x, line 1\n    f()\nCUDAError: no memory\nSearch for\nCompile with"
+    )
+    assert timing.reason(traceback) == "CUDAError: no memory"
+    assert timing.reason("killed\nby a signal") == "by a signal"
 
 
 def test_results_are_kept_row_by_row(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from bench import harness
+from bench.gpu.timing import reason
 
 NAMES = ["micro_batch", "pipe", "all_reduce", "p2p_copy", "soak", "sharded_gemm"]
 
@@ -46,7 +47,7 @@ def main() -> int:
     failed = [row for row in rows if "error" in row]
     print(f"\n{module.table(rows)}\n\n{path or ''}", flush=True)
     if failed:
-        first = failed[0]["error"].strip().splitlines()[-1]
+        first = reason(failed[0]["error"])
         print(f"{len(failed)} of {len(rows)} cases failed, the first with: {first}", flush=True)
     return 1 if failed or not rows else 0
 

@@ -98,11 +98,17 @@ def attempt(case: Mapping[str, Any], measure: Callable[[], Row]) -> Iterator[Row
         yield {**case, "error": traceback.format_exc()}
 
 
+def reason(error: str) -> str:
+    """A traceback's error, without what CUDA adds to it in further lines."""
+    lines = error.strip().splitlines()
+    indented = [index for index, line in enumerate(lines) if line.startswith(" ")]
+    return lines[indented[-1] + 1 if indented and indented[-1] + 1 < len(lines) else -1]
+
+
 def errors(rows: list[Row], *keys: str) -> str:
     """Lines for a page about the cases that failed, named by these keys; empty if there are none."""
     lines = [
-        f"* {', '.join(str(row[key]) for key in keys if key in row)}: "
-        f"{row['error'].strip().splitlines()[-1]}"
+        f"* {', '.join(str(row[key]) for key in keys if key in row)}: {reason(row['error'])}"
         for row in rows
         if "error" in row
     ]
