@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -46,18 +47,21 @@ def build(folder: Path) -> None:
 
 
 def find_tool(name: str) -> str:
-    """Path of ``cmake`` or ``ninja``: the Python package of that name first, then PATH."""
-    beside_python = Path(sys.executable).parent
-    try:
-        package = __import__(name)
-        folder = getattr(package, "CMAKE_BIN_DIR", None) or getattr(package, "BIN_DIR", None)
-    except ImportError:
-        folder = None
-    for place in (folder, str(beside_python), None):
-        found = shutil.which(name, path=place) if place or place is None else None
-        if found:
-            return found
-    raise RuntimeError(f"{name} was not found: pip install {name}")
+    """Path of ``cmake`` or ``ninja``: that of the Python package of this name first, then PATH.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    places = []
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:
+        package = Path(spec.origin).parent
+        places = [package / "data" / "bin", package.parent / "bin"]  # The latter: pip --target.
+    places.append(Path(sys.executable).parent)
+    found = shutil.which(name, path=os.pathsep.join(map(str, places))) or shutil.which(name)
+    if found is None:
+        raise RuntimeError(f"{name} was not found: pip install {name}")
+    return found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""Where the build finds its tools."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "csrc" / "cmake" / "build_extension.py"
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    pytest.importorskip("pybind11")
+    spec = importlib.util.spec_from_file_location("build_extension", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tool(folder: Path) -> str:
+    """An executable of the name sometool."""
+    folder.mkdir(parents=True)
+    (folder / "sometool").write_text("#!/bin/sh\n")
+    (folder / "sometool").chmod(0o755)
+    return str(folder / "sometool")
+
+
+def test_where_tools_are_looked_for(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last of all on PATH; first in the package, wherever pip has put it."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    with pytest.raises(RuntimeError, match="pip install sometool"):
+        script.find_tool("sometool")
+    on_path = tool(tmp_path / "path")
+    assert script.find_tool("sometool") == on_path
+    beside_python = tool(tmp_path / "venv")
+    assert script.find_tool("sometool") == beside_python
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    package = tmp_path / "site" / "sometool"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    of_target = tool(tmp_path / "site" / "bin")
+    assert script.find_tool("sometool") == of_target
+    of_package = tool(package / "data" / "bin")
+    assert script.find_tool("sometool") == of_package
