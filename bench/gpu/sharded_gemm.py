@@ -80,10 +80,20 @@ class Product(NamedTuple):
     k: int
 
 
+def by_importance(degrees: tuple[int, ...], tokens: tuple[int, ...]) -> list[tuple[int, int]]:
+    """All pairs of a degree and a number of tokens, those first that tell most, as time may be short.
+
+    Two numbers of tokens further at one degree are as good as the next degree.
+    """
+    pairs = itertools.product(enumerate(degrees), enumerate(tokens))
+    ranked = [(2 * i + j, degree, count) for (i, degree), (j, count) in pairs]
+    return [(degree, count) for _, degree, count in sorted(ranked, key=lambda pair: pair[0])]
+
+
 def products(quick: bool) -> Iterator[Product]:
     """All of them, those first that tell most."""
     models, all_tokens = (TINY_MODELS, TINY_TOKENS) if quick else (MODELS, TOKENS)
-    for degree, tokens in itertools.product(DEGREES[:1] if quick else DEGREES, all_tokens):
+    for degree, tokens in by_importance(DEGREES[:1] if quick else DEGREES, all_tokens):
         for model, (hidden, inner) in models.items():
             for layer, features in (("o_proj", hidden), ("down_proj", inner)):
                 part = features // degree
@@ -244,7 +254,7 @@ def tune(args: argparse.Namespace, seconds: float) -> Row:
 
     shapes = itertools.chain.from_iterable(
         tuner.row_parallel_shapes([tokens], [degree])
-        for degree, tokens in itertools.product(DEGREES, TOKENS)
+        for degree, tokens in by_importance(DEGREES, TOKENS)
     )
     report = functools.partial(print, flush=True)
     found = tuner.measure(shapes, by_library, seconds=seconds, report=report)
