@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
-from pipekernels.kernels.layout import has_rows, layout_of, signature
+from pipekernels.kernels.layout import has_rows, layout_of
 from pipekernels.ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allowed
 
 # Fewer blocks of rows hide less, more of them wait more often.
@@ -112,7 +112,8 @@ def plan(
         reduce = all_reduce_seconds(size, ranks, link, blocks) + row_blocks * link.alpha
         return overlapped_seconds(seconds * sms / (sms - blocks), reduce, row_blocks)
 
-    blocks = min(REDUCING_BLOCKS, key=total)
+    # A part of a GPU may have few multiprocessors: the product keeps half of them at least.
+    blocks = min((min(blocks, max(1, sms // 2)) for blocks in REDUCING_BLOCKS), key=total)
     plain = plain_seconds + all_reduce_seconds(size, ranks, link)
     return Overlap(config, blocks, total(blocks), plain)
 
@@ -124,12 +125,16 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
         a, b, out: CUDA tensors.
         ranks: over how many ``out`` is to be summed.
         algorithm: ``'overlapped'`` for a way at any price, ``'auto'`` for one that the plan finds to
-            be faster by what has been measured on this GPU; ``None`` for all others.
+            be faster by what has been measured on this GPU, but not while a graph is captured;
+            ``None`` for all others.
     """
     kind, layout = kind_of(a.dtype, tf32_allowed()), layout_of(a, b)
     forced = algorithm == "overlapped"
     (m, k), n = a.shape, b.shape[0]
     if not (forced or algorithm == "auto") or ranks == 1 or m * n * k == 0 or kind is None:
+        return None
+    # A graph may begin with the reduction, and give it what the product needs to begin.
+    if torch.cuda.is_current_stream_capturing() and not forced:
         return None
     gpu = gpu_of(a.device)
     link, size = LINKS[gpu.generation], out.numel() * out.itemsize
@@ -150,12 +155,7 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
         m, size, entry.config, part * entry.seconds, part * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
     )  # fmt: skip
-    if forced:
-        return found
-    # A kernel is not to be compiled and loaded while a graph is captured.
-    kernel = (found.config.blocks, *signature((a, b, out)))
-    is_late = torch.cuda.is_current_stream_capturing() and kernel not in _loaded
-    return None if is_late or found.seconds * GAIN >= found.plain_seconds else found
+    return found if forced or found.seconds * GAIN < found.plain_seconds else None
 
 
 def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overlap: Overlap) -> None:
@@ -188,7 +188,6 @@ def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overla
             sms=gpu.sms - overlap.reducing_blocks,
             ready=ready,
         )
-        _loaded.add((config.blocks, *signature((a, b, out))))
         with torch.cuda.stream(side):
             communicator.all_reduce_when_ready(
                 out,
@@ -198,9 +197,6 @@ def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overla
                 blocks=overlap.reducing_blocks,
             )
         torch.cuda.current_stream().wait_stream(side)
-
-
-_loaded: set[tuple[Any, ...]] = set()
 
 
 @functools.cache
