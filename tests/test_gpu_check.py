@@ -286,6 +286,13 @@ def test_what_the_sanitizer_runs_is_right(part: str, device: torch.device) -> No
     sanitized.PARTS[part](device)
 
 
+def test_gemms_are_measured_in_order_of_importance() -> None:
+    found = list(sharded_gemm.products(quick=False))
+    assert len(set(found)) == len(found) == 16 * 7 + 2 * 16 * 4  # Gradients from 256 tokens on.
+    first = [(product.degree, product.tokens) for product in found[:32]]
+    assert set(first) == {(8, 4096), (8, 16), (8, 1), (1, 4096)}
+
+
 def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
     product = sharded_gemm.Product("Llama-7B", "o_proj", 8, "forward", 256, 256, 4096, 512)
     seconds = {

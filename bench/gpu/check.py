@@ -40,7 +40,7 @@ SHARES = {
     "gpu.sharded_gemm": 70,
 }
 ENDING = 15  # of these, seconds that a benchmark which takes as long as it may leaves for its end
-TOGETHER = 12  # processes that test at the same time, those under compute-sanitizer included
+TOGETHER = 10  # processes that test at the same time, those under compute-sanitizer included
 # Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is an
 # allocation of its own, so that memcheck sees every access beyond one; but ranks must not allocate
 # while others wait.

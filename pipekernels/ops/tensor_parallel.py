@@ -124,7 +124,7 @@ def row_linear(
         algorithm: of the products, forward and backward, on a GPU: as for
             :func:`pipekernels.ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel, with the
             all-reduce running while it does. ``'auto'`` takes that where a plan from measurements
-            says that it pays. The same on all ranks.
+            says that it pays, but not in a captured CUDA graph. The same on all ranks.
 
     Returns:
         ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
