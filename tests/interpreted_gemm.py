@@ -284,7 +284,7 @@ def test_from_the_operation_to_the_kernel(
         added |= {"scale_a": torch.rand(33) + 0.5, "scale_b": torch.rand(1) + 0.5}
     p = product(33, 40, 64, "forward", dtype, **added)
     config = Config(Blocks(16, 32, 32, 4, 3))
-    sharded_gemm._by_triton(p.out, p.a, p.b, *p[4:], config)
+    assert sharded_gemm._by_triton(p.out, p.a, p.b, *p[4:], sharded_gemm.Chosen(config), True)
     check(p, config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -176,10 +177,19 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of which kernel is loaded before, and none in a capture."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipekernels.kernels import launch as launching
+
     done: list[str] = []
-    monkeypatch.setattr(module, "_by_triton", lambda *arguments: done.append("triton"))
+
+    def launch(product: Any, config: Config, **_: Any) -> None:
+        done.append("triton")
+        launching._loaded.add(launching._kernel(product, config, False))
+
+    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(launching, "_loaded", set())
     monkeypatch.setattr(module, "_by_library", lambda *arguments: done.append("library"))
-    monkeypatch.setattr(module, "_loaded", set())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     a, b, out = (torch.empty(64, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for _ in range(3))
 
     def calls(captured: bool, algorithm: str = "auto", to: torch.Tensor = out) -> list[str]:

@@ -92,7 +92,7 @@ def launch(
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
     added = (bias, residual, scale_a, scale_b, partials, arrivals, ready)
-    kernel = (kind, blocks, split_k > 1, ready is None, *signature(product[1:]))
+    kernel = _kernel(product, config, ready is not None)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         gemm_kernel[(programs,)](
             a_operand, b_operand, c_operand, *added, *out.shape, a.shape[1], group_m, split_k,
@@ -105,6 +105,16 @@ def launch(
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)
+
+
+def is_loaded(product: Product, config: Config) -> bool:
+    """Whether :func:`launch` would neither compile nor load anything, as none may in a capture."""
+    return _kernel(product, config, False) in _loaded
+
+
+def _kernel(product: Product, config: Config, announces: bool) -> tuple[Any, ...]:
+    """What has one compiled kernel."""
+    return product.kind, config.blocks, config.split_k > 1, announces, *signature(product[1:])
 
 
 def numerics(kind: str, blocks: Blocks) -> dict[str, Any]:

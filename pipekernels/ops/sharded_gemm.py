@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
-from pipekernels.kernels.layout import has_rows, layout_of, signature
+from pipekernels.kernels.layout import has_rows, layout_of
 
 ALGORITHMS = ("auto", "triton", "cublas")
 FLOAT8 = torch.float8_e4m3fn
@@ -112,28 +112,12 @@ def gemm_into(
         bias, residual, scale_a, scale_b: ``[n]``, ``[m, n]``, ``[m]`` or ``[1]``, ``[n]`` or ``[1]``.
         algorithm: as there.
     """
-    chosen = None
+    added = (bias, residual, scale_a, scale_b)
     if a.is_cuda and out.numel() > 0 and a.shape[1] > 0:
         chosen = choose(a, b, out, residual, algorithm)
-    if chosen is not None:
-        kernel = (chosen, *signature((a, b, out, bias, residual, scale_a, scale_b)))
-        capturing = torch.cuda.is_current_stream_capturing()
-        if algorithm != "auto":
-            now = True
-        elif capturing:
-            now = kernel in _loaded  # Kernels are not to be compiled and loaded in a capture.
-        else:
-            now = not chosen.waits
-        if now or not (capturing or kernel in _loaded):
-            _by_triton(out, a, b, bias, residual, scale_a, scale_b, chosen.config)
-            _loaded.add(kernel)
-        if now:
+        if chosen is not None and _by_triton(out, a, b, *added, chosen, algorithm != "auto"):
             return
-        # Else it was launched, once, so that a later capture can have it.
-    _by_library(out, a, b, bias, residual, scale_a, scale_b)
-
-
-_loaded: set[tuple[Any, ...]] = set()
+    _by_library(out, a, b, *added)
 
 
 class Gpu(NamedTuple):
@@ -329,15 +313,26 @@ def _by_triton(
     residual: Tensor | None,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
-    config: Config,
-) -> None:
-    from pipekernels.kernels.launch import Product, launch
+    chosen: Chosen,
+    forced: bool,
+) -> bool:
+    """Launch the Triton kernel, or not; whether the product is computed so, and not by the library."""
+    from pipekernels.kernels.launch import Product, is_loaded, launch
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
     assert kind is not None  # Or there would be no configuration.
+    product = Product(kind, a, b, out, bias, residual, scale_a, scale_b)
     with torch.cuda.device(a.device):
-        product = Product(kind, a, b, out, bias, residual, scale_a, scale_b)
-        launch(product, config, generation=gpu.generation, sms=gpu.sms)
+        if not forced and torch.cuda.is_current_stream_capturing():
+            if not is_loaded(product, chosen.config):
+                return False
+        elif not forced and chosen.waits:
+            # Once, so that a later capture can have it.
+            if not is_loaded(product, chosen.config):
+                launch(product, chosen.config, generation=gpu.generation, sms=gpu.sms)
+            return False
+        launch(product, chosen.config, generation=gpu.generation, sms=gpu.sms)
+    return True
 
 
 def _by_library(
