@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -321,9 +322,10 @@ class FakeProperties(NamedTuple):
 def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On a GPU that is not there, where everything takes as long."""
+    """On a GPU that is not there, where one candidate is slow and all else takes as long."""
     monkeypatch.setattr(tuner, "DEVICE", "cpu")
-    monkeypatch.setattr(tuner, "ROUNDS", 1)
+    monkeypatch.setattr(tuner, "ROUNDS", 3)
+    monkeypatch.setattr(tuner, "TRIALS", 1)
     monkeypatch.setattr(tuner, "LAUNCHES", 2)
     monkeypatch.setattr(tuner, "_least_seconds", lambda product: 1.0)
     for name, fake in {
@@ -335,12 +337,17 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     right, wrong = Config(SMALL), Config(SMALL, split_k=2)
+    slow = right._replace(group_m=tuner.GROUPS[-1])  # The tuner tries it by itself.
+    calls: Counter[Config] = Counter()
     monkeypatch.setattr(tuner, "candidates", lambda *product: [wrong, right])
 
     def launch_one_wrongly(product: Product, config: Config, **arguments: Any) -> None:
         launch(product, config, **arguments)
+        calls[config] += 1
         if config == wrong:
             product.out[0, 0] += 1
+        if config == slow:
+            FakeEvent.clock += 1
 
     monkeypatch.setattr(tuner, "launch", launch_one_wrongly)
 
@@ -356,6 +363,7 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
         assert entry.shape == shape
         assert entry.config == right
         assert entry.speedup == pytest.approx(1.0)
+    assert 0 < calls[wrong] < calls[slow] < calls[right]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table.save(found)
     assert table.load("Some GPU") == found
