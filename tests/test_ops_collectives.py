@@ -116,8 +116,8 @@ def test_gradients_are_those_of_the_summed_loss(
     run_threads(world_size, on(device, on_rank))
 
 
-def test_plain_collectives_are_differentiable_twice() -> None:
-    xs = inputs(2, ROWS)
+def test_plain_collectives_are_differentiable_twice(device: torch.device) -> None:
+    xs = [x.to(device) for x in inputs(2, ROWS)]
 
     def on_rank(comm: Communicator) -> None:
         x = xs[comm.rank].clone().requires_grad_()
@@ -127,17 +127,19 @@ def test_plain_collectives_are_differentiable_twice() -> None:
         # The sum over both ranks' losses, twice: 2 * 2 * 6 y.
         torch.testing.assert_close(second, 24 * y.detach())
 
-    run_threads(2, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 @pytest.mark.parametrize("size", [8, 7, 4])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tensor_parallel_steps_with_a_replicated_loss(world_size: int, size: int) -> None:
+def test_tensor_parallel_steps_with_a_replicated_loss(
+    world_size: int, size: int, device: torch.device
+) -> None:
     """y = copy(x) * own factor, summed, scattered, scaled and gathered, against one process."""
-    factors = inputs(world_size, 5, size)
-    x = inputs(1, 5, size)[0].requires_grad_()
-    scale = torch.arange(1.0, size + 1, dtype=torch.float64)
-    cotangent = torch.randn(5, size, dtype=torch.float64)
+    factors = [factor.to(device) for factor in inputs(world_size, 5, size)]
+    x = inputs(1, 5, size)[0].to(device).requires_grad_()
+    scale = torch.arange(1.0, size + 1, dtype=torch.float64, device=device)
+    cotangent = torch.randn(5, size, dtype=torch.float64).to(device)
     expected = x * sum(factors) * scale
     expected.backward(cotangent)
     mine = list(scale.tensor_split(world_size))
@@ -152,50 +154,50 @@ def test_tensor_parallel_steps_with_a_replicated_loss(world_size: int, size: int
         y.backward(cotangent)
         torch.testing.assert_close(own.grad, x.grad)
 
-    run_threads(world_size, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
-def test_second_derivative_of_a_tensor_parallel_step_raises() -> None:
+def test_second_derivative_of_a_tensor_parallel_step_raises(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
-    x = torch.ones(3, requires_grad=True)
+    x = torch.ones(3, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(
         tp.reduce_from_ranks(x * x, comm).sum(),
         x,
-        torch.ones((), requires_grad=True),
+        torch.ones((), device=device, requires_grad=True),
         create_graph=True,
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
 
-def test_no_grad_and_autocast_keep_the_dtype() -> None:
+def test_no_grad_and_autocast_keep_the_dtype(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
-        x = torch.ones(4, requires_grad=True)
+        x = torch.ones(4, device=device, requires_grad=True)
         with torch.no_grad():
             assert not ops.all_reduce(x, comm).requires_grad
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             assert ops.all_reduce(x, comm).dtype == torch.float32
-            y = tp.row_linear(torch.ones(2, 4), torch.ones(3, 4), comm)
-            assert y.dtype == torch.bfloat16
+            ones = torch.ones(3, 4, device=device)
+            assert tp.row_linear(ones, ones, comm).dtype == torch.bfloat16
 
-    run_threads(2, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_registration(requires_grad: bool) -> None:
+def test_registration(requires_grad: bool, device: torch.device) -> None:
     """Schema, fake and autograd agree with what the kernels do (torch.library.opcheck)."""
     (comm,) = Communicator.threads(1)
-    x = torch.randn(4, 3, requires_grad=requires_grad)
+    x = torch.randn(4, 3, device=device, requires_grad=requires_grad)
     registered = torch.ops.pipekernels
     torch.library.opcheck(registered.all_reduce, (x, comm.handle, "sum", "auto"))
     torch.library.opcheck(registered.reduce_scatter, (x, comm.handle, "sum"))
     torch.library.opcheck(registered.all_gather, (x, comm.handle))
     torch.library.opcheck(registered.broadcast, (x, comm.handle, 0))
-    weight = torch.randn(5, 3)
+    weight = torch.randn(5, 3, device=device)
     torch.library.opcheck(registered.row_linear, (x.detach(), weight, comm.handle, False, "auto"))
 
 
-def test_compiles_to_one_graph() -> None:
+def test_compiles_to_one_graph(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
 
     def everything(x: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ def test_compiles_to_one_graph() -> None:
         x = tp.gather_from_ranks(tp.scatter_to_ranks(x.sin(), comm), comm, x.shape[-1])
         return ops.broadcast(tp.reduce_from_ranks(x, comm), comm)
 
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(4, 3, dtype=torch.float64, device=device, requires_grad=True)
     y = torch.compile(everything, fullgraph=True)(x)
     (grad,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(y, x.sin())

@@ -89,6 +89,7 @@ void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
 
 CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes)
     : core_(core), device_(device), process_(process_generation()), segment_(core.segment()) {
+  core.check();  // One that has been closed has no segment.
   try {
     wake_ = eventfd(0, EFD_CLOEXEC);
     if (wake_ < 0) throw std::runtime_error("eventfd failed");
@@ -234,7 +235,7 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
 // -----------------------------------------------------------------------------------------
 
 std::unique_ptr<CudaBuffer> CudaCommunicator::allocate(size_t bytes, void* stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto hold = lock();
   require_usable();
   const DeviceGuard guard(device_);
   std::byte* data = heap_->allocate(bytes, stream);
@@ -247,8 +248,13 @@ uint64_t CudaCommunicator::location_of(const void* data, size_t bytes) const {
 }
 
 void CudaCommunicator::check() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto hold = lock();
   require_usable();
+}
+
+std::unique_lock<std::mutex> CudaCommunicator::lock() {
+  if (process_ != process_generation()) core_.check();  // Throws; who has the lock is not here.
+  return std::unique_lock<std::mutex>(mutex_);
 }
 
 void CudaCommunicator::require_usable() {
@@ -293,7 +299,7 @@ void CudaCommunicator::throw_failure() {
 }
 
 void CudaCommunicator::synchronize() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto hold = lock();
   require_usable();
   const DeviceGuard guard(device_);
   if (events_->recorded) check_cuda(cudaEventSynchronize(events_->last), "a collective");
@@ -302,7 +308,7 @@ void CudaCommunicator::synchronize() {
 
 void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
                               const CudaCaller& caller) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto hold = lock();
   require_usable();
   if (core_.is_threads() && caller.may_meet) {
     launch_together(kernel, launch, caller.stream);
@@ -322,6 +328,7 @@ void CudaCommunicator::enqueue(const void* kernel, const DeviceLaunch& launch, v
   check_cuda(cudaLaunchKernel(kernel, dim3(launch.blocks), dim3(kDeviceThreads), arguments, 0,
                               stream_of(stream)),
              "launching a collective");
+  captured_ = captured_ || captured;
   if (captured) return;
   check_cuda(cudaEventRecord(events_->last, stream_of(stream)), "cudaEventRecord");
   events_->stream = stream;
@@ -395,16 +402,27 @@ void CudaCommunicator::close(bool abort) {
     return;
   }
   if (abort) stop(rank(), RankStatus::failed(Reason::kAborted, rank()));
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> hold(mutex_);
   if (closed_) return;
   closed_ = true;
-  if (events_->recorded) {
-    cudaEventSynchronize(events_->last);  // Soon, as every wait is bounded.
-    cudaGetLastError();
-  }
+  drain();
   eventfd_write(wake_, 1);
   watcher_->join();
   tear_down();
+}
+
+// Ends soon, as every wait is bounded. Of a graph nothing tells when it runs.
+void CudaCommunicator::drain() {
+  int previous = device_;
+  cudaGetDevice(&previous);
+  cudaSetDevice(device_);
+  if (captured_) {
+    cudaDeviceSynchronize();
+  } else if (events_->recorded) {
+    cudaEventSynchronize(events_->last);
+  }
+  cudaSetDevice(previous);
+  cudaGetLastError();
 }
 
 void CudaCommunicator::tear_down() {

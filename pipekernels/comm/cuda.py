@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ class Device:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._own = _backend.load().CudaCommunicator(core, index, symmetric_bytes())
+        # If nobody closes it: its destructor would wait with the lock of the interpreter, which the
+        # threads of other ranks may need to bring about what it waits for.
+        weakref.finalize(self, self._own.close, False)
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +90,7 @@ class Device:
         Raises:
             RuntimeError: there is no room, or a graph is being captured.
         """
+        self.check()  # What torch says in a forked child, for example, is not as clear.
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "symmetric memory cannot be allocated while a graph is captured, which would go on "
@@ -134,8 +139,10 @@ class Device:
 
 
 def _may_meet() -> bool:
-    """Whether this thread may wait for those of other ranks: not where it is autograd's.
+    """Whether this thread may wait for those of other ranks: not where it may be autograd's.
 
-    Autograd has one thread for each device, in which the backwards of all ranks take turns.
+    Autograd has one thread for each device, in which the backwards of all ranks take turns. In a
+    backward with ``set_multithreading_enabled(False)`` it is the thread that has called it.
     """
-    return torch._C._current_graph_task_id() == -1
+    in_backward = torch._C._current_graph_task_id() != -1
+    return not (in_backward and torch.autograd.is_multithreading_enabled())

@@ -8,9 +8,10 @@
 // Ranks that are threads of one process launch together: they meet on the CPU before each launch,
 // and after it. So no rank's kernel waits on a device for one that another rank's host thread
 // cannot launch, because a third one does what needs the device to be idle (loads a kernel, frees
-// memory); and different calls are found there, with the communicator as usable as before. In a
-// backward they cannot meet, see CudaCaller; the forward has loaded most of what that needs. Ranks
-// that are processes launch as they come.
+// memory); and different calls are found there, with the communicator as usable as before. In
+// autograd's threads they cannot meet, see CudaCaller: there the first launch of a kernel may have
+// to wait until the device is idle, hence until another rank gives up waiting. Ranks that are
+// processes launch as they come.
 #pragma once
 
 #include <memory>
@@ -76,7 +77,7 @@ class CudaBuffer {
 struct CudaCaller {
   void* stream;
   // Whether its thread may wait for those of other ranks. Autograd has one thread for each device,
-  // in which the backwards of all ranks take turns.
+  // in which the backwards of all ranks take turns, unless it is told to use none.
   bool may_meet;
 };
 
@@ -125,8 +126,10 @@ class CudaCommunicator {
   void launch_together(const void* kernel, const DeviceLaunch& launch, void* stream);
   void watch();
   void stop(int rank, uint32_t status);
+  std::unique_lock<std::mutex> lock();
   void require_usable();
   [[noreturn]] void throw_failure();
+  void drain();
   void tear_down();
 
   Communicator& core_;
@@ -144,6 +147,7 @@ class CudaCommunicator {
   std::mutex mutex_;  // Held by each call.
   bool closed_ = false;
   bool failed_ = false;
+  bool captured_ = false;  // Whether a graph holds launches.
 
   int wake_ = -1;  // An eventfd that ends the watcher.
   std::unique_ptr<std::thread> watcher_;
