@@ -1,0 +1,203 @@
+"""Ranks that call different things, or are lost: late, killed, stopped, interrupted."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import on
+from ranks import run_processes, run_threads, traces
+
+from pipekernels import Communicator, PeerError
+
+
+def kill_self_soon(seconds: float, signal_number: int = signal.SIGKILL) -> None:
+    """Send this process a signal from a thread, so that it hits in the middle of anything."""
+
+    def fire() -> None:
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal_number)
+
+    threading.Thread(target=fire, daemon=True).start()
+
+
+# ---- ranks that call different things ------------------------------------------------------------------
+
+
+def call_differently(comm: Communicator, device: torch.device) -> None:
+    ones = functools.partial(torch.ones, device=device)
+    odd, x = comm.rank == 1, ones(10)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: comm.all_reduce(x[: 9 + odd]), r"rank 0 all_reduce\(9 x float32, sum, auto\), rank 1 all_reduce\(10"),
+        (lambda: comm.all_reduce(x.to(torch.int32 if odd else torch.float16)), "10 x float16.*10 x int32"),
+        (lambda: comm.all_reduce(x, "max" if odd else "sum"), "sum, auto.* max, auto"),
+        (lambda: comm.all_reduce(x, algorithm="ring" if odd else "auto"), "sum, auto.* sum, ring"),
+        (lambda: comm.broadcast(x, int(odd)), "src=0.* src=1"),
+        (lambda: comm.barrier() if odd else comm.all_reduce(x), r"rank 0 all_reduce.* rank 1 barrier\(\)"),
+        (lambda: comm.all_reduce(x.view(2, 5) if odd else x), r"10 x float32.*10 x float32.*but of different shapes"),
+        (lambda: comm.broadcast(x.view(2, 5) if odd else x.view(5, 2)), "but of different shapes"),
+        (lambda: comm.all_gather(x.view(1, 10) if odd else x), "but of different shapes"),
+        (lambda: comm.reduce_scatter(ones((6, 2) if odd else (3, 4))), "but of different shapes"),
+        (lambda: comm.all_gather(x) if odd else comm.reduce_scatter(x[:9]), "reduce_scatter.* all_gather"),
+    ]  # fmt: skip
+    for call, message in calls:
+        with pytest.raises(ValueError, match=f"the ranks call different collectives: .*{message}"):
+            call()
+        assert comm.all_reduce(ones(2)).tolist() == [comm.world_size] * 2
+
+
+def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable(
+    device: torch.device,
+) -> None:
+    run_threads(3, on(device, call_differently, device))
+    if device.type == "cpu":  # On a GPU processes find it too late to go on.
+        run_processes(3, on(device, call_differently, device))
+
+
+# ---- ranks that are lost ------------------------------------------------------------------------------
+
+
+def lose_a_rank(
+    comm: Communicator, device: torch.device, folder: str, seed: int
+) -> tuple[str, float]:
+    """Rank ``seed % world_size`` is killed in a row of collectives; the others go on without it."""
+    ones, on_cpu = functools.partial(torch.ones, device=device), device.type == "cpu"
+    generator = random.Random(seed)
+    victim = seed % comm.world_size
+    delay = generator.uniform(0, 0.05)
+    group_store = f"{folder}/store-{seed}"
+    comm.close()
+    before = traces()
+    comm = Communicator.from_process_group()
+    x, symmetric = ones(1_000_000), comm.empty(300_000, device=device).fill_(1)
+    comm.barrier()
+    if comm.rank == victim:
+        Path(f"{folder}/{seed}").write_text(str(time.monotonic() + delay))
+        kill_self_soon(delay)
+    with pytest.raises(PeerError) as caught:
+        while True:
+            comm.all_reduce(x.fill_(1))
+            comm.synchronize()
+            assert x[-1] == comm.world_size
+            for algorithm in ("one_shot", "two_shot", "ring"):
+                comm.all_reduce(symmetric.fill_(1), algorithm=algorithm)
+                comm.synchronize()
+                assert symmetric.eq(comm.world_size).all()  # Never a part of the sum.
+            comm.reduce_scatter(ones(3 * 5000))
+            comm.all_gather(x)
+            comm.broadcast(x)
+            comm.barrier()
+    raised = time.monotonic()
+    message = str(caught.value)
+    assert caught.value.rank == victim
+    del caught  # Its traceback holds the tensors.
+    with pytest.raises(PeerError, match="cannot be used after a failure.*make a new one"):
+        comm.barrier()
+    comm.close()
+    del symmetric
+    assert not on_cpu or traces() == before  # CUDA has files of its own.
+
+    # Those that are left form a new group.
+    rank = comm.rank - (comm.rank > victim)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{group_store}", rank=rank, world_size=comm.world_size - 1
+    )
+    with Communicator.from_process_group() as survivors:
+        assert survivors.all_reduce(ones(1)).item() == comm.world_size - 1
+    return message, raised
+
+
+@pytest.mark.parametrize(
+    ("device", "seed"),
+    [*(("cpu", seed) for seed in range(4)), pytest.param("cuda", 4, marks=pytest.mark.cuda)],
+    indirect=["device"],
+)
+def test_a_killed_rank_is_named_at_once_by_all_others(
+    device: torch.device, seed: int, tmp_path: Path
+) -> None:
+    victim = seed % 3
+    results = run_processes(3, lose_a_rank, device, str(tmp_path), seed, killed=(victim,))
+    killed = float((tmp_path / str(seed)).read_text())
+    for rank, result in enumerate(results):
+        if rank != victim:
+            message, raised = result
+            assert f"rank {victim} has died" in message
+            assert raised - killed < 10  # Not by the timeout of 30 s.
+
+
+def wait_for_a_late_rank(comm: Communicator) -> str:
+    comm.barrier()
+    if comm.rank == 2:
+        time.sleep(2.5)
+        with pytest.raises(TimeoutError, match="rank 2 did not arrive in time"):
+            comm.barrier()
+        return ""
+    with pytest.raises(TimeoutError) as caught:
+        comm.all_reduce(torch.ones(5))
+    with pytest.raises(
+        RuntimeError, match=r"cannot be used after a failure \(.*rank.*2.*\); make a new"
+    ):
+        comm.all_reduce(torch.ones(5))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+def test_a_late_rank_is_named(run: Callable[..., list[str]]) -> None:
+    for message in run(3, wait_for_a_late_rank, timeout=1.0)[:2]:
+        assert "2" in message
+        assert re.search(r"rank\(s\) 2 of 3 did not arrive at all_reduce\(5 x float32, sum, auto\), "
+                         r"collective number 2 .* within 1 s|rank 2 did not arrive in time, as rank",
+                         message)  # fmt: skip
+
+
+def survive_a_stopped_rank(comm: Communicator) -> str:
+    pids = [int(pid) for pid in comm.all_gather(torch.tensor([os.getpid()]))]
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # Until a peer wakes it.
+        with pytest.raises(TimeoutError, match="rank 1 did not arrive in time"):
+            comm.barrier()
+        return ""
+    with pytest.raises(TimeoutError) as caught:
+        comm.barrier()
+    os.kill(pids[1], signal.SIGCONT)
+    return str(caught.value)
+
+
+def test_a_stopped_rank_is_named() -> None:
+    assert (
+        "1 of 2 did not arrive at barrier()"
+        in run_processes(2, survive_a_stopped_rank, timeout=1.0)[0]
+    )
+
+
+def interrupt(comm: Communicator) -> float:
+    comm.barrier()
+    if comm.rank == 0:
+        kill_self_soon(0.2, signal.SIGINT)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            comm.barrier()
+        waited = time.monotonic() - started
+        with pytest.raises(RuntimeError, match="a call was interrupted"):
+            comm.barrier()
+        return waited
+    time.sleep(0.5)
+    with pytest.raises(PeerError, match="rank 0 gave up"):
+        comm.barrier()
+    return 0.0
+
+
+def test_control_c_ends_a_wait() -> None:
+    assert 0.1 < run_processes(2, interrupt)[0] < 10
