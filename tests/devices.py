@@ -40,7 +40,10 @@ def on(device: torch.device, body: Callable[..., Any], *args: Any) -> Callable[[
 
 
 def _run(
-    device: torch.device, body: Callable[..., Any], args: tuple[Any, ...], communicator: Communicator
+    device: torch.device,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    communicator: Communicator,
 ) -> Any:
     with own_stream(device):
         result = body(communicator, *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import on, own_stream
 from ranks import run_processes, run_threads, traces
 
 from pipekernels import Communicator, PeerError
@@ -17,8 +19,9 @@ from pipekernels import Communicator, PeerError
 both = pytest.mark.parametrize("run", [run_threads, run_processes])
 
 
-def split_in_many_ways(comm: Communicator) -> list[Any]:
+def split_in_many_ways(comm: Communicator, device: torch.device) -> list[Any]:
     answers = []
+    mine = torch.tensor([comm.rank], device=device)
     for color, key in [
         (0, None),
         (comm.rank % 2, None),
@@ -32,19 +35,19 @@ def split_in_many_ways(comm: Communicator) -> list[Any]:
             answers.append(None)
             continue
         with child:
-            ranks = child.all_gather(torch.tensor([comm.rank])).tolist()
+            ranks = child.all_gather(mine).tolist()
             assert ranks[child.rank] == comm.rank and child.world_size == len(ranks)
             assert child.timeout == comm.timeout and Communicator.from_handle(child.handle) is child
             answers.append(ranks)
     assert comm.split(None) is None
-    assert comm.all_reduce(torch.ones(1)).item() == comm.world_size
+    assert comm.all_reduce(torch.ones(1, device=device)).item() == comm.world_size
     return answers
 
 
 @both
-def test_members_and_order(run: Callable[..., Any]) -> None:
+def test_members_and_order(run: Callable[..., Any], device: torch.device) -> None:
     """As MPI_Comm_split: by colour, then key, then rank."""
-    assert run(4, split_in_many_ways) == [
+    assert run(4, on(device, split_in_many_ways, device)) == [
         [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [0]],
         [[0, 1, 2, 3], [1, 3], [3, 1], [0, 2, 1, 3], None, [1]],
         [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [2]],
@@ -52,27 +55,30 @@ def test_members_and_order(run: Callable[..., Any]) -> None:
     ]
 
 
-def fail_apart(comm: Communicator) -> None:
-    pair = comm.split(comm.rank // 2)
-    grandchild = pair.split(0)
-    pair.barrier()
-    if comm.rank == 1:
-        pair.close()
-    elif comm.rank == 0:
-        with pytest.raises(PeerError, match="rank 1 has closed"):
-            pair.barrier()
-    else:
-        pair.barrier()
-    assert grandchild.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
-    comm.barrier()
-    comm.close()
-    if comm.rank >= 2:
-        assert pair.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+def fail_apart(device: torch.device, comm: Communicator) -> None:
+    with own_stream(device):
+        pair = comm.split(comm.rank // 2)
+        grandchild = pair.split(0)
+        x = torch.ones(2, device=device)
+        assert pair.all_reduce(x.clone()).tolist() == [2.0, 2.0]
+        if comm.rank == 1:
+            pair.close()
+        elif comm.rank == 0:
+            with pytest.raises(PeerError, match="rank 1 has closed"):
+                pair.all_reduce(x.clone())
+                pair.synchronize()
+        else:
+            pair.all_reduce(x.clone())
+        assert grandchild.all_reduce(x.clone()).tolist() == [2.0, 2.0]
+        comm.barrier()
+        comm.close()
+        if comm.rank >= 2:
+            assert pair.all_reduce(x).tolist() == [2.0, 2.0]
 
 
 @both
-def test_parent_and_children_are_independent(run: Callable[..., Any]) -> None:
-    run(4, fail_apart)
+def test_parent_and_children_are_independent(run: Callable[..., Any], device: torch.device) -> None:
+    run(4, functools.partial(fail_apart, device))
 
 
 def refuse_colors(comm: Communicator) -> None:
@@ -132,18 +138,24 @@ def test_many_at_once_on_threads() -> None:
     assert traces() == before
 
 
-def say_who(comm: Communicator) -> tuple[int, int]:
-    assert comm.all_reduce(comm.empty(10).fill_(1)).eq(comm.world_size).all()
+def say_who(comm: Communicator, device: torch.device) -> tuple[int, int]:
+    assert comm.all_reduce(comm.empty(10, device=device).fill_(1)).eq(comm.world_size).all()
     return comm.rank, os.getppid()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_start_methods(method: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "method"),
+    # CUDA that has been used in a process does not work in its fork.
+    [("cpu", "fork"), ("cpu", "spawn"), pytest.param("cuda", "spawn", marks=pytest.mark.cuda)],
+    indirect=["device"],
+)
+def test_start_methods(method: str, device: torch.device) -> None:
     """While the process that starts them has communicators of its own."""
-    own = Communicator.threads(2)
+    (own,) = Communicator.threads(1)
+    x = own.empty(3, device=device).fill_(1)
     expected = [(rank, os.getpid()) for rank in range(2)]
-    assert run_processes(2, say_who, start_method=method) == expected
-    assert own[0].empty(3).shape == (3,)
+    assert run_processes(2, on(device, say_who, device), start_method=method) == expected
+    assert own.all_reduce(x).tolist() == [1.0] * 3
 
 
 def meet_in_forked_children(comm: Communicator, folder: str) -> None:
