@@ -13,6 +13,8 @@ from pipekernels.pipeline.pace import Pace, Way
 
 # Several ranks on one GPU need a queue of its own for each of their streams; read when CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# Per rank and communicator; many ranks of several tests are on one GPU at the same time.
+os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(256 << 20))
 
 
 def _why_no_cuda() -> str | None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import os
 import random
-import signal
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from devices import on
+from devices import on, own_stream
 from ranks import run_processes, run_threads
 from torch import Tensor
 
@@ -114,36 +112,94 @@ def test_elements_per_gate(shape: tuple[int, ...]) -> None:
     assert tensors.check_gates(gated, ready, 4, 1) == expected
 
 
+def test_where_ranks_may_meet() -> None:
+    """Not on a thread of autograd's, where a rank would wait for others that are to come there."""
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(cuda._may_meet())
+            return grad
+
+    x = torch.ones(1, requires_grad=True)
+    Look.apply(x).backward()
+    with torch.autograd.set_multithreading_enabled(False):
+        Look.apply(x).backward()
+    assert seen == [False, True] and cuda._may_meet()
+
+
+def test_what_nobody_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Core:
+        pass
+
+    class Own:
+        def __init__(self, core: Core, device: int, symmetric_bytes: int) -> None:
+            self.device = device
+
+        def close(self, abort: bool) -> None:
+            closed.append((self.device, abort))
+
+    module = SimpleNamespace(Communicator=Core, CudaCommunicator=Own)
+    monkeypatch.setattr(_backend, "require_cuda", lambda device: None)
+    monkeypatch.setattr(_backend, "load", lambda: module)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device = cuda.Device(Core(), torch.device("cuda:3"))
+    assert closed == []
+    del device
+    gc.collect()
+    assert closed == [(3, False)]
+
+
 # ---- set-up and streams ---------------------------------------------------------------------------
 
 
-def set_up(gpu: torch.device, comm: Communicator) -> None:
-    with torch.cuda.stream(torch.cuda.Stream(gpu)):
-        use_from_start_to_end(comm, gpu)
-
-
 def use_from_start_to_end(comm: Communicator, gpu: torch.device) -> None:
-    x = comm.empty(1000, device=gpu)
-    assert x.device.type == "cuda" and x._base is None and x.dtype == torch.float32
-    assert comm.empty(3, 4, dtype=torch.bfloat16, device=gpu).shape == (3, 4)
-    assert comm.empty(0, 4, device=gpu).shape == (0, 4)
-    assert comm.all_reduce(x.fill_(1)).eq(comm.world_size).all()
-    assert comm.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2  # And on the CPU.
-    with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory on cuda"):
-        comm.empty(1 << 40, device=gpu)
-    y = comm.output((1 << 28,), torch.empty(0, dtype=torch.float64, device=gpu))
-    assert y.shape == (1 << 28,)  # Twice of what there is room for: an ordinary one.
+    """A child of the communicator."""
+    child = comm.split(0)
+    assert child is not None
+    x = child.empty(1000, device=gpu)
+    assert child.all_reduce(x.fill_(1)).eq(comm.world_size).all()
+    assert child.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2  # And on the CPU.
+    # More than there is room for: an ordinary one.
+    shape = (cuda.symmetric_bytes() // 8 + 1,)
+    assert child.output(shape, torch.empty(0, dtype=torch.float64, device=gpu)).shape == shape
     with pytest.raises(ValueError, match="is on cuda:0, but the tensor on cuda:7"):
-        comm.empty(1, device="cuda:7")
-    comm.synchronize()
-    comm.close()
+        child.empty(1, device="cuda:7")
+    child.synchronize()
+    child.close()
     assert x.eq(comm.world_size).all()  # Still ours.
 
 
 @on_gpu
 @both
-def test_set_up(run: Callable[..., Any], gpu: torch.device) -> None:
-    run(2, functools.partial(set_up, gpu))
+def test_from_start_to_end(run: Callable[..., Any], gpu: torch.device) -> None:
+    run(2, on(gpu, use_from_start_to_end, gpu))
+
+
+def use_expandable_segments(comm: Communicator, gpu: torch.device) -> None:
+    """Memory of which torch could not give the peers a handle."""
+    x, y = torch.ones(1 << 20, device=gpu), torch.full((1 << 20,), 2.0, device=gpu)
+    assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    assert comm.all_reduce(x).eq(comm.world_size).all()
+    rows = comm.all_gather(y)
+    assert comm.reduce_scatter(rows).eq(2 * comm.world_size).all()
+
+
+def set_variable(rank: int, value: str) -> None:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = value
+
+
+@on_gpu
+def test_expandable_segments(gpu: torch.device) -> None:
+    prepare = set_variable, "expandable_segments:True"
+    run_processes(2, on(gpu, use_expandable_segments, gpu), prepare=prepare)
 
 
 @on_gpu
@@ -183,10 +239,7 @@ def change_streams(comm: Communicator, gpu: torch.device) -> None:
 @on_gpu
 @both
 def test_a_rank_may_change_its_stream(run: Callable[..., Any], gpu: torch.device) -> None:
-    if run is run_threads:
-        run_threads(2, on(gpu, lambda comm: change_streams(comm, gpu)))
-    else:
-        run_processes(2, on(gpu, change_streams), gpu)
+    run(2, on(gpu, change_streams, gpu))
 
 
 # ---- graphs ---------------------------------------------------------------------------------------
@@ -238,7 +291,7 @@ def replay(comm: Communicator, gpu: torch.device) -> None:
 
 @on_gpu
 def test_captured_and_replayed(gpu: torch.device) -> None:
-    run_processes(2, on(gpu, replay), gpu, limit=110.0)
+    run_processes(2, on(gpu, replay, gpu))
 
 
 @on_gpu
@@ -266,45 +319,27 @@ def is_usable(gpu: torch.device) -> bool:
 
 def survive_a_late_rank(comm: Communicator, gpu: torch.device) -> None:
     x = torch.ones(1 << 18, device=gpu)
-    comm.all_reduce(x)
+    comm.all_reduce(x)  # Now CUDA has begun on all ranks, for which 3 s may be too little.
     comm.synchronize()
-    if comm.rank == 1:
-        time.sleep(9)
-    else:
-        comm.all_reduce(x)
-        with pytest.raises(TimeoutError, match="rank 1 of 2 did not arrive at all_reduce.*in 3 s"):
-            comm.synchronize()
-        assert x.isnan().all()
-        with pytest.raises(RuntimeError, match="cannot be used after a failure"):
-            comm.all_reduce(x)
-    assert is_usable(gpu)
+    with Communicator.from_process_group(timeout=3.0) as hasty:
+        hasty.all_reduce(x)
+        hasty.synchronize()
+        if hasty.rank == 0:
+            hasty.all_reduce(x)
+            with pytest.raises(
+                TimeoutError, match="rank 1 of 2 did not arrive at all_reduce.*in 3 s"
+            ):
+                hasty.synchronize()
+            assert x.isnan().all()
+            with pytest.raises(RuntimeError, match="cannot be used after a failure"):
+                hasty.all_reduce(x)
+        comm.barrier()
+    assert comm.all_reduce(x.fill_(1)).eq(2).all()
 
 
 @on_gpu
 def test_a_late_process_is_named_and_the_context_stays_usable(gpu: torch.device) -> None:
-    run_processes(2, survive_a_late_rank, gpu, timeout=3.0)
-
-
-def survive_a_killed_rank(comm: Communicator, gpu: torch.device) -> None:
-    x = torch.ones(1 << 18, device=gpu)
-    comm.all_reduce(x)
-    comm.synchronize()
-    comm.barrier()
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(PeerError, match="rank 1 has died") as caught:
-        for _ in range(1000):
-            comm.all_reduce(x)
-            comm.synchronize()
-    assert caught.value.rank == 1
-    assert time.monotonic() - started < 20  # Not by the timeout of 30 s.
-    assert is_usable(gpu)
-
-
-@on_gpu
-def test_a_killed_process_is_named(gpu: torch.device) -> None:
-    run_processes(3, survive_a_killed_rank, gpu, killed=(1,))
+    run_processes(2, on(gpu, survive_a_late_rank, gpu))
 
 
 def call_differently(comm: Communicator, gpu: torch.device) -> None:
@@ -322,22 +357,6 @@ def call_differently(comm: Communicator, gpu: torch.device) -> None:
 @on_gpu
 def test_processes_that_call_different_things_are_told(gpu: torch.device) -> None:
     run_processes(2, call_differently, gpu)
-
-
-@on_gpu
-def test_threads_that_call_different_things_may_go_on(gpu: torch.device) -> None:
-    def on_rank(comm: Communicator) -> None:
-        x, odd = torch.ones(12, device=gpu), comm.rank == 1
-        for call in (
-            lambda: comm.all_reduce(x[: 11 + odd]),
-            lambda: comm.all_reduce(x.view(3, 4) if odd else x),
-            lambda: comm.all_gather(x) if odd else comm.broadcast(x),
-        ):
-            with pytest.raises(ValueError, match="the ranks call different collectives"):
-                call()
-            assert comm.all_reduce(torch.ones(2, device=gpu)).tolist() == [3.0, 3.0]
-
-    run_threads(3, on(gpu, on_rank))
 
 
 def leave_early(comm: Communicator, gpu: torch.device, abort: bool) -> None:
@@ -395,16 +414,13 @@ def reduce_when_ready(comm: Communicator, gpu: torch.device) -> None:
 @on_gpu
 @both
 def test_reduces_rows_while_they_are_written(run: Callable[..., Any], gpu: torch.device) -> None:
-    if run is run_threads:
-        run_threads(2, on(gpu, lambda comm: reduce_when_ready(comm, gpu)))
-    else:
-        run_processes(2, on(gpu, reduce_when_ready), gpu)
+    run(2, on(gpu, reduce_when_ready, gpu))
 
 
 @on_gpu
 def test_rows_that_are_never_ready(gpu: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(gpu)):
+        with own_stream(gpu):
             x = torch.ones(10, 10, device=gpu)
             ready = torch.full((1,), 1 - comm.rank, dtype=torch.int32, device=gpu)
             comm.all_reduce_when_ready(x, ready, 1, 10)
@@ -422,7 +438,7 @@ def test_rows_that_are_never_ready(gpu: torch.device) -> None:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_many_calls_of_random_sizes(world_size: int, gpu: torch.device) -> None:
     """Integers, so that one comparison at the end sees any call that has gone wrong."""
-    calls = 100_000 // 20  # The rest is for the soak of bench/gpu.
+    calls = 1000  # A hundred times as many are for the soak of bench/gpu.
 
     def on_rank(comm: Communicator) -> None:
         sizes = random.Random(7)
@@ -436,21 +452,27 @@ def test_many_calls_of_random_sizes(world_size: int, gpu: torch.device) -> None:
             wrong += (x != pool[:count] * (world_size * (world_size + 1) // 2)).sum()
         assert wrong.item() == 0
 
-    run_threads(world_size, on(gpu, on_rank), limit=110.0)
+    run_threads(world_size, on(gpu, on_rank))
 
 
 @on_gpu
-def test_no_thread_and_no_memory_is_left(gpu: torch.device) -> None:
+def test_no_thread_and_no_memory_is_left(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 communicators, each with a 16th of the memory; nobody closes them."""
+    memory = torch.cuda.mem_get_info(gpu)[1]
+    monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", str(memory // 16))
+
     def on_rank(comm: Communicator) -> None:
-        for _ in range(3):
-            with comm.split(0) as child:
-                assert child.all_reduce(torch.ones(3, device=gpu)).tolist() == [2.0] * 3
+        for _ in range(4):
+            child = comm.split(0)
+            assert child.all_reduce(torch.ones(3, device=gpu)).tolist() == [2.0] * 3
+            comm.barrier()  # Before any rank drops one that the other may still need.
+            del child
+            comm.barrier()
 
     run_threads(2, on(gpu, on_rank))
-    torch.cuda.synchronize()
-    threads, free = len(os.listdir("/proc/self/task")), torch.cuda.mem_get_info(gpu)[0]
+    threads = len(os.listdir("/proc/self/task"))
     for _ in range(3):
         run_threads(2, on(gpu, on_rank))
-    torch.cuda.synchronize()
     assert len(os.listdir("/proc/self/task")) <= threads
-    assert free - torch.cuda.mem_get_info(gpu)[0] < 1 << 29  # Less than any one rank's heap.
