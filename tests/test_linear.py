@@ -1,15 +1,13 @@
-"""Row- and column-parallel linears against nn.Linear: values, gradients, state, traces, errors."""
+"""Row- and column-parallel linears against nn.Linear: values and gradients."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from devices import on
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, reference
 from pipekernels.ops.tensor_parallel import reduce_from_ranks, row_linear
-from pipekernels.tensor_parallel import full_state_dict
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -79,29 +76,6 @@ class Case:
         self.grad_bias_magnitude = grad.sum(0)
 
 
-def on_ranks(world_size: int, device: torch.device, body: Callable[[Communicator], Any]) -> None:
-    """``body`` on a thread per rank; on a GPU in streams of their own, as ranks wait for each other.
-
-    Autograd would run the backwards of all ranks on its one thread for the GPU, where the first rank's
-    collective would wait for the second's.
-    """
-
-    def in_stream(comm: Communicator) -> None:
-        with (
-            torch.cuda.stream(torch.cuda.Stream(device)),
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            body(comm)
-            torch.cuda.current_stream().synchronize()
-            comm.barrier()  # Raises what went wrong on the device.
-
-    if device.type == "cpu":
-        run_threads(world_size, body)
-    else:
-        torch.cuda.synchronize()
-        run_threads(world_size, in_stream)
-
-
 def part(full: Tensor, dim: int, comm: Communicator) -> Tensor:
     return full.tensor_split(comm.world_size, dim)[comm.rank]
 
@@ -148,7 +122,7 @@ def test_row_parallel(
             terms = case.rows + world_size
             close(layer.bias.grad, case.grad_bias, case.grad_bias_magnitude, terms)
 
-    on_ranks(world_size, device, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,7 +156,7 @@ def test_column_parallel(
             exact, magnitude = case.grad_bias, case.grad_bias_magnitude
             close(layer.bias.grad, part(exact, 0, comm), part(magnitude, 0, comm), case.rows)
 
-    on_ranks(world_size, device, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3), (2, 0, 3)])
@@ -203,7 +177,7 @@ def test_any_number_of_dimensions_and_no_rows(shape: tuple[int, ...], device: to
         close(inputs[0].grad, case.grad_x, case.grad_x_magnitude, OUT + 2)
         close(row.bias.grad, case.grad_bias, case.grad_bias_magnitude, case.rows + 2)
 
-    on_ranks(2, device, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 def test_non_contiguous_input(device: torch.device) -> None:
@@ -216,7 +190,7 @@ def test_non_contiguous_input(device: torch.device) -> None:
         for y in (row(part(strided, -1, comm)), column(strided)):
             close(y, case.y, case.y_magnitude, IN + 2)
 
-    on_ranks(2, device, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -239,7 +213,7 @@ def test_column_then_row_is_the_plain_pair(world_size: int, device: torch.device
         torch.testing.assert_close(first.weight.grad, part(up.weight.grad, 0, comm))
         torch.testing.assert_close(second.bias.grad, down.bias.grad)
 
-    on_ranks(world_size, device, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
 def test_the_oracle_is_the_plain_layer() -> None:
@@ -286,7 +260,7 @@ def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
             is None
         )
 
-    on_ranks(2, device, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 @pytest.mark.cuda
@@ -318,7 +292,7 @@ def test_every_way_to_a_row_parallel_product(
         for ours, other in zip(results["overlapped"], results["triton"], strict=True):
             assert torch.equal(ours, other)
 
-    on_ranks(world_size, device, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
 def test_ways_that_are_not_there() -> None:
@@ -333,104 +307,18 @@ def test_ways_that_are_not_there() -> None:
         row_linear(meta, meta, comm, scatter=True, algorithm="overlapped")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("kind", [RowParallelLinear, ColumnParallelLinear])
-def test_initialisation_is_that_of_nn_linear(kind: Any, world_size: int) -> None:
-    torch.manual_seed(3)
-    full = nn.Linear(IN, OUT)
-    after = torch.rand(())
-    layers = []
-    for comm in Communicator.threads(world_size):
-        torch.manual_seed(3)
-        layers.append(kind(IN, OUT, comm=comm))
-        assert torch.rand(()) == after  # As many random numbers as nn.Linear draws.
-        torch.manual_seed(3)
-        again = copy.deepcopy(layers[-1])
-        again.reset_parameters()
-        assert torch.equal(again.weight, layers[-1].weight)
-    dim = 1 if kind is RowParallelLinear else 0
-    assert torch.equal(torch.cat([layer.weight for layer in layers], dim), full.weight)
-    if kind is ColumnParallelLinear:
-        assert torch.equal(torch.cat([layer.bias for layer in layers]), full.bias)
-    else:
-        assert all(torch.equal(layer.bias, full.bias) for layer in layers)
-    sizes = [layer.weight.shape[dim] for layer in layers]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] - sizes[-1] <= 1
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_full_state_dict_round_trip(world_size: int) -> None:
+def test_autocast_and_no_grad(device: torch.device) -> None:
     torch.manual_seed(0)
-    full = nn.Sequential(nn.Linear(5, IN), nn.LayerNorm(3), nn.Sequential(nn.Linear(IN, 4)))
-    state = full.state_dict()
-
-    def on_rank(comm: Communicator) -> None:
-        model = nn.Sequential(
-            ColumnParallelLinear(5, IN, comm=comm),
-            nn.LayerNorm(3),
-            nn.Sequential(RowParallelLinear(IN, 4, comm=comm)),
-        )
-        model.load_state_dict(state)
-        written = full_state_dict(model)
-        assert list(written) == list(state)
-        assert all(torch.equal(written[key], state[key]) for key in state)
-        assert torch.equal(model[0].full_state_dict()["weight"], full[0].weight)
-
-        other = copy.deepcopy(model)
-        for parameter in other.parameters():
-            nn.init.zeros_(parameter)
-        other.load_state_dict(model.state_dict())  # This rank's part.
-        assert torch.equal(other[0].weight, model[0].weight)
-        other.load_state_dict(state, assign=True)
-        assert torch.equal(other[0].weight, model[0].weight)
-        assert other[0].weight.untyped_storage().nbytes() == other[0].weight.nbytes
-        wrong = {**state, "0.weight": torch.zeros(IN + 1, 5)}
-        with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
-            model.load_state_dict(wrong)
-
-    run_threads(world_size, on_rank)
-    assert state["0.weight"].shape == (IN, 5)  # Loading leaves the caller's dict alone.
-
-
-def test_from_linear_keeps_dtype_mode_and_frozen_parameters() -> None:
-    linear = nn.Linear(4, 6, dtype=torch.bfloat16).eval()
-    linear.bias.requires_grad_(False)
-    (comm,) = Communicator.threads(1)
-    state = torch.random.get_rng_state()
-    for kind in (RowParallelLinear, ColumnParallelLinear):
-        layer = kind.from_linear(linear, comm)
-        assert layer.weight.dtype == torch.bfloat16
-        assert not layer.training
-        assert layer.weight.requires_grad
-        assert not layer.bias.requires_grad
-        assert layer.weight.data_ptr() != linear.weight.data_ptr()
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_deepcopy_shares_the_communicator_and_pickling_says_what_to_do() -> None:
-    (comm,) = Communicator.threads(1)
-    layer = RowParallelLinear(4, 6, comm=comm)
-    clone = copy.deepcopy(nn.Sequential(layer))[0]
-    assert clone.comm is comm
-    assert clone.weight is not layer.weight
-    assert torch.equal(clone.weight, layer.weight)
-    with pytest.raises(TypeError, match="cannot be pickled.*state_dict"):
-        pickle.dumps(layer)
-
-
-def test_autocast_and_no_grad() -> None:
-    torch.manual_seed(0)
-    up, down = nn.Linear(8, IN), nn.Linear(IN, 8)
-    x = torch.randn(ROWS, 8)
-    with torch.autocast("cpu", torch.bfloat16):
+    up, down = nn.Linear(8, IN).to(device), nn.Linear(IN, 8).to(device)
+    x = torch.randn(ROWS, 8).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
         expected = down(up(x))
 
     def on_rank(comm: Communicator) -> None:
         pair = nn.Sequential(
             ColumnParallelLinear.from_linear(up, comm), RowParallelLinear.from_linear(down, comm)
         )
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             y = pair(x)
         assert y.dtype == torch.bfloat16
         # Both results round the hidden features, each partial sum and each sum once more.
@@ -442,7 +330,7 @@ def test_autocast_and_no_grad() -> None:
         with torch.no_grad():
             assert not pair(x).requires_grad
 
-    run_threads(2, on_rank)
+    run_threads(2, on(device, on_rank))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -460,50 +348,7 @@ def test_checkpointing(use_reentrant: bool, device: torch.device) -> None:
         assert torch.equal(x.grad, plain.grad)
         assert torch.equal(grad, layer.weight.grad)
 
-    on_ranks(2, device, on_rank)
-
-
-def test_extra_repr() -> None:
-    _, comm = Communicator.threads(2)
-    assert repr(RowParallelLinear(4, 6, comm=comm)) == (
-        "RowParallelLinear(in_features=4, out_features=6, bias=True, rank=1, world_size=2, "
-        "reduce='all_reduce')"
-    )
-    assert "bias=False, rank=1, world_size=2, gather_output=False" in repr(
-        ColumnParallelLinear(4, 6, False, comm=comm)
-    )
-
-
-def test_errors_state_value_limit_and_remedy() -> None:
-    comm, _ = Communicator.threads(2)
-    with pytest.raises(ValueError, match="1 features over 2 ranks.*at most 1 ranks"):
-        RowParallelLinear(1, 4, comm=comm)
-    with pytest.raises(ValueError, match="1 features over 2 ranks"):
-        ColumnParallelLinear(4, 1, comm=comm)
-    with pytest.raises(ValueError, match="'all_reduce', 'reduce_scatter' or 'none', got 'sum'"):
-        RowParallelLinear(4, 4, comm=comm, reduce="sum")
-    with pytest.raises(ValueError, match="once per rank; pass bias=False, or skip_bias_add"):
-        RowParallelLinear(4, 4, comm=comm, reduce="none")
-    with pytest.raises(TypeError, match="got str; make one with Communicator.from_process_group"):
-        RowParallelLinear(4, 4, comm="gloo")
-    with pytest.raises(TypeError, match="must be an nn.Linear, got Conv1d"):
-        RowParallelLinear.from_linear(nn.Conv1d(1, 1, 1), comm)
-
-    row, column = RowParallelLinear(5, 4, comm=comm), ColumnParallelLinear(5, 4, comm=comm)
-    with pytest.raises(ValueError, match=r"rank 0 of 2 expects 3 .*\(2, 5\).*input_is_parallel=F"):
-        row(torch.ones(2, 5))
-    with pytest.raises(ValueError, match=r"expects 5 features.*got a tensor of shape \(2, 3\)$"):
-        column(torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"shape \(\)"):
-        column(torch.tensor(1.0))
-    with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64.*\.to"):
-        row(torch.ones(2, 3, dtype=torch.float64))
-    with pytest.raises(ValueError, match="is on cpu but its input on meta"):
-        row(torch.ones(2, 3, device="meta"))
-    scatter = RowParallelLinear(5, 4, comm=comm, reduce="reduce_scatter")
-    for shape in ((3, 3), (3,)):
-        with pytest.raises(ValueError, match="reduce_scatter.*pad"):
-            scatter(torch.ones(shape))
+    run_threads(2, on(device, on_rank))
 
 
 class SmallMLP:

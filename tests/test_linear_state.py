@@ -1,0 +1,150 @@
+"""Row- and column-parallel linears as modules: initialisation, state, copies, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from devices import on
+from ranks import run_threads
+from torch import nn
+
+from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
+from pipekernels.tensor_parallel import full_state_dict
+
+WORLD_SIZES = [1, 2, 3, 4]
+IN, OUT = 13, 7  # Divided by no world size but 1.
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("kind", [RowParallelLinear, ColumnParallelLinear])
+def test_initialisation_is_that_of_nn_linear(
+    kind: Any, world_size: int, device: torch.device
+) -> None:
+    torch.manual_seed(3)
+    full = nn.Linear(IN, OUT, device=device)
+    after = torch.rand((), device=device)
+    layers = []
+    for comm in Communicator.threads(world_size):
+        torch.manual_seed(3)
+        layers.append(kind(IN, OUT, comm=comm, device=device))
+        assert torch.rand((), device=device) == after  # As many random numbers as nn.Linear draws.
+        torch.manual_seed(3)
+        again = copy.deepcopy(layers[-1])
+        again.reset_parameters()
+        assert torch.equal(again.weight, layers[-1].weight)
+    dim = 1 if kind is RowParallelLinear else 0
+    assert torch.equal(torch.cat([layer.weight for layer in layers], dim), full.weight)
+    if kind is ColumnParallelLinear:
+        assert torch.equal(torch.cat([layer.bias for layer in layers]), full.bias)
+    else:
+        assert all(torch.equal(layer.bias, full.bias) for layer in layers)
+    sizes = [layer.weight.shape[dim] for layer in layers]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_full_state_dict_round_trip(world_size: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    full = nn.Sequential(nn.Linear(5, IN), nn.LayerNorm(3), nn.Sequential(nn.Linear(IN, 4)))
+    state = full.to(device).state_dict()
+
+    def on_rank(comm: Communicator) -> None:
+        model = nn.Sequential(
+            ColumnParallelLinear(5, IN, comm=comm, device=device),
+            nn.LayerNorm(3, device=device),
+            nn.Sequential(RowParallelLinear(IN, 4, comm=comm, device=device)),
+        )
+        model.load_state_dict(state)
+        written = full_state_dict(model)
+        assert list(written) == list(state)
+        assert all(torch.equal(written[key], state[key]) for key in state)
+        assert torch.equal(model[0].full_state_dict()["weight"], full[0].weight)
+
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            nn.init.zeros_(parameter)
+        other.load_state_dict(model.state_dict())  # This rank's part.
+        assert torch.equal(other[0].weight, model[0].weight)
+        other.load_state_dict(state, assign=True)
+        assert torch.equal(other[0].weight, model[0].weight)
+        assert other[0].weight.untyped_storage().nbytes() == other[0].weight.nbytes
+        wrong = {**state, "0.weight": torch.zeros(IN + 1, 5)}
+        with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
+            model.load_state_dict(wrong)
+
+    run_threads(world_size, on(device, on_rank))
+    assert state["0.weight"].shape == (IN, 5)  # Loading leaves the caller's dict alone.
+
+
+def test_from_linear_keeps_dtype_mode_and_frozen_parameters() -> None:
+    linear = nn.Linear(4, 6, dtype=torch.bfloat16).eval()
+    linear.bias.requires_grad_(False)
+    (comm,) = Communicator.threads(1)
+    state = torch.random.get_rng_state()
+    for kind in (RowParallelLinear, ColumnParallelLinear):
+        layer = kind.from_linear(linear, comm)
+        assert layer.weight.dtype == torch.bfloat16
+        assert not layer.training
+        assert layer.weight.requires_grad
+        assert not layer.bias.requires_grad
+        assert layer.weight.data_ptr() != linear.weight.data_ptr()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_deepcopy_shares_the_communicator_and_pickling_says_what_to_do() -> None:
+    (comm,) = Communicator.threads(1)
+    layer = RowParallelLinear(4, 6, comm=comm)
+    clone = copy.deepcopy(nn.Sequential(layer))[0]
+    assert clone.comm is comm
+    assert clone.weight is not layer.weight
+    assert torch.equal(clone.weight, layer.weight)
+    with pytest.raises(TypeError, match="cannot be pickled.*state_dict"):
+        pickle.dumps(layer)
+
+
+def test_extra_repr() -> None:
+    _, comm = Communicator.threads(2)
+    assert repr(RowParallelLinear(4, 6, comm=comm)) == (
+        "RowParallelLinear(in_features=4, out_features=6, bias=True, rank=1, world_size=2, "
+        "reduce='all_reduce')"
+    )
+    assert "bias=False, rank=1, world_size=2, gather_output=False" in repr(
+        ColumnParallelLinear(4, 6, False, comm=comm)
+    )
+
+
+def test_errors_state_value_limit_and_remedy() -> None:
+    comm, _ = Communicator.threads(2)
+    with pytest.raises(ValueError, match="1 features over 2 ranks.*at most 1 ranks"):
+        RowParallelLinear(1, 4, comm=comm)
+    with pytest.raises(ValueError, match="1 features over 2 ranks"):
+        ColumnParallelLinear(4, 1, comm=comm)
+    with pytest.raises(ValueError, match="'all_reduce', 'reduce_scatter' or 'none', got 'sum'"):
+        RowParallelLinear(4, 4, comm=comm, reduce="sum")
+    with pytest.raises(ValueError, match="once per rank; pass bias=False, or skip_bias_add"):
+        RowParallelLinear(4, 4, comm=comm, reduce="none")
+    with pytest.raises(TypeError, match="got str; make one with Communicator.from_process_group"):
+        RowParallelLinear(4, 4, comm="gloo")
+    with pytest.raises(TypeError, match="must be an nn.Linear, got Conv1d"):
+        RowParallelLinear.from_linear(nn.Conv1d(1, 1, 1), comm)
+
+    row, column = RowParallelLinear(5, 4, comm=comm), ColumnParallelLinear(5, 4, comm=comm)
+    with pytest.raises(ValueError, match=r"rank 0 of 2 expects 3 .*\(2, 5\).*input_is_parallel=F"):
+        row(torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"expects 5 features.*got a tensor of shape \(2, 3\)$"):
+        column(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"shape \(\)"):
+        column(torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64.*\.to"):
+        row(torch.ones(2, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="is on cpu but its input on meta"):
+        row(torch.ones(2, 3, device="meta"))
+    scatter = RowParallelLinear(5, 4, comm=comm, reduce="reduce_scatter")
+    for shape in ((3, 3), (3,)):
+        with pytest.raises(ValueError, match="reduce_scatter.*pad"):
+            scatter(torch.ones(shape))
