@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from devices import on
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional
@@ -55,11 +56,11 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_transformer_is_the_one_that_it_was(world_size: int) -> None:
-    plain = model()
+def test_a_transformer_is_the_one_that_it_was(world_size: int, device: torch.device) -> None:
+    plain = model().to(device)
     copies = [copy.deepcopy(plain) for _ in range(world_size)]  # Threads share torch's generator.
     state = copy.deepcopy(plain.state_dict())
-    x = torch.randn(2, 6, 5, dtype=torch.float64)
+    x = torch.randn(2, 6, 5, dtype=torch.float64).to(device)
     expected = plain(x)
     expected.square().sum().backward()
 
@@ -83,7 +84,7 @@ def test_a_transformer_is_the_one_that_it_was(world_size: int) -> None:
         assert list(written) == list(state)
         assert all(torch.equal(written[key], state[key]) for key in state)
 
-    run_threads(world_size, on_rank)
+    run_threads(world_size, on(device, on_rank))
 
 
 def test_a_layer_with_two_names_stays_one() -> None:
