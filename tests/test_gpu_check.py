@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -340,6 +341,51 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
     assert "NCCL 2.28.9 is left out: it takes several" in rendered("all_reduce", left_out)
     pytest.importorskip("matplotlib")
     sharded_gemm.plot(rows, tmp_path / "plot.svg")
+
+
+class OneAtATime:
+    """Streams and events of a device that begins a kernel when the last one has ended."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+
+    def module(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            Event=lambda: SimpleNamespace(
+                record=lambda: None, synchronize=lambda: None, query=lambda: not self.at_once
+            ),
+            Stream=lambda device: None,
+            stream=contextlib.nullcontext,
+            synchronize=lambda device: None,
+            _sleep=lambda cycles: None,
+        )
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_checker_that_runs_one_kernel_at_a_time_is_noticed(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sanitized.torch, "cuda", OneAtATime(at_once).module())
+    assert sanitized.side_by_side(torch.device("cuda")) == at_once
+
+
+def test_what_a_checker_leaves_out_is_told(
+    log: steps.Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitized, "side_by_side", lambda device: False)
+    sanitized.collectives(torch.device("cpu"))
+    output = capsys.readouterr().out
+    assert "1 ranks, ring" in output and "2 ranks" not in output
+    command = [sys.executable, "-c", f"print({output!r})"]
+    outcome = steps.run_step("racecheck", command, {}, in_seconds(30), log)
+    assert outcome.good and outcome.note.startswith("kernels run one at a time here")
+
+
+def test_the_forecast_says_that_it_is_one() -> None:
+    row = Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
+    told = sharded_gemm.table([{"part": "forecast", **row._asdict()}])
+    assert "Nobody has measured these" in told
+    assert "| 16 | 4096 | 4096 | 2 | 40 us | 20 us | 6 us | 26 us | 25 us | 1.60 |" in told
 
 
 class FakeGpu:

@@ -26,7 +26,7 @@ class Outcome:
         status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'not run'`` for want of time, or
             ``'skipped'`` as it cannot be run here.
         seconds: how long it took.
-        note: one line: why, or what came of it.
+        note: one line: why, what came of it, or what the step says in a line ``note: ...``.
         output: all that it printed.
     """
 
@@ -144,4 +144,5 @@ def run_step(
     if status:
         note = f"exit status {status}: {lines[-1]}"
         return Outcome(name, "failed", seconds, note, process.output)
-    return Outcome(name, "passed", seconds, output=process.output)
+    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+    return Outcome(name, "passed", seconds, "; ".join(notes), process.output)
