@@ -54,7 +54,8 @@ class Device:
         self._own = _backend.load().CudaCommunicator(core, index, symmetric_bytes())
         # If nobody closes it: its destructor would wait with the lock of the interpreter, which the
         # threads of other ranks may need to bring about what it waits for.
-        weakref.finalize(self, self._own.close, False)
+        closing = weakref.finalize(self, self._own.close, False)
+        closing.atexit = False  # The end of the process does not wait for what a rank still does.
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,9 @@ ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distribut
 ranks compute one and the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
 
 A backward is a collective too: all ranks must run it, in the same order, and an input must require
-a gradient on all ranks or on none.
+a gradient on all ranks or on none. Ranks that are threads run it on CUDA under
+``torch.autograd.set_multithreading_enabled(False)``: on autograd's one thread for a device none may
+wait until the others have come as far, and so CUDA may make one wait for another's kernel.
 """
 
 from __future__ import annotations
