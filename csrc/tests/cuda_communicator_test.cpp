@@ -1,0 +1,431 @@
+// The host's side of the CUDA communicators, on a CUDA runtime made of CPU threads: set-up,
+// launches, graphs, symmetric memory, ranks that are late, lost or call something else, the end.
+
+#include <signal.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+
+#include "../cuda/communicator.cu"
+#include "../cuda/symmetric_heap.cu"
+#include "device_team.h"
+#include "pipekernels/all_gather.cuh"
+#include "pipekernels/all_reduce.cuh"
+#include "pipekernels/broadcast.cuh"
+#include "pipekernels/reduce_scatter.cuh"
+#include "ranks.h"
+
+namespace pipekernels {
+namespace {
+
+using fake_cuda::Kernel;
+using fake_cuda::Stream;
+using Float = ElementOf<DType::kFloat32>;
+
+constexpr int kThreadsOfBlock = 2;
+
+Kernel kernel_of(void (*body)(CpuTeam&, const DeviceLaunch&)) {
+  return {sizeof(DeviceLaunch), [body](const std::byte* argument) {
+            DeviceLaunch launch;
+            std::memcpy(static_cast<void*>(&launch), argument, sizeof(launch));
+            run_stream({{launch, body}}, launch.blocks, kThreadsOfBlock);
+          }};
+}
+
+Kernel one_shot = kernel_of(all_reduce_block<Algorithm::kOneShot, Float, CpuTeam>);
+Kernel two_shot = kernel_of(all_reduce_block<Algorithm::kTwoShot, Float, CpuTeam>);
+Kernel ring = kernel_of(all_reduce_block<Algorithm::kRing, Float, CpuTeam>);
+Kernel scatter = kernel_of(reduce_scatter_block<Float, CpuTeam>);
+Kernel gather = kernel_of(all_gather_block<CpuTeam>);
+Kernel send = kernel_of(broadcast_block<CpuTeam>);
+
+}  // namespace
+
+void add_all_reduce_kernels(KernelList& kernels) {
+  for (Kernel* kernel : {&one_shot, &two_shot, &ring}) kernels.push_back(kernel);
+}
+void add_reduce_scatter_kernels(KernelList& kernels) { kernels.push_back(&scatter); }
+void add_all_gather_kernels(KernelList& kernels) { kernels.push_back(&gather); }
+void add_broadcast_kernels(KernelList& kernels) { kernels.push_back(&send); }
+
+namespace {
+
+constexpr size_t kHeap = 1 << 20;
+constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing};
+
+// One rank, with a stream of its own.
+struct Rank {
+  explicit Rank(Communicator& core, size_t heap = kHeap)
+      : cuda(core, 0, heap), stream(fake_cuda::make_stream()) {}
+
+  uint64_t location_of(const float* data, size_t count) const {
+    return cuda.location_of(data, count * sizeof(float));
+  }
+  void all_reduce(float* data, size_t count, Algorithm way = Algorithm::kTwoShot) {
+    all_reduce_in(stream, data, count, way);
+  }
+  void all_reduce_in(Stream* in, float* data, size_t count, Algorithm way) {
+    const Call call{Operation::kAllReduce, DType::kFloat32, {}, way, 0, 0, count};
+    const Kernel& kernel = way == Algorithm::kOneShot   ? one_shot
+                           : way == Algorithm::kTwoShot ? two_shot
+                                                        : ring;
+    cuda.launch(&kernel, plan_all_reduce(cuda.ranks(), call, way, data, location_of(data, count)),
+                {in, true});
+  }
+  void reduce_scatter(const float* input, float* output, size_t count) {
+    const Call call{Operation::kReduceScatter, DType::kFloat32, {}, {}, 0, 0, count};
+    cuda.launch(&scatter,
+                plan_reduce_scatter(cuda.ranks(), call, input, output, location_of(input, count)),
+                {stream, true});
+  }
+  void all_gather(const float* input, float* output, size_t count) {
+    const Call call{Operation::kAllGather, DType::kFloat32, {}, {}, 0, 0, count};
+    cuda.launch(&gather,
+                plan_all_gather(cuda.ranks(), call, input, output, location_of(input, count)),
+                {stream, true});
+  }
+  void broadcast(float* data, size_t count, int root) {
+    const auto from = static_cast<uint32_t>(root);
+    const Call call{Operation::kBroadcast, DType::kFloat32, {}, {}, from, 0, count};
+    cuda.launch(&send, plan_broadcast(cuda.ranks(), call, data, location_of(data, count)),
+                {stream, true});
+  }
+  std::unique_ptr<CudaBuffer> allocate(size_t count, Stream* in) {
+    return cuda.allocate(count * sizeof(float), in);
+  }
+
+  int number() const { return cuda.rank(); }
+  // Of what the ranks give who give their number, from 1 on.
+  float sum() const { return static_cast<float>(cuda.world_size() * (cuda.world_size() + 1)) / 2; }
+
+  CudaCommunicator cuda;
+  Stream* const stream;
+};
+
+float* floats(const CudaBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
+
+bool all_are(const float* data, size_t count, float value) {
+  return std::all_of(data, data + count, [value](float v) { return v == value; });
+}
+
+template <class Error, class Body>
+std::string thrown(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  CHECK(!"nothing has been thrown");
+  return "";
+}
+
+bool has(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+// Something that one process tells another.
+class Signpost {
+ public:
+  Signpost()
+      : flag_(static_cast<std::atomic<int>*>(
+            mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
+  void set() const { flag_->store(1); }
+  void wait() const {
+    const auto end = Clock::now() + std::chrono::seconds(60);
+    while (flag_->load() == 0) {
+      CHECK(Clock::now() < end);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+
+ private:
+  std::atomic<int>* const flag_;
+};
+
+// ---- what must work ----------------------------------------------------------------------------
+
+void use_everything(Communicator& core) {
+  Rank rank(core);
+  const int n = rank.cuda.world_size(), me = rank.number();
+  std::vector<float> ordinary(80'000), result(80'000);
+  const auto symmetric = rank.allocate(80'000, rank.stream);
+  CHECK(rank.allocate(kHeap, rank.stream) == nullptr);
+  Stream* const other = fake_cuda::make_stream();
+  for (float* data : {ordinary.data(), floats(*symmetric)}) {
+    for (const Algorithm way : kAlgorithms) {
+      for (const size_t count : {0, 1, 1000, 70'001}) {
+        std::fill_n(data, count + 1, me + 1.0f);
+        rank.all_reduce(data, count, way);
+        rank.all_reduce_in(other, data, count, way);  // After the first.
+        rank.cuda.synchronize();
+        CHECK(all_are(data, count, n * rank.sum()) && data[count] == me + 1.0f);
+      }
+    }
+    std::fill_n(data, 6000, me + 1.0f);
+    rank.all_gather(data, result.data(), 5000);
+    rank.cuda.synchronize();
+    for (int r = 0; r < n; ++r) CHECK(all_are(result.data() + r * 5000, 5000, r + 1.0f));
+    rank.reduce_scatter(data, result.data(), 6000);
+    rank.cuda.synchronize();
+    CHECK(all_are(result.data(), 6000 / n, rank.sum()));
+    rank.broadcast(data, 6000, n - 1);
+    rank.cuda.synchronize();
+    CHECK(all_are(data, 6000, static_cast<float>(n)));
+  }
+  rank.cuda.close(false);
+  rank.cuda.close(false);
+  CHECK(all_are(floats(*symmetric), 6000, static_cast<float>(n)));  // Still ours.
+  CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "has been closed"));
+}
+
+void replay(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(50'000);
+  rank.all_reduce(data.data(), data.size());
+  rank.stream->begin_capture();
+  rank.all_reduce(data.data(), data.size());
+  rank.all_reduce(data.data(), data.size(), Algorithm::kRing);
+  const std::vector<fake_cuda::Task> graph = rank.stream->end_capture();
+  const int n = rank.cuda.world_size();
+  for (int i = 1; i <= 3; ++i) {
+    rank.stream->push([&] { std::fill(data.begin(), data.end(), rank.number() + 1.0f); });
+    for (const auto& task : graph) rank.stream->push(task);
+    rank.stream->drain();
+    rank.cuda.check();
+    CHECK(all_are(data.data(), data.size(), n * rank.sum()));
+    std::fill(data.begin(), data.end(), rank.number() + 1.0f);
+    rank.all_reduce(data.data(), data.size());
+    rank.cuda.synchronize();
+    CHECK(all_are(data.data(), data.size(), rank.sum()));
+  }
+  // Who closes waits for graphs that run.
+  if (rank.number() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  std::atomic<bool> done{false};
+  for (const auto& task : graph) rank.stream->push(task);
+  rank.stream->push([&] { done = true; });
+  rank.cuda.close(false);
+  CHECK(done);
+}
+
+// What one rank does between two collectives may need the device to be idle.
+void load_kernels_late(Communicator& core) {
+  static Kernel kernels[12];
+  Rank rank(core);
+  const int n = rank.cuda.world_size(), me = rank.number();
+  std::vector<float> data(1000);
+  for (int i = 0; i < 12 / n; ++i) {
+    Kernel& own = kernels[i * n + me];
+    own.argument_bytes = 1;
+    own.body = [&](const std::byte*) { std::fill(data.begin(), data.end(), me + 1.0f); };
+    if ((i + me) % n == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    char nothing = 0;
+    void* arguments[] = {&nothing};
+    CHECK(cudaLaunchKernel(&own, 1, 1, arguments, 0, rank.stream) == cudaSuccess);
+    rank.all_reduce(data.data(), data.size());
+  }
+  rank.cuda.synchronize();
+  CHECK(all_are(data.data(), data.size(), rank.sum()));
+}
+
+// A block that was released in one stream and is used in another.
+void reuse_memory(Communicator& core) {
+  Rank rank(core);
+  Stream* const other = fake_cuda::make_stream();
+  float* first = nullptr;
+  {
+    const auto buffer = rank.allocate(kHeap / sizeof(float), rank.stream);
+    first = floats(*buffer);
+    rank.stream->push([first] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      first[7] = 1;
+    });
+  }
+  const auto buffer = rank.allocate(kHeap / sizeof(float), other);
+  CHECK(buffer != nullptr && floats(*buffer) == first);
+  other->push([first] { first[7] = 2; });
+  other->drain();
+  rank.stream->drain();
+  CHECK(first[7] == 2);
+}
+
+// ---- set-up ------------------------------------------------------------------------------------
+
+void set_up_in_vain(Communicator& core) {
+  auto& device = fake_cuda::device();
+  const size_t room = device.room;
+  if (core.rank() == 1) device.room = 0;
+  const std::string problem = thrown<std::runtime_error>([&] { Rank rank(core); });
+  CHECK(has(problem, "the ranks cannot use CUDA: rank 1: no room for"));
+  if (core.rank() == 1) device.room = room;
+  CHECK(device.memory.empty() && device.mapped.empty() && device.pinned.empty() &&
+        device.events.empty());
+  use_everything(core);
+  core.close();
+  CHECK(has(thrown<std::runtime_error>([&] { Rank rank(core); }), "has been closed"));
+}
+
+// ---- failures ----------------------------------------------------------------------------------
+
+void call_differently(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(20, 1.0f);
+  rank.all_reduce(data.data(), 20);
+  const std::string told = thrown<MismatchError>([&] {
+    rank.all_reduce(data.data(), 10 + rank.number());
+    rank.cuda.synchronize();
+  });
+  CHECK(has(told, "rank 0 all_reduce(10 x float32") && has(told, "rank 1 all_reduce(11 x"));
+  if (core.is_threads()) {  // Found before the launch.
+    rank.all_reduce(data.data(), 20);
+    rank.cuda.synchronize();
+    CHECK(all_are(data.data(), 20, 4.0f));
+  } else {
+    CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
+  }
+}
+
+void share_a_stream(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(20, rank.number() + 1.0f);
+  const std::string told = thrown<MismatchError>(
+      [&] { rank.all_reduce_in(nullptr, data.data(), 20, Algorithm::kOneShot); });
+  CHECK(has(told, "ranks 0 and 1 are threads that use the same CUDA stream"));
+  rank.all_reduce(data.data(), 20);
+  rank.cuda.synchronize();
+  CHECK(all_are(data.data(), 20, rank.sum()));
+}
+
+void be_late(Communicator& core, const Signpost& given_up) {
+  Rank rank(core);
+  std::vector<float> data(20'000, 1.0f);
+  rank.all_reduce(data.data(), data.size());
+  rank.cuda.synchronize();
+  if (rank.number() == 1) given_up.wait();
+  const std::string told = thrown<TimeoutError>([&] {
+    rank.all_reduce(data.data(), data.size());
+    rank.cuda.synchronize();
+  });
+  given_up.set();
+  CHECK(has(told, rank.number() == 1 ? "rank 1 did not arrive in time, as rank 0 has noticed"
+                                     : "rank 1 of 2 did not arrive at all_reduce(20000 x float32"));
+  for (const float value : data) CHECK(value != value);
+  CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
+}
+
+enum class Leave { kDie, kClose, kAbort };
+
+void lose_rank_1(Communicator& core, Leave how) {
+  Rank rank(core);
+  std::vector<float> data(20'000, 1.0f);
+  rank.all_reduce(data.data(), data.size());
+  rank.cuda.synchronize();
+  if (rank.number() == 1) {
+    if (how == Leave::kDie) raise(SIGKILL);
+    rank.cuda.close(how == Leave::kAbort);
+    how == Leave::kAbort ? core.abort() : core.close();
+    return;
+  }
+  const auto begin = Clock::now();
+  try {
+    while (true) {
+      rank.all_reduce(data.data(), data.size());
+      rank.cuda.synchronize();
+    }
+  } catch (const PeerError& error) {
+    CHECK(error.rank == 1);
+    CHECK(has(error.what(), how == Leave::kDie     ? "rank 1 has died"
+                            : how == Leave::kClose ? "rank 1 has closed its communicator"
+                                                   : "rank 1 gave up after an error of its own"));
+  }
+  CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Not by the timeout of 30 s.
+}
+
+// ---- the end -----------------------------------------------------------------------------------
+
+// Memory that a peer has mapped is freed when it no longer has, and another is wanted.
+void keep_mapped_memory(Communicator& core, const Signpost& closed) {
+  Rank rank(core);
+  auto& memory = fake_cuda::device().memory;
+  if (rank.number() == 1) closed.wait();
+  rank.cuda.close(false);
+  CHECK(memory.size() == (rank.number() == 0 ? 1 : 0));
+  closed.set();
+  barrier(core);
+  const DeviceMemory next(0, 4096, nullptr, rank.number());
+  CHECK(memory.size() == 1 && memory.count(next.base()) == 1);
+}
+
+// While a thread that is not there is in a call.
+void fork_a_child(Communicator& core, const Signpost& forked) {
+  auto rank = std::make_unique<Rank>(core);
+  std::vector<float> data(1000, rank->number() + 1.0f);
+  if (rank->number() == 1) {
+    forked.wait();
+    rank->all_reduce(data.data(), data.size());
+    rank->cuda.synchronize();
+    return;
+  }
+  rank->all_reduce(data.data(), data.size());
+  std::thread waiting([&] { rank->cuda.synchronize(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool told = has(thrown<std::runtime_error>([&] { rank->cuda.check(); }), "forked child");
+    rank->cuda.close(false);
+    rank.reset();
+    _exit(told ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+  forked.set();
+  waiting.join();
+  CHECK(all_are(data.data(), data.size(), rank->sum()));
+}
+
+size_t entries(const char* folder) {
+  const std::filesystem::directory_iterator begin(folder);
+  return static_cast<size_t>(std::distance(begin, std::filesystem::directory_iterator()));
+}
+
+void test_processes() {
+  for (const int n : {1, 2, 3}) run_processes(n, use_everything);
+  run_processes(2, replay);
+  run_processes(2, set_up_in_vain);
+  run_processes(2, call_differently);
+  const Signpost given_up;
+  run_processes(2, [&](Communicator& core) { be_late(core, given_up); }, Seconds(3));
+  for (const Leave how : {Leave::kDie, Leave::kClose, Leave::kAbort}) {
+    const auto body = [how](Communicator& core) { lose_rank_1(core, how); };
+    run_processes(3, body, Seconds(30), how == Leave::kDie ? 1 : -1);
+  }
+  const Signpost closed;
+  run_processes(2, [&](Communicator& core) { keep_mapped_memory(core, closed); });
+  const Signpost forked;
+  run_processes(2, [&](Communicator& core) { fork_a_child(core, forked); });
+}
+
+void test_threads() {
+  for (const int n : {1, 2, 3}) run_threads(n, use_everything);
+  run_threads(3, load_kernels_late);
+  run_threads(1, reuse_memory);
+  run_threads(2, call_differently);
+  run_threads(2, share_a_stream);
+  for (const Leave how : {Leave::kClose, Leave::kAbort}) {
+    run_threads(2, [how](Communicator& core) { lose_rank_1(core, how); });
+  }
+  // Nothing is left: no memory, no descriptor, no watcher.
+  const auto& device = fake_cuda::device();
+  CHECK(device.memory.empty() && device.pinned.empty() && device.events.empty());
+  fake_cuda::device_pointer().reset();
+  const size_t files = entries("/proc/self/fd"), threads = entries("/proc/self/task");
+  run_threads(2, use_everything);
+  fake_cuda::device_pointer().reset();
+  CHECK(entries("/proc/self/fd") == files && entries("/proc/self/task") == threads);
+}
+
+}  // namespace
+}  // namespace pipekernels
+
+int main() {
+  pipekernels::test_processes();  // First, as they cannot be forked beside threads.
+  pipekernels::test_threads();
+}

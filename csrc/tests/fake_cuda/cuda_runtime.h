@@ -1,0 +1,391 @@
+// What the host code of csrc/cuda uses of the CUDA runtime, on one device made of CPU threads.
+//
+// It is as unkind as the real one may be: the first launch of a kernel that has not been loaded
+// waits until the device is idle, as cudaFree() does, and meanwhile keeps other threads out; memory
+// of another process is gone for nobody who has mapped it; every misuse ends the test.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../check.h"
+
+namespace fake_cuda {
+
+// Something that comes to pass once.
+class Mark {
+ public:
+  void set() {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    is_set_ = true;
+    changed_.notify_all();
+  }
+  void wait() {
+    std::unique_lock<std::mutex> hold(mutex_);
+    changed_.wait(hold, [this] { return is_set_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_set_ = false;
+};
+
+using Task = std::function<void()>;
+
+// A thread that runs one task after the other. While it is being captured, launches are kept.
+class Stream {
+ public:
+  Stream() : worker_([this] { work(); }) {}
+  ~Stream() {
+    push(nullptr);
+    worker_.join();
+  }
+
+  void push(Task task) {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+  void drain() {
+    const auto end = std::make_shared<Mark>();
+    push([end] { end->set(); });
+    end->wait();
+  }
+
+  void begin_capture() { capturing_ = true; }
+  std::vector<Task> end_capture() {
+    capturing_ = false;
+    return std::move(captured_);
+  }
+  bool is_capturing() const { return capturing_; }
+  void launch(Task task) {
+    if (capturing_) {
+      captured_.push_back(std::move(task));
+    } else {
+      push(std::move(task));
+    }
+  }
+
+ private:
+  void work() {
+    while (true) {
+      Task task;
+      {
+        std::unique_lock<std::mutex> hold(mutex_);
+        changed_.wait(hold, [this] { return !tasks_.empty(); });
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      if (!task) return;
+      task();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  std::atomic<bool> capturing_{false};
+  std::vector<Task> captured_;
+  std::thread worker_;  // Begins when all else is there.
+};
+
+struct Event {
+  std::shared_ptr<Mark> mark;  // Of the last record.
+};
+
+// Its address is the function that the runtime knows.
+struct Kernel {
+  size_t argument_bytes;
+  std::function<void(const std::byte*)> body;
+  bool loaded = false;
+};
+
+struct Allocation {
+  size_t bytes;
+  int fd;
+};
+
+class Device {
+ public:
+  std::mutex context;  // Held by every call that changes anything.
+  size_t room = size_t{1} << 30;
+  std::map<void*, Allocation> memory;
+  std::map<void*, size_t> mapped;  // Of other processes.
+  std::set<void*> pinned;
+  std::set<Event*> events;
+
+  Stream* make_stream() {
+    const std::lock_guard<std::mutex> hold(streams_mutex_);
+    streams_.push_back(std::make_unique<Stream>());
+    return streams_.back().get();
+  }
+  Stream& stream(Stream* handle) { return handle == nullptr ? *default_ : *handle; }
+
+  void wait_until_idle() {
+    std::vector<Stream*> all{default_.get()};
+    {
+      const std::lock_guard<std::mutex> hold(streams_mutex_);
+      for (const auto& stream : streams_) all.push_back(stream.get());
+    }
+    for (Stream* stream : all) stream->drain();
+  }
+
+ private:
+  std::mutex streams_mutex_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+  const std::unique_ptr<Stream> default_ = std::make_unique<Stream>();
+};
+
+// Begins with its first use, which must come after a fork.
+inline std::unique_ptr<Device>& device_pointer() {
+  static std::unique_ptr<Device> device;
+  return device;
+}
+inline Device& device() {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> hold(mutex);
+  auto& pointer = device_pointer();
+  if (!pointer) pointer = std::make_unique<Device>();
+  return *pointer;
+}
+inline Stream* make_stream() { return device().make_stream(); }
+
+inline int make_memory_file(size_t bytes) {
+  const int fd = memfd_create("fake-cuda", MFD_CLOEXEC);
+  CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0);
+  return fd;
+}
+inline void* map_file(int fd, size_t bytes) {
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  CHECK(base != MAP_FAILED);
+  return base;
+}
+
+}  // namespace fake_cuda
+
+using cudaStream_t = fake_cuda::Stream*;
+using cudaEvent_t = fake_cuda::Event*;
+
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorMemoryAllocation,
+  cudaErrorMapResources,
+  cudaErrorNoKernelImageForDevice,
+  cudaErrorInvalidDeviceFunction,
+  cudaErrorPeerAccessAlreadyEnabled,
+};
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2;
+constexpr unsigned cudaEventDisableTiming = 1, cudaIpcMemLazyEnablePeerAccess = 1;
+
+struct dim3 {
+  unsigned x;
+  dim3(unsigned size) : x(size) {}
+};
+struct cudaUUID_t {
+  char bytes[16];
+};
+struct cudaDeviceProp {
+  cudaUUID_t uuid;
+  int multiProcessorCount;
+};
+struct cudaFuncAttributes {};
+struct cudaPointerAttributes {
+  int device;
+};
+struct cudaIpcMemHandle_t {
+  pid_t process;
+  int fd;
+  size_t bytes;
+};
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "as the test wants it"; }
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) {
+  CHECK(device == 0);
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = {{"the only one"}, 4};
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() {
+  fake_cuda::device().wait_until_idle();
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
+  return cudaErrorPeerAccessAlreadyEnabled;
+}
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
+  attributes->device = 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMalloc(void** base, size_t bytes) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  if (bytes > device.room) return cudaErrorMemoryAllocation;
+  device.room -= bytes;
+  const int fd = fake_cuda::make_memory_file(bytes);
+  *base = fake_cuda::map_file(fd, bytes);
+  device.memory[*base] = {bytes, fd};
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* base) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  device.wait_until_idle();
+  const auto found = device.memory.find(base);
+  CHECK(found != device.memory.end());
+  device.room += found->second.bytes;
+  munmap(base, found->second.bytes);
+  close(found->second.fd);
+  device.memory.erase(found);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void* base, int value, size_t bytes) {
+  std::memset(base, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** base, size_t bytes, unsigned) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  *base = std::aligned_alloc(128, (bytes + 127) / 128 * 128);
+  device.pinned.insert(*base);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostGetDevicePointer(void** seen, void* base, unsigned) {
+  *seen = base;
+  return cudaSuccess;
+}
+inline cudaError_t cudaFreeHost(void* base) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  device.wait_until_idle();
+  CHECK(device.pinned.erase(base) == 1);
+  std::free(base);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* base) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  const auto found = device.memory.find(base);
+  CHECK(found != device.memory.end());
+  *handle = {getpid(), found->second.fd, found->second.bytes};
+  return cudaSuccess;
+}
+inline cudaError_t cudaIpcOpenMemHandle(void** base, cudaIpcMemHandle_t handle, unsigned) {
+  CHECK(handle.process != getpid());
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  const std::string file =
+      "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.fd);
+  const int fd = open(file.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return cudaErrorMapResources;
+  *base = fake_cuda::map_file(fd, handle.bytes);
+  close(fd);
+  device.mapped[*base] = handle.bytes;
+  return cudaSuccess;
+}
+inline cudaError_t cudaIpcCloseMemHandle(void* base) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  const auto found = device.mapped.find(base);
+  CHECK(found != device.mapped.end());
+  munmap(base, found->second);
+  device.mapped.erase(found);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* function) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  auto* kernel = static_cast<fake_cuda::Kernel*>(const_cast<void*>(function));
+  if (!kernel->loaded) device.wait_until_idle();
+  kernel->loaded = true;
+  return cudaSuccess;
+}
+inline cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments, size_t,
+                                    cudaStream_t stream) {
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, function);
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  const auto* kernel = static_cast<const fake_cuda::Kernel*>(function);
+  const auto* first = static_cast<const std::byte*>(arguments[0]);
+  device.stream(stream).launch(
+      [kernel, argument = std::vector<std::byte>(first, first + kernel->argument_bytes)] {
+        kernel->body(argument.data());
+      });
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const bool capturing = fake_cuda::device().stream(stream).is_capturing();
+  *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  CHECK(device.events.count(event) == 1 && !device.stream(stream).is_capturing());
+  if (const auto mark = event->mark) device.stream(stream).push([mark] { mark->wait(); });
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  *event = new fake_cuda::Event;
+  device.events.insert(*event);
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  CHECK(device.events.erase(event) == 1);
+  delete event;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  CHECK(device.events.count(event) == 1 && !device.stream(stream).is_capturing());
+  event->mark = std::make_shared<fake_cuda::Mark>();
+  device.stream(stream).push([mark = event->mark] { mark->set(); });
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  std::shared_ptr<fake_cuda::Mark> mark;
+  {
+    auto& device = fake_cuda::device();
+    const std::lock_guard<std::mutex> hold(device.context);
+    CHECK(device.events.count(event) == 1);
+    mark = event->mark;
+  }
+  if (mark) mark->wait();
+  return cudaSuccess;
+}
