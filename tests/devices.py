@@ -29,10 +29,11 @@ def own_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def on(device: torch.device, body: Callable[..., Any], *args: Any) -> Callable[[Communicator], Any]:
+def on(device: torch.device, body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """``body(communicator, *args)`` for a rank on ``device``, a thread or a process.
 
-    Its communicator is as usable at its end as it was. Picklable if ``body`` is.
+    Its communicator is as usable at its end as it was. Picklable if ``body`` is. Arguments that a call
+    has besides the communicator come last.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # What has been made for ``body`` is there in every stream.
@@ -44,9 +45,10 @@ def _run(
     body: Callable[..., Any],
     args: tuple[Any, ...],
     communicator: Communicator,
+    *more: Any,
 ) -> Any:
     with own_stream(device):
-        result = body(communicator, *args)
+        result = body(communicator, *args, *more)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
             communicator.synchronize()  # Raises what went wrong on the device.
