@@ -307,8 +307,33 @@ void be_late(Communicator& core, const Signpost& given_up) {
   given_up.set();
   CHECK(has(told, rank.number() == 1 ? "rank 1 did not arrive in time, as rank 0 has noticed"
                                      : "rank 1 of 2 did not arrive at all_reduce(20000 x float32"));
+  rank.stream->drain();  // The error may be known before all is spoiled.
   for (const float value : data) CHECK(value != value);
   CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
+}
+
+// A rank of which CUDA does not take the launch, when those of others are on the device.
+void fail_to_launch(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(20'000, 1.0f);
+  const size_t count = data.size();
+  const Call call{Operation::kAllReduce, DType::kFloat32, {}, Algorithm::kTwoShot, 0, 0, count};
+  const DeviceLaunch launch =
+      plan_all_reduce(rank.cuda.ranks(), call, call.algorithm, data.data(), 0);
+  const Kernel broken{sizeof(DeviceLaunch), nullptr};
+  if (rank.number() == 1) {
+    const std::string told =
+        thrown<std::runtime_error>([&] { rank.cuda.launch(&broken, launch, {rank.stream, true}); });
+    CHECK(has(told, "launching a collective failed"));
+    return;
+  }
+  const std::string told =
+      thrown<PeerError>([&] { rank.cuda.launch(&two_shot, launch, {rank.stream, true}); });
+  CHECK(has(told, "rank 1 gave up after an error of its own"));
+  const auto begin = Clock::now();
+  rank.cuda.close(false);
+  CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Nor does its kernel wait for 30 s.
+  for (const float value : data) CHECK(value != value);
 }
 
 enum class Leave { kDie, kClose, kAbort };
@@ -409,6 +434,7 @@ void test_threads() {
   run_threads(1, reuse_memory);
   run_threads(2, call_differently);
   run_threads(2, share_a_stream);
+  run_threads(2, fail_to_launch);
   for (const Leave how : {Leave::kClose, Leave::kAbort}) {
     run_threads(2, [how](Communicator& core) { lose_rank_1(core, how); });
   }

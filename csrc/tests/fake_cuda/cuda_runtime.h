@@ -336,6 +336,7 @@ inline cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arg
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
   const auto* kernel = static_cast<const fake_cuda::Kernel*>(function);
+  if (!kernel->body) return cudaErrorInvalidDeviceFunction;
   const auto* first = static_cast<const std::byte*>(arguments[0]);
   device.stream(stream).launch(
       [kernel, argument = std::vector<std::byte>(first, first + kernel->argument_bytes)] {
