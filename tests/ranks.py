@@ -1,6 +1,7 @@
 """Runs a function on every rank of a communicator: on threads, or on processes of their own.
 
-Processes come from a server that has imported torch once, so a new one takes some 50 ms.
+Processes come from a server that has imported torch once, so a new one takes some 50 ms. It has never
+used CUDA, so that they can.
 """
 
 from __future__ import annotations

@@ -410,6 +410,7 @@ def check_captured(module: nn.Module, x: Tensor, expected: Tensor) -> None:
     assert torch.equal(y, expected)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_processes(compiled: bool, device: torch.device) -> None:
     first, second = run_processes(2, mlp_on_rank, compiled, device.type, limit=110.0)
