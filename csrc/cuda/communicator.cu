@@ -314,6 +314,7 @@ void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
     launch_together(kernel, launch, caller.stream);
   } else {
     enqueue(kernel, launch, caller.stream);
+    record(caller.stream);
   }
 }
 
@@ -329,15 +330,21 @@ void CudaCommunicator::enqueue(const void* kernel, const DeviceLaunch& launch, v
                               stream_of(stream)),
              "launching a collective");
   captured_ = captured_ || captured;
-  if (captured) return;
+}
+
+void CudaCommunicator::record(void* stream) {
+  if (is_capturing(stream)) return;
+  const DeviceGuard guard(device_);
   check_cuda(cudaEventRecord(events_->last, stream_of(stream)), "cudaEventRecord");
   events_->stream = stream;
   events_->recorded = true;
 }
 
 // The ranks meet before, when each has issued what comes before the collective, and after, so that
-// none issues anything else until all have launched. In place of where its data are, each tells its
-// stream: two in one stream would run one after the other, and wait for ever.
+// none issues anything else until all have launched: not even a record, which waits for the kernel,
+// and may hold up what streams that share a queue of the device are given after it. In place of
+// where its data are, each tells its stream: two in one stream would run one after the other, and
+// wait for ever.
 void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& launch,
                                        void* stream) {
   // The default streams have the same small handles on every device.
@@ -357,8 +364,14 @@ void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& l
       }
     }
     enqueue(kernel, launch, stream);
-    collective.signal();
-    collective.wait();
+    try {
+      collective.signal();
+      collective.wait();
+    } catch (...) {
+      record(stream);
+      throw;
+    }
+    record(stream);
   };
   run_collective(core_, launch.descriptor.call, reinterpret_cast<void*>(key), 0, body);
 }

@@ -430,6 +430,9 @@ void test_processes() {
 
 void test_threads() {
   for (const int n : {1, 2, 3}) run_threads(n, use_everything);
+  fake_cuda::device().one_queue = true;
+  run_threads(3, use_everything);
+  fake_cuda::device_pointer().reset();
   run_threads(3, load_kernels_late);
   run_threads(1, reuse_memory);
   run_threads(2, call_differently);

@@ -123,6 +123,7 @@ class CudaCommunicator {
   void share_memory(size_t symmetric_bytes);
   void exchange(Card& mine, std::vector<Card>& all);
   void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);
+  void record(void* stream);
   void launch_together(const void* kernel, const DeviceLaunch& launch, void* stream);
   void watch();
   void stop(int rank, uint32_t status);

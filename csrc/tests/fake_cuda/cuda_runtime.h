@@ -1,8 +1,9 @@
 // What the host code of csrc/cuda uses of the CUDA runtime, on one device made of CPU threads.
 //
 // It is as unkind as the real one may be: the first launch of a kernel that has not been loaded
-// waits until the device is idle, as cudaFree() does, and meanwhile keeps other threads out; memory
-// of another process is gone for nobody who has mapped it; every misuse ends the test.
+// waits until the device is idle, as cudaFree() does, and meanwhile keeps other threads out;
+// streams may share a queue, where one that has to wait holds up the others; every misuse ends the
+// test.
 #pragma once
 
 #include <fcntl.h>
@@ -50,38 +51,18 @@ class Mark {
 
 using Task = std::function<void()>;
 
-// A thread that runs one task after the other. While it is being captured, launches are kept.
-class Stream {
+// A thread that takes one task after the other.
+class Queue {
  public:
-  Stream() : worker_([this] { work(); }) {}
-  ~Stream() {
+  Queue() : worker_([this] { work(); }) {}
+  ~Queue() {
     push(nullptr);
     worker_.join();
   }
-
   void push(Task task) {
     const std::lock_guard<std::mutex> hold(mutex_);
     tasks_.push_back(std::move(task));
     changed_.notify_all();
-  }
-  void drain() {
-    const auto end = std::make_shared<Mark>();
-    push([end] { end->set(); });
-    end->wait();
-  }
-
-  void begin_capture() { capturing_ = true; }
-  std::vector<Task> end_capture() {
-    capturing_ = false;
-    return std::move(captured_);
-  }
-  bool is_capturing() const { return capturing_; }
-  void launch(Task task) {
-    if (capturing_) {
-      captured_.push_back(std::move(task));
-    } else {
-      push(std::move(task));
-    }
   }
 
  private:
@@ -102,9 +83,54 @@ class Stream {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
+  std::thread worker_;  // Begins when all else is there.
+};
+
+// Its tasks run one after the other. A kernel, once it has begun, lets the queue go on; what comes
+// after it in the stream does not. While a stream is being captured, launches are kept.
+class Stream {
+ public:
+  explicit Stream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
+  ~Stream() { drain(); }
+
+  void push(Task task) {
+    queue_->push([this, task = std::move(task)] {
+      finish_kernel();
+      task();
+    });
+  }
+  void drain() {
+    const auto end = std::make_shared<Mark>();
+    push([end] { end->set(); });
+    end->wait();
+  }
+
+  void begin_capture() { capturing_ = true; }
+  std::vector<Task> end_capture() {
+    capturing_ = false;
+    return std::move(captured_);
+  }
+  bool is_capturing() const { return capturing_; }
+  void launch(Task kernel) {
+    if (capturing_) {
+      captured_.push_back(std::move(kernel));
+    } else {
+      queue_->push([this, kernel = std::move(kernel)] {
+        finish_kernel();
+        kernel_ = std::thread(kernel);
+      });
+    }
+  }
+
+ private:
+  void finish_kernel() {
+    if (kernel_.joinable()) kernel_.join();
+  }
+
+  const std::shared_ptr<Queue> queue_;
+  std::thread kernel_;  // The last one; known to the queue alone.
   std::atomic<bool> capturing_{false};
   std::vector<Task> captured_;
-  std::thread worker_;  // Begins when all else is there.
 };
 
 struct Event {
@@ -131,10 +157,12 @@ class Device {
   std::map<void*, size_t> mapped;  // Of other processes.
   std::set<void*> pinned;
   std::set<Event*> events;
+  std::atomic<bool> one_queue{false};  // For all streams made from now on.
 
   Stream* make_stream() {
     const std::lock_guard<std::mutex> hold(streams_mutex_);
-    streams_.push_back(std::make_unique<Stream>());
+    if (!one_queue || !queue_) queue_ = std::make_shared<Queue>();
+    streams_.push_back(std::make_unique<Stream>(queue_));
     return streams_.back().get();
   }
   Stream& stream(Stream* handle) { return handle == nullptr ? *default_ : *handle; }
@@ -150,8 +178,9 @@ class Device {
 
  private:
   std::mutex streams_mutex_;
+  std::shared_ptr<Queue> queue_;  // Of the last stream made.
   std::vector<std::unique_ptr<Stream>> streams_;
-  const std::unique_ptr<Stream> default_ = std::make_unique<Stream>();
+  const std::unique_ptr<Stream> default_ = std::make_unique<Stream>(std::make_shared<Queue>());
 };
 
 // Begins with its first use, which must come after a fork.
