@@ -320,7 +320,7 @@ void fail_to_launch(Communicator& core) {
   const Call call{Operation::kAllReduce, DType::kFloat32, {}, Algorithm::kTwoShot, 0, 0, count};
   const DeviceLaunch launch =
       plan_all_reduce(rank.cuda.ranks(), call, call.algorithm, data.data(), 0);
-  const Kernel broken{sizeof(DeviceLaunch), nullptr};
+  const Kernel broken{sizeof(DeviceLaunch), nullptr, true};
   if (rank.number() == 1) {
     const std::string told =
         thrown<std::runtime_error>([&] { rank.cuda.launch(&broken, launch, {rank.stream, true}); });
