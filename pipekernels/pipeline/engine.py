@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from pipekernels.ops.graphs import Memory, has_graphs
 from pipekernels.ops.streams import has_streams
+from pipekernels.pipeline.graphs import StageGraphs
 from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.pace import Pace
 from pipekernels.pipeline.parameters import StageParameters, unique
@@ -38,10 +40,15 @@ class Engine:
     Args:
         partitions: the stages.
         devices: one per stage.
+        cuda_graphs: whether to capture the stages on CUDA devices.
     """
 
     def __init__(
-        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
+        self,
+        partitions: Sequence[nn.Sequential],
+        devices: Sequence[torch.device],
+        *,
+        cuda_graphs: bool = False,
     ) -> None:
         self.stages = list(partitions)
         self.devices = list(devices)
@@ -53,14 +60,23 @@ class Engine:
         ]
         on_cpu = all(device.type == "cpu" for device in devices)
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
-        # On one thread, stages of one device need not be cut apart.
-        self.chain = Task(partitions, 0, devices[0]) if len(set(devices)) == 1 else None
+        self.graphs: dict[int, StageGraphs] = {}  # by stage
+        if cuda_graphs and any(map(has_graphs, devices)):
+            memory = Memory()
+            self.graphs = {
+                index: StageGraphs(task, memory)
+                for index, task in enumerate(self.tasks)
+                if has_graphs(task.device)
+            }
+        # On one thread, stages of one device need not be cut apart; but a graph has one seed.
+        whole = len(set(devices)) == 1 and not self.graphs
+        self.chain = Task(partitions, 0, devices[0]) if whole else None
         # Stages whose work the thread that runs them all does itself.
         self.waits = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
         # Stages that share a layer would run it, and accumulate into its parameters, in an order
         # left to timing.
         layers = [id(layer) for stage in partitions for layer in stage.modules()]
-        self.may_use_lanes = on_cpu and len(layers) == len(set(layers))
+        self.may_use_lanes = on_cpu and not self.graphs and len(layers) == len(set(layers))
         # Forwards that draw random numbers where no lane can see it stay on one thread.
         self.hidden_randomness = False
         self.pace = Pace()

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 
-def _make_alias(parameter: nn.Parameter) -> nn.Parameter:
+def _make_alias(parameter: nn.Parameter, detached: torch.Tensor) -> nn.Parameter:
     if type(parameter) is nn.Parameter:
-        return nn.Parameter(parameter.detach())
-    alias = parameter.detach().requires_grad_()
+        return nn.Parameter(detached)
+    alias = detached.requires_grad_()
     return alias  # type: ignore[return-value]  # a subclass of Parameter keeps its type
 
 
@@ -41,9 +41,17 @@ class StageParameters:
     Args:
         module: the stage.
         previous: what an earlier call found; aliases that still fit are taken over.
+        own_versions: whether aliases count for themselves how often they are changed, so that a
+            graph may be gone through backwards after their parameters were.
     """
 
-    def __init__(self, module: nn.Module, previous: StageParameters | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        previous: StageParameters | None = None,
+        *,
+        own_versions: bool = False,
+    ) -> None:
         known = previous.pairs if previous is not None else {}
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -65,7 +73,8 @@ class StageParameters:
                 key = id(parameter)
                 pair = self.pairs.get(key) or known.get(key)
                 if pair is None or not _is_current(pair[1], parameter):
-                    pair = (parameter, _make_alias(parameter))
+                    detached = parameter.data if own_versions else parameter.detach()
+                    pair = (parameter, _make_alias(parameter, detached))
                 self.pairs[key] = pair
                 self._slots.append((layer._parameters, name, *pair))
 

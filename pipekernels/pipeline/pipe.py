@@ -75,6 +75,11 @@ class Pipe(nn.Module):
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
+        cuda_graphs: launch the work of each stage on a CUDA device as CUDA graphs, captured in the
+            third mini-batch of a kind; stages elsewhere run as ever. Python in layers is run while they
+            are captured only, so what it does must follow from the shapes of a stage's input, its
+            layers' attributes, and constants. A stage that cannot be captured runs without, and a
+            warning says why. Parameters must not be modified between a forward and its backward.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or skips of its layers do not match.
@@ -92,6 +97,7 @@ class Pipe(nn.Module):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
         batch_dim: int = 0,
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):
@@ -127,9 +133,10 @@ class Pipe(nn.Module):
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
         self.batch_dim = int(batch_dim)
+        self.cuda_graphs = bool(cuda_graphs)
         self._deferred_batch_norm = deferred_batch_norm
         self.partitions = nn.ModuleList(partitions)
-        self._engine = Engine(partitions, self.devices)
+        self._engine = Engine(partitions, self.devices, cuda_graphs=self.cuda_graphs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
@@ -328,7 +335,7 @@ class Pipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._engine = Engine(self._partitions(), self.devices)
+        self._engine = Engine(self._partitions(), self.devices, cuda_graphs=self.cuda_graphs)
 
     def _partitions(self) -> Sequence[nn.Sequential]:
         return list(self.partitions)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import torch
 from pipekernels.pipeline import executor
 from pipekernels.pipeline.checkpoint import checkpointed
 from pipekernels.pipeline.context import CallerContext
+from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
 from pipekernels.pipeline.pace import Way
@@ -24,7 +25,7 @@ from pipekernels.pipeline.sink import Losses, Outputs, Sink
 from pipekernels.pipeline.skip import Key
 from pipekernels.pipeline.split_backward import WeightBackward
 from pipekernels.pipeline.structure import Structure
-from pipekernels.pipeline.task import Activation, Grads, Tape
+from pipekernels.pipeline.task import Activation, Grads, Tape, Task
 from pipekernels.pipeline.transport import Receiver, Transport
 
 if TYPE_CHECKING:
@@ -74,9 +75,11 @@ class Run:
         self._key = self._pace_key(schedule)
         self._draw: Callable[[int, int], AbstractContextManager[Any]] = self._random.inline
         self._way = self._chosen_way()
-        self._tasks = engine.tasks
+        self._tasks: Sequence[Task | GraphedTask] = engine.tasks
         if self._way == "inline" and engine.chain is not None and engine.timeline is None:
             self._tasks = [engine.chain]
+        elif engine.graphs:
+            self._tasks = [self._with_graphs(index) for index in range(len(engine.tasks))]
         self._trainable = [
             self.grad and any(self._parameters[index].pairs for index, _ in task.stages)
             for task in self._tasks
@@ -400,6 +403,12 @@ class Run:
         self._seconds += seconds
         if last and self._measured:
             self._engine.pace.record(self._key, self._way, self._seconds)
+
+    def _with_graphs(self, stage: int) -> Task | GraphedTask:
+        if stage not in self._engine.graphs:
+            return self._engine.tasks[stage]
+        parameters = self._parameters[stage] if self._parameters else None
+        return self._engine.graphs[stage].of_run(parameters)
 
     def _pace_key(self, schedule: Schedule) -> tuple[Any, ...]:
         """Alike for runs that take about equally long: a micro-batch's size to a factor of two, how

@@ -83,6 +83,22 @@ class Structure:
             ],
         )
 
+    def foreign(self) -> str | None:
+        """The type of something in it that is neither a tensor's place nor a constant such as a
+        number."""
+        for leaf in self._leaves:
+            if leaf is not _TENSOR and type(leaf) not in _PLAIN:
+                return "NoChunk" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        return None
+
+    def same(self, other: Structure) -> bool:
+        """Whether both fit and have the same constants. Both have nothing :meth:`foreign`."""
+        return self is other or (
+            self.fits(other)
+            and [(type(leaf), leaf) for leaf in self._leaves]
+            == [(type(leaf), leaf) for leaf in other._leaves]
+        )
+
     def fits(self, other: Structure) -> bool:
         """Whether both have the same containers, and tensors in the same places."""
         return self is other or (
@@ -91,6 +107,8 @@ class Structure:
             == [leaf is _TENSOR for leaf in other._leaves]
         )
 
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 LONE = Structure(tree_flatten(_TENSOR)[1], (_TENSOR,))
 """Of a value that is a tensor."""

@@ -1,0 +1,170 @@
+"""CUDA graphs: a device's work recorded once, and from then on launched as a whole.
+
+A graph repeats its kernels on the addresses that they had when it was captured. What it allocated
+then lies in memory of its own, in which torch gives away again only what no tensor refers to: so
+whoever keeps a graph keeps all tensors through which its work must survive from one replay to another
+graph's, and the rest is scratch memory that graphs share. They may, as those of one device take turns
+(:meth:`Recorder.turn`): on one stream by the order of issue, between streams by events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from pipekernels.ops import streams
+from pipekernels.ops.streams import Stream
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Launch it on its device's current stream."""
+
+
+class Memory:
+    """What graphs that belong together allocate from; it is free when they are gone."""
+
+    def __init__(self) -> None:
+        self.handle = _new_handle()
+
+    def renew(self) -> None:
+        """Have captures that follow allocate elsewhere."""
+        self.handle = _new_handle()
+
+
+class Recorder:
+    """Captures and replays on one device. Nobody waits for another thread here: who does not get a
+    turn does the work without a graph.
+
+    Args:
+        device: a device that has graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # All captures of a device are on one stream: cuBLAS has one workspace per stream, which the
+        # graphs captured there share.
+        self._stream = streams.new(device)
+        self._lock = threading.Lock()
+        self._last: Stream | None = None
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Yields whether the body may use graphs of the device, on the current stream. All that it
+        issues is ordered behind the turns before."""
+        if not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            stream = streams.current(self._device)
+            if self._last is not None and self._last != stream:
+                stream.wait_event(self._last.record_event())
+            self._last = stream
+            yield True
+        finally:
+            self._lock.release()
+
+    def capture(self, work: Callable[[], T], memory: Memory) -> tuple[Graph, T] | None:
+        """Record ``work``, which is not done yet then. To be called in a turn.
+
+        Args:
+            work: issues work on the current stream of the device alone; run once, now.
+            memory: for what it allocates.
+
+        Returns:
+            The graph and what ``work`` returned, or None while another capture goes on in this
+            process: torch knows only one at a time.
+
+        Raises:
+            Exception: what ``work`` raised, or torch because the work cannot be captured. Nothing
+                remains of the capture then.
+        """
+        if not _one_at_a_time.acquire(blocking=False):
+            return None
+        try:
+            # Until now the capture's stream has been given what sets up its random numbers.
+            graph, result = _record(work, self._stream, memory)
+            streams.current(self._device).wait_event(self._stream.record_event())
+            return graph, result
+        finally:
+            _one_at_a_time.release()
+
+
+_one_at_a_time = threading.Lock()
+_recorders: dict[torch.device, Recorder] = {}
+_recorders_lock = threading.Lock()
+
+
+def recorder(device: torch.device) -> Recorder:
+    """The process's recorder for ``device``: the device's generator, and what its libraries keep per
+    stream, are the process's too."""
+    with _recorders_lock:
+        if device not in _recorders:
+            _recorders[device] = Recorder(device)
+        return _recorders[device]
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on ``device`` can be captured."""
+    return device.type == "cuda"
+
+
+def _new_handle() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def _record(work: Callable[[], T], stream: Any, memory: Memory) -> tuple[Graph, T]:
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # The outer context brings the stream back where torch.cuda.graph leaves it after a failure.
+        # Other threads may go on meanwhile, such as a data loader's that pins memory.
+        with (
+            torch.cuda.stream(stream),
+            torch.cuda.graph(
+                graph, memory.handle, stream=stream, capture_error_mode="thread_local"
+            ),
+        ):
+            result = work()
+    except BaseException:
+        if not _has_ended(graph):
+            _end(graph, stream, memory)
+        raise
+    return graph, result
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+# torch's allocators go on asking a capture that failed whether a stream is its own.
+_failed: list[torch.cuda.CUDAGraph] = []
+
+
+def _end(graph: torch.cuda.CUDAGraph, stream: Any, memory: Memory) -> None:
+    """Do for a capture that CUDA declared invalid what torch does at the end of others only: have the
+    allocator and the generator leave it."""
+    _failed.append(graph)
+    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # until torch 2.6
+    end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
+    # It may have failed before it had begun to allocate.
+    with contextlib.suppress(RuntimeError):
+        end(stream.device.index, memory.handle)
+        torch._C._cuda_releasePool(stream.device.index, memory.handle)
+    memory.renew()
+    # The generator believes that it is being captured until a capture ends well.
+    cell = torch.zeros((), device=stream.device)
+    with torch.cuda.stream(stream), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        cell.add_(1)

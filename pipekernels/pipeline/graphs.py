@@ -1,0 +1,619 @@
+"""A stage's forwards and backwards as CUDA graphs: what small layers cost is launching them, and a graph
+is launched at once.
+
+Every *signature* (kind of pass, shapes of the input, settings of layers and of torch) is run twice
+without graphs, which sets up what is set up late, and the second time watches for what a graph could
+not repeat. From then on each micro-batch in flight has a *slot*: a graph of the forward, one of the
+backward for each set of outputs that have gradients, and the memory they work on, which is nobody
+else's until the tape of the micro-batch is gone. What enters a graph is copied there, and what leaves it
+is copied out, so neither the user, nor an edge, nor the next stage ever refers to memory that a replay
+overwrites. A slot keeps the autograd graph of its capture as well: it holds what the backward needs, and
+the backward goes through it where it has no graph of its own.
+
+A capture changes nothing: no kernel runs, and it has leaves of its own in place of the parameters, which
+have been used on no other stream and are in no cache of autocast's. Generators are seeded before a replay
+as before any forward, and torch gives a graph the numbers that follow from their state, so random
+numbers are the same with graphs and without.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipekernels.ops import graphs
+from pipekernels.ops.graphs import Graph
+from pipekernels.pipeline.parameters import StageParameters
+from pipekernels.pipeline.random_state import HookWatch
+from pipekernels.pipeline.split_backward import WeightBackward
+from pipekernels.pipeline.structure import Structure
+from pipekernels.pipeline.task import Activation, Grads, Randomness, Tape, Task
+
+LIMIT = 128
+"""Most signatures that a stage knows, and most slots that it keeps."""
+
+Work = Callable[[Activation, Randomness], tuple[Activation | None, Tape | None]]
+"""A pass that may be captured: a stage's forward, given its input."""
+
+
+class StageGraphs:
+    """The graphs of one stage, from mini-batch to mini-batch.
+
+    Args:
+        task: the stage.
+        memory: what the graphs of its pipe allocate from.
+    """
+
+    def __init__(self, task: Task, memory: graphs.Memory) -> None:
+        self.task = task
+        self.recorder = graphs.recorder(task.device)
+        ((self.index, self.stage),) = task.stages
+        self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
+        """All there are, in use or free."""
+        self._memory = memory
+        self._tensors: list[Any] = []
+        self._settings: dict[Any, int] = {}
+        self._signatures: dict[Any, list[_Signature]] = {}
+        self._known = 0
+        self._warned: set[str] = set()
+
+    def of_run(self, parameters: StageParameters | None) -> GraphedTask:
+        """The stage for one mini-batch, during which its layers stay as they are now.
+
+        Args:
+            parameters: whose aliases the backwards accumulate into, None if there are none.
+        """
+        layout = _Layout(self.stage, self.task.device)
+        if layout.tensors != self._tensors:
+            # Graphs would go on with the tensors that were there before, and keep their memory.
+            self._signatures.clear()
+            self._settings.clear()
+            self._known = 0
+            self._tensors = layout.tensors
+        settings = None
+        if layout.why_not is not None:
+            self.warn(layout.why_not)
+        else:
+            settings = self._settings.setdefault(
+                (layout.settings, _torch_settings()), len(self._settings)
+            )
+            if settings >= LIMIT:
+                self.warn(f"its layers have had {LIMIT} different settings")
+                self._settings.popitem()
+                settings = None
+        return GraphedTask(self, layout, parameters, settings)
+
+    def signature(self, kind: Any, inputs: Activation) -> _Signature | None:
+        """That of passes of one kind on such inputs; None if they run without graphs."""
+        why_not = _unfit(inputs, self.task.device)
+        if why_not is not None:
+            self.warn(f"it is given {why_not}")
+            return None
+        if any(tensor.numel() == 0 for tensor in inputs.tensors):
+            return None
+        shapes = tuple([(t.shape, t.stride(), t.dtype) for t in inputs.tensors])
+        known = self._signatures.setdefault((kind, shapes, inputs.wants_grad, inputs.skips), [])
+        for signature in known:
+            if signature.structure.same(inputs.structure):
+                return None if signature.refused else signature
+        if self._known == LIMIT:
+            self.warn(f"it has been given {LIMIT} different kinds of inputs")
+            return None
+        self._known += 1
+        known.append(_Signature(inputs.structure))
+        return known[-1]
+
+    def capture(self, work: Callable[[], Any], signature: _Signature) -> Any:
+        """As ``Recorder.capture``; None if it failed, too, after which ``signature`` runs without."""
+        try:
+            return self.recorder.capture(work, self._memory)
+        except Exception as error:  # noqa: BLE001 - an error of the work itself comes up without graphs
+            cause = error.__context__ or error
+            self.refuse(signature, str(cause).strip().partition("\n")[0] or type(cause).__name__)
+            return None
+
+    def refuse(self, signature: _Signature, why: str) -> None:
+        """Run it without graphs from now on."""
+        signature.refused = True
+        signature.free.clear()
+        self.warn(why)
+
+    def warn(self, why: str) -> None:
+        """Say, once, that passes of the stage run without graphs and why."""
+        if why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"stage {self.index} runs without CUDA graphs: {why}", RuntimeWarning, stacklevel=2
+            )
+
+
+class GraphedTask:
+    """A :class:`Task` in one mini-batch, which uses graphs where it can.
+
+    Args:
+        graphs: the stage's.
+        layout: the stage as it is now.
+        parameters: whose aliases the backwards accumulate into.
+        settings: the number of the stage's settings; None if it runs without graphs.
+    """
+
+    def __init__(
+        self,
+        graphs: StageGraphs,
+        layout: _Layout,
+        parameters: StageParameters | None,
+        settings: int | None,
+    ) -> None:
+        self.stages = graphs.task.stages
+        self.device = graphs.task.device
+        self.received_skips = graphs.task.received_skips
+        self.sent_skips = graphs.task.sent_skips
+        self._task = graphs.task
+        self._graphs = graphs
+        self._layout = layout
+        self._aliases = [alias for _, alias in parameters.pairs.values()] if parameters else []
+        self._settings = settings
+
+    def forward(
+        self, inputs: Activation, randomness: Randomness, *, grad: bool, drop: bool
+    ) -> tuple[Activation, Tape | None]:
+        """As :meth:`Task.forward`."""
+        work = partial(self._task.forward, grad=grad, drop=drop)
+        outputs, tape = self._run((grad, drop), work, inputs, randomness)
+        if tape is not None and tape.inputs is not None:
+            tape = replace(tape, inputs=inputs)  # not the slot's
+        assert outputs is not None
+        return outputs, tape
+
+    def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
+        """As :meth:`Task.recompute`."""
+
+        def work(inputs: Activation, randomness: Randomness) -> tuple[None, Tape]:
+            return None, self._task.recompute(replace(tape, inputs=inputs), randomness)
+
+        assert tape.inputs is not None
+        _, recomputed = self._run("recompute", work, tape.inputs, randomness)
+        assert recomputed is not None
+        return recomputed
+
+    def backward(
+        self, tapes: Sequence[Tape], grads: Sequence[Grads], *, keep_graph: bool
+    ) -> list[Grads]:
+        """As :meth:`Task.backward`.
+
+        Raises:
+            RuntimeError: parameters were modified in place since the forward.
+        """
+        return [
+            self._backward(tape, output_grads, keep_graph)
+            for tape, output_grads in zip(tapes, grads, strict=True)
+        ]
+
+    def backward_of_inputs(
+        self, tape: Tape, grads: Grads, *, keep_graph: bool
+    ) -> tuple[Grads, WeightBackward | None]:
+        """The whole backward: graphs are not cut in two."""
+        return self._backward(tape, grads, keep_graph), None
+
+    def _run(
+        self, kind: Any, work: Work, inputs: Activation, randomness: Randomness
+    ) -> tuple[Activation | None, Tape | None]:
+        signature = None
+        if self._settings is not None:
+            signature = self._graphs.signature((kind, self._settings), inputs)
+        if signature is None:
+            return work(inputs, randomness)
+        if not signature.is_warm():
+            return self._warmed_up(signature, work, inputs, randomness)
+        with self._graphs.recorder.turn() as ours:
+            slot = self._slot(signature, work, inputs) if ours else None
+            if slot is not None:
+                lease = _Lease(slot, signature)
+                _write(slot.inputs, inputs.tensors)
+                with randomness(self._graphs.index):
+                    slot.graph.replay()
+                outputs, tape = slot.copied_outputs(), slot.tape
+                if tape is not None and tape.inputs is None:
+                    tape = _Traced.of(tape, signature, lease, _versions(self._aliases))
+                return outputs, tape
+        return work(inputs, randomness)
+
+    def _warmed_up(
+        self, signature: _Signature, work: Work, inputs: Activation, randomness: Randomness
+    ) -> tuple[Activation | None, Tape | None]:
+        if signature.ran:
+            with _watched(self._graphs.stage, self.device) as watch:
+                outputs, tape = work(inputs, randomness)
+            signature.watched = True
+            why_not = watch.why_not
+            if why_not is None and outputs is not None:
+                unfit = _unfit(outputs, self.device)
+                why_not = unfit and f"it returns {unfit}"
+            if why_not is not None:
+                self._graphs.refuse(signature, why_not)
+        else:
+            outputs, tape = work(inputs, randomness)
+        if tape is None or tape.inputs is not None:
+            signature.ran = True  # No backward belongs to it.
+            return outputs, tape
+        return outputs, _Traced.of(tape, signature)
+
+    def _slot(self, signature: _Signature, work: Work, inputs: Activation) -> _Slot | None:
+        """One that nobody uses; None if there can be no more."""
+        if signature.free:
+            return signature.free.pop()
+        if len(self._graphs.slots) >= LIMIT:
+            self._graphs.warn(f"more than {LIMIT} micro-batches had graphs of their own")
+            return None
+        leaves = StageParameters(self._graphs.stage, own_versions=True)
+
+        def captured() -> tuple[Activation, Activation | None, Tape | None]:
+            memory = replace(inputs, tensors=tuple(map(torch.empty_like, inputs.tensors)))
+            leaves.install()
+            try:
+                return memory, *work(memory, _unseeded)
+            finally:
+                leaves.remove()
+
+        found = self._graphs.capture(captured, signature)
+        if found is None:
+            return None
+        graph, (memory, outputs, tape) = found
+        slot = _Slot(
+            graph,
+            memory.tensors,
+            outputs,
+            tape,
+            [leaf for _, leaf in leaves.pairs.values()],
+            [tensor.detach() for tensor in self._layout.found],
+        )
+        self._graphs.slots.add(slot)
+        return slot
+
+    def _backward(self, tape: Tape, grads: Grads, keep_graph: bool) -> Grads:
+        if not isinstance(tape, _Traced) or tape.lease is None:
+            (result,) = self._task.backward([tape], [grads], keep_graph=keep_graph)
+            if isinstance(tape, _Traced):
+                tape.signature.ran = True
+            return result
+        if tape.versions != _versions(self._aliases):
+            raise RuntimeError(
+                f"parameters of stage {self._graphs.index} were modified in place between its forward "
+                "and its backward, which needs them as they were; do it afterwards"
+            )
+        slot = tape.lease.slot
+        with self._graphs.recorder.turn() as ours:
+            backward = self._backward_graph(slot, tape.signature, grads) if ours else None
+            if backward is not None:
+                _write(backward.grads, [grad for grad in grads if grad is not None])
+                backward.graph.replay()
+                self._accumulate(backward.of_leaves)
+                return tuple([None if g is None else g.clone() for g in backward.of_inputs])
+        of_inputs, of_leaves = slot.differentiate(self._task, grads)
+        self._accumulate(of_leaves)
+        return of_inputs
+
+    def _backward_graph(self, slot: _Slot, signature: _Signature, grads: Grads) -> _Backward | None:
+        """That for outputs with such gradients; None if there can be none."""
+        present = tuple([grad is not None for grad in grads])
+        if present not in slot.backwards and not signature.refused:
+
+            def captured() -> tuple[Grads, Grads, Grads]:
+                memory = tuple([None if g is None else torch.empty_like(g) for g in grads])
+                results = slot.differentiate(self._task, memory)
+                for grad in (*results[0], *results[1]):
+                    if grad is not None and grad.layout is not torch.strided:
+                        raise RuntimeError(f"a gradient has layout {grad.layout}")
+                return memory, *results
+
+            found = self._graphs.capture(captured, signature)
+            if found is None:
+                slot.forget_grads()
+            else:
+                graph, (memory, of_inputs, of_leaves) = found
+                written = [grad for grad in memory if grad is not None]
+                slot.backwards[present] = _Backward(graph, written, of_inputs, of_leaves)
+        return slot.backwards.get(present)
+
+    @torch.no_grad()
+    def _accumulate(self, grads: Grads) -> None:
+        """Add to the aliases' gradients what may be overwritten afterwards."""
+        pairs = [(a, g) for a, g in zip(self._aliases, grads, strict=True) if g is not None]
+        sums = [(alias.grad, grad) for alias, grad in pairs if alias.grad is not None]
+        first = [(alias, grad) for alias, grad in pairs if alias.grad is None]
+        if sums:
+            torch._foreach_add_([total for total, _ in sums], [grad for _, grad in sums])
+        if first:
+            copies = [torch.empty_like(grad) for _, grad in first]
+            torch._foreach_copy_(copies, [grad for _, grad in first])
+            for (alias, _), copy in zip(first, copies, strict=True):
+                alias.grad = copy
+
+
+class _Signature:
+    """Passes that one graph fits, given other values.
+
+    Args:
+        structure: how the stage's input is put together.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self.ran = False
+        """Whether one has gone by without graphs, its backward included."""
+        self.watched = False
+        """Whether one has been watched since."""
+        self.refused = False
+        self.free: list[_Slot] = []
+
+    def is_warm(self) -> bool:
+        return self.ran and self.watched
+
+
+@dataclass(eq=False)
+class _Backward:
+    """A captured backward: the memory of the outputs' gradients, and that of its results."""
+
+    graph: Graph
+    grads: Sequence[torch.Tensor]
+    of_inputs: Grads
+    of_leaves: Grads
+
+
+class _Slot:
+    """Graphs for one micro-batch at a time, and all memory that outlives a replay.
+
+    Args:
+        graph: of the forward.
+        inputs: what it reads.
+        outputs: what it returned; None for a recomputation.
+        tape: what it left for the backward.
+        leaves: what stood in for the trainable parameters.
+        kept: other tensors that it may read.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Sequence[torch.Tensor],
+        outputs: Activation | None,
+        tape: Tape | None,
+        leaves: list[nn.Parameter],
+        kept: list[torch.Tensor],
+    ) -> None:
+        self.graph = graph
+        self.inputs = inputs
+        self.tape = tape
+        self.backwards: dict[tuple[bool, ...], _Backward] = {}
+        """By which outputs have gradients."""
+        self._outputs = outputs
+        self._leaves = leaves
+        self._kept = kept
+
+    @torch.no_grad()
+    def copied_outputs(self) -> Activation | None:
+        """What the latest replay returned."""
+        if self._outputs is None:
+            return None
+        return replace(self._outputs, tensors=tuple([t.clone() for t in self._outputs.tensors]))
+
+    def differentiate(self, task: Task, grads: Grads) -> tuple[Grads, Grads]:
+        """Go through the autograd graph; returns the gradients of the inputs and of the leaves."""
+        assert self.tape is not None
+        (of_inputs,) = task.backward([self.tape], [grads], keep_graph=True)
+        of_leaves = tuple([leaf.grad for leaf in self._leaves])
+        self.forget_grads()
+        return of_inputs, of_leaves
+
+    def forget_grads(self) -> None:
+        assert self.tape is not None
+        for leaf in (*self._leaves, *self.tape.leaves):
+            if leaf is not None:
+                leaf.grad = None
+
+
+class _Lease:
+    """The use of a slot, until this object is gone."""
+
+    def __init__(self, slot: _Slot, signature: _Signature) -> None:
+        self.slot = slot
+        self._signature = signature
+
+    def __del__(self) -> None:
+        if not self._signature.refused:
+            self._signature.free.append(self.slot)
+
+
+@dataclass(slots=True)
+class _Traced(Tape):
+    """A tape that a backward follows, of a pass with a signature."""
+
+    signature: _Signature = None  # type: ignore[assignment]
+    lease: _Lease | None = None
+    """Of the slot whose memory it is about; None if it was not captured."""
+    versions: int = 0
+    """Of the parameters, at the forward."""
+
+    @classmethod
+    def of(
+        cls, tape: Tape, signature: _Signature, lease: _Lease | None = None, versions: int = 0
+    ) -> _Traced:
+        values = [getattr(tape, field.name) for field in fields(Tape)]
+        return cls(*values, signature=signature, lease=lease, versions=versions)
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Layout:
+    """Where a stage's tensors are and how its layers are set, as its graphs have it built in.
+
+    Args:
+        stage: the stage.
+        device: where its tensors should be.
+    """
+
+    def __init__(self, stage: nn.Module, device: torch.device) -> None:
+        self.found: list[torch.Tensor] = []
+        self.tensors: list[Any] = []
+        """What tells whether all of ``found`` are what and where they were."""
+        self.why_not: str | None = None
+        settings: list[Any] = []
+        numbers: dict[int, int] = {}
+        layers: set[nn.Module] = set()
+        stack: list[nn.Module | None] = [stage]  # by hand, as in StageParameters
+        while stack:
+            layer = stack.pop()
+            if layer is None or layer in layers:
+                continue
+            layers.add(layer)
+            stack.extend(reversed(layer._modules.values()))
+            entries = vars(layer)
+            settings.append(layer)
+            settings.extend([value for value in entries.values() if type(value) in _PLAIN])
+            if any(entries.get(name) for name in _HOOKS):
+                self.why_not = f"{type(layer).__name__} has hooks"
+            attributes = [value for value in entries.values() if type(value) is torch.Tensor]
+            for tensor in (*layer._parameters.values(), *layer._buffers.values(), *attributes):
+                if tensor is None:
+                    self.tensors.append(None)
+                    continue
+                if type(tensor) not in (torch.Tensor, nn.Parameter):
+                    self.why_not = f"{type(layer).__name__} has a {type(tensor).__name__}"
+                    continue
+                number = numbers.setdefault(id(tensor), len(numbers))
+                where = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+                self.found.append(tensor)
+                self.tensors.append((number, *where))
+                settings.append(tensor.requires_grad)
+                if tensor.device != device:
+                    self.why_not = f"{type(layer).__name__} has a tensor on {tensor.device}"
+        if nn.modules.module._has_any_global_hook():
+            self.why_not = "there are hooks on all modules"
+        self.settings = tuple(settings)
+
+
+def _torch_settings() -> tuple[Any, ...]:
+    """Settings of the calling thread that choose what layers do."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(),
+        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+    )
+
+
+def _versions(parameters: Sequence[torch.Tensor]) -> int:
+    """Grows whenever one is modified in place."""
+    return sum([parameter._version for parameter in parameters])
+
+
+@torch.no_grad()
+def _write(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Set what a graph reads, behind autograd's back, which remembers it from the capture."""
+    for place, value in zip(memory, values, strict=True):
+        place.data.copy_(value)
+
+
+def _unseeded(stage: int) -> AbstractContextManager[Any]:
+    """Randomness of a capture: generators are seeded before each replay."""
+    return nullcontext()
+
+
+def _unfit(value: Activation, device: torch.device) -> str | None:
+    """What in ``value`` cannot enter or leave a graph."""
+    foreign = value.structure.foreign()
+    if foreign is not None:
+        return f"a {foreign}"
+    for tensor in value.tensors:
+        if tensor.device != device:
+            return f"a tensor on {tensor.device}"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of layout {tensor.layout}"
+        if not isinstance(tensor, nn.Parameter) and type(tensor) is not torch.Tensor:
+            return f"a {type(tensor).__name__}"
+    return None
+
+
+class _Watch(TorchDispatchMode):
+    """Notices operations that a graph could not repeat, or could repeat with the same values only.
+
+    Args:
+        device: that of the graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.why_not: str | None = None
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.why_not is None:
+            self.why_not = self._why_not(func, _tensors((args, kwargs)), _tensors(result))
+        return result
+
+    def _why_not(
+        self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> str | None:
+        name = func.overloadpacket.__name__
+        here = [tensor.device == self._device for tensor in given]
+        if any(here) and torch.Tag.data_dependent_output in func.tags:
+            return f"the CPU reads a tensor ({name})"
+        # Indexing has a result whose shape depends on values only where it is by a mask.
+        masks = [t for t in given[1:] if t.dtype in (torch.bool, torch.uint8)]
+        dynamic = torch.Tag.dynamic_output_shape in func.tags and (name != "index" or masks)
+        if any(here) and dynamic:
+            return f"a shape depends on values ({name})"
+        there = [tensor.device != self._device for tensor in made]
+        if any(there) and torch.Tag.nondeterministic_seeded in func.tags:
+            return f"random numbers are drawn on another device ({name})"
+        if name in ("_to_copy", "copy_") and len({*here, *(not t for t in there)}) > 1:
+            return f"tensors come from another device, or go there ({name})"
+        return None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _watched(stage: nn.Module, device: torch.device) -> Iterator[_Watch]:
+    """Watch a pass for what a graph could not repeat; tells afterwards."""
+    before = [(layer, vars(layer).copy(), layer._buffers.copy()) for layer in stage.modules()]
+    state = random.getstate()
+    with HookWatch() as hooks, _Watch(device) as watch:
+        yield watch
+    if hooks.saw_tensor_hooks:
+        watch.why_not = "hooks are put on tensors"
+    if random.getstate() != state:
+        watch.why_not = "Python's random numbers are drawn"
+    for layer, attributes, buffers in before:
+        for name in _changed(attributes, vars(layer)) or _changed(buffers, layer._buffers):
+            watch.why_not = f"{type(layer).__name__} keeps {name} from one call to the next"
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name in {**before, **after}
+        if (old := before.get(name, before)) is not (new := after.get(name, before))
+        and not (type(old) in _PLAIN and old == new)
+    ]

@@ -1,0 +1,205 @@
+"""CUDA graphs without CUDA: operations are recorded on tensors and repeated on the same memory.
+
+As with a real graph, nothing that was there before has changed after a capture, what it allocated has
+no values yet, and a replay reads and writes the memory of the capture, whatever it holds by then. What
+nobody refers to after a replay is scratch memory of other graphs too: it is spoilt. Values to
+be spoilt become NaN, or numbers that index nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from recorded_streams import Agent, Machine
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipekernels.ops import graphs
+from pipekernels.pipeline import engine
+
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def referred(own: list[torch.Tensor]) -> bool:
+    """Whether others than ``own`` refer to their memory."""
+    storage = own[0].untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > len(own) + 1  # one is ``storage``
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its memory: ``[elements]``."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    data = tensor.data
+    data.fill_(float("nan") if data.is_floating_point() or data.is_complex() else 101)
+
+
+class RecordedGraph(TorchDispatchMode):
+    """A graph. It knows memory, not tensors: those that it holds are its own."""
+
+    def __init__(self, machine: Machine | None, device: torch.device) -> None:
+        super().__init__()
+        self.machine = machine
+        self.device = device
+        self.replays = 0
+        self.made: dict[int, list[torch.Tensor]] = {}
+        """Its own tensors, by the memory that the capture allocated."""
+        self._found: dict[int, list[torch.Tensor]] = {}
+        """The same for memory that was there."""
+        self._before: dict[int, torch.UntypedStorage] = {}
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__.endswith("_like"):  # of a tensor that is not read
+            args = (torch.empty_like(args[0]), *args[1:])
+            self.made[key(args[0])] = []
+        for tensor in tensors((args, kwargs)):
+            if key(tensor) not in self.made and tensor.device.type != "meta":
+                if key(tensor) not in self._before:
+                    self._before[key(tensor)] = tensor.untyped_storage().clone()
+                self._found.setdefault(key(tensor), [])
+        result = func(*args, **(kwargs or {}))
+        with torch.no_grad():
+            self._operations.append((func, *tree_map(self._own, (args, kwargs or {}, result))))
+        return result
+
+    def _own(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type == "meta":
+            return leaf
+        own = leaf.data
+        known = self._found if key(own) in self._found else self.made
+        known.setdefault(key(own), []).append(own)
+        return own
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        state = torch.get_rng_state()
+        try:
+            with self:
+                return work()
+        finally:
+            torch.set_rng_state(state)
+            for found, values in self._before.items():
+                self._found[found][0].untyped_storage().copy_(values)
+            self._before.clear()
+            self.spoil()
+
+    def spoil(self) -> None:
+        """Spoil all memory of the graph."""
+        with self._unseen():
+            for own in self.made.values():
+                spoil(whole(own[0]))
+
+    def replay(self) -> None:
+        self.replays += 1
+        for own in self._found.values():
+            assert referred(own), "a graph uses memory that was given back"
+        for func, args, kwargs, result in self._operations:
+            name = func.overloadpacket.__name__
+            if func.is_view or name in _EMPTY or name == "detach":
+                continue
+            given = {key(tensor) for tensor in tensors((args, kwargs))}
+            with self._unseen():
+                # Behind autograd's back, as kernels are that a graph launches.
+                again = func(*args, **kwargs)
+                for old, new in zip(tensors(result), tensors(again), strict=True):
+                    if key(old) not in given:
+                        old.copy_(new)
+            if self.machine is not None:
+                self._account(func, args, kwargs, result, given)
+        with self._unseen():
+            for own in self.made.values():
+                if not referred(own):
+                    spoil(whole(own[0]))
+
+    def _account(self, func: Any, args: Any, kwargs: Any, result: Any, given: set[int]) -> None:
+        machine = self.machine
+        assert machine is not None
+        writes = [t for t in tensors(result) if key(t) not in given]
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                writes += tensors(value)
+        agent = machine.current(self.device)
+        reads = [machine.memory(t) for t in tensors((args, kwargs))]
+        machine.access(agent, reads, [machine.memory(t) for t in writes], f"a graph's {func}")
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What a graph's kernels do is recorded by hand."""
+        with torch.no_grad(), unseen(self.machine):
+            yield
+
+
+@contextmanager
+def unseen(machine: Machine | None) -> Iterator[None]:
+    if machine is None:
+        yield
+        return
+    machine.access = lambda *_: 0  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del machine.access  # type: ignore[attr-defined]
+
+
+class Record:
+    """What has been captured."""
+
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+        self.capturing = False
+
+    @property
+    def replays(self) -> int:
+        return sum(graph.replays for graph in self.graphs)
+
+    def spoil(self) -> None:
+        """Spoil the memory of all graphs, which nothing may depend on when no tape is left."""
+        gc.collect()
+        for graph in self.graphs:
+            graph.spoil()
+
+
+@contextmanager
+def recorded(machine: Machine | None = None) -> Iterator[Record]:
+    """Have graphs on the machine's CUDA devices, or, without one, on the CPU."""
+    record = Record()
+    handles = itertools.count(1)
+
+    def capture(work: Callable[[], Any], stream: Any, memory: graphs.Memory) -> Any:
+        device = stream.device if isinstance(stream, Agent) else torch.device("cpu")
+        graph = RecordedGraph(machine, device)
+        record.capturing = True
+        try:
+            with machine.using(stream) if machine else nullcontext(), unseen(machine):
+                result = graph.capture(work)
+        finally:
+            record.capturing = False
+        if machine is not None:
+            for known in graph.made.values():
+                machine.memory(known[0]).pool = None  # It goes back to the graphs' memory.
+        record.graphs.append(graph)
+        return graph, result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_record", capture)
+        patch.setattr(graphs, "_new_handle", lambda: next(handles))
+        patch.setattr(graphs, "_recorders", {})
+        if machine is None:
+            patch.setattr(engine, "has_graphs", lambda device: True)
+        yield record
