@@ -8,7 +8,6 @@ be spoilt become NaN, or numbers that index nothing.
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -110,8 +109,7 @@ class RecordedGraph(TorchDispatchMode):
         for own in self._found.values():
             assert referred(own), "a graph uses memory that was given back"
         for func, args, kwargs, result in self._operations:
-            name = func.overloadpacket.__name__
-            if func.is_view or name in _EMPTY or name == "detach":
+            if func.overloadpacket.__name__ in _EMPTY:
                 continue
             given = {key(tensor) for tensor in tensors((args, kwargs))}
             with self._unseen():
@@ -170,7 +168,6 @@ class Record:
 
     def spoil(self) -> None:
         """Spoil the memory of all graphs, which nothing may depend on when no tape is left."""
-        gc.collect()
         for graph in self.graphs:
             graph.spoil()
 

@@ -1,0 +1,459 @@
+"""``Pipe(cuda_graphs=True)``: the same results as without, whatever is captured, replayed or refused.
+
+On the CPU graphs are recorded ones (``recorded_graphs.py``), whose memory is spoilt whenever nobody
+should depend on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import pickle
+import random
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from recorded_graphs import Record, recorded
+from recorded_streams import Race, machine
+from skip_layers import Pop, Stash
+from torch import nn
+from torch.nn import functional as F
+
+from pipekernels import NoChunk, Pipe
+from pipekernels.ops import graphs as ops_graphs
+from pipekernels.ops import p2p_copy
+from pipekernels.pipeline import graphs
+from pipekernels.pipeline.checkpoint import MODES
+from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.skip import Namespace
+
+WIDTH = 6
+CAPTURED = 3  # the step in which everything is captured
+STEPS = 5
+
+
+class CudaRecord(Record):
+    """Real graphs tell less of themselves."""
+
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    @capturing.setter
+    def capturing(self, value: bool) -> None:
+        pass
+
+
+@pytest.fixture
+def record(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    if device.type == "cuda":
+        yield CudaRecord()
+        return
+    give_back = graphs._Lease.__del__
+
+    def spoilt(lease: graphs._Lease) -> None:
+        slot = lease.slot
+        backwards = slot.backwards.values()
+        for known in (slot, *backwards):
+            known.graph.spoil()  # type: ignore[attr-defined]
+        give_back(lease)
+
+    monkeypatch.setattr(graphs._Lease, "__del__", spoilt)
+    with recorded() as made:
+        yield made
+
+
+class Pair(nn.Module):
+    """Returns integers and None as well."""
+
+    def forward(self, x):
+        return {"x": x, "index": torch.arange(len(x), device=x.device), "none": None}
+
+
+class First(nn.Module):
+    """Writes to what it is given, as may the first layer of a stage."""
+
+    def forward(self, pair):
+        return pair["x"].mul_(1.5) + pair["index"].unsqueeze(1)
+
+
+def model(device: torch.device, dropout: float = 0.0) -> tuple[nn.Sequential, list[int]]:
+    torch.manual_seed(0)
+    skip = Namespace()
+    stages: list[list[nn.Module]] = [
+        [Stash().isolate(skip), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Pair()],
+        [First(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH)],
+        [nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)],
+        [Pop().isolate(skip), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)],
+    ]
+    module = nn.Sequential(*[layer for stage in stages for layer in stage])
+    return module.to(device=device, dtype=torch.float64), [len(stage) for stage in stages]
+
+
+def pipe_of(module: nn.Sequential, balance: list[int], device: torch.device, **options: Any) -> Pipe:
+    return Pipe(
+        module,
+        balance,
+        devices=[device] * len(balance),
+        **{"chunks": 3, "checkpoint": "never", "cuda_graphs": True} | options,
+    )
+
+
+def slots(pipe: Pipe) -> list[int]:
+    """How many micro-batches have graphs, by stage."""
+    return [len(stage.slots) for stage in pipe._engine.graphs.values()]
+
+
+class Held:
+    """Tensors that nobody else may change from now on."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def hold(self, *tensors: Any) -> None:
+        self._tensors += [(t, t.detach().clone()) for t in tensors]
+
+    def check(self) -> None:
+        for tensor, before in self._tensors:
+            assert torch.equal(tensor, before)
+
+
+def train(
+    module: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    record: Record | None = None,
+    schedule: str | None = None,
+    steps: int = STEPS,
+) -> list[torch.Tensor]:
+    """Losses, gradients of the inputs, and parameters of some steps; inputs change from step to
+    step. ``schedule`` is that of a pipe's ``train_step``."""
+    results: list[torch.Tensor] = []
+    held = Held()
+    for step in range(steps):
+        torch.manual_seed(step)
+        given = (x * 1.1**step).requires_grad_()
+        if schedule is None:
+            output = module(given)
+            loss = F.mse_loss(output, y)
+            loss.backward()
+            held.hold(output)
+            del output
+        else:
+            lanes = {"lanes": 2} if schedule == "interleaved" else {}
+            loss = module.train_step(given, y, F.mse_loss, schedule=schedule, **lanes)
+        if record is not None:
+            record.spoil()
+        assert given.grad is not None
+        grads = [parameter.grad for parameter in module.parameters()]
+        held.hold(given.grad, *grads)
+        results += [loss.detach(), given.grad]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    held.check()
+    return [*results, *(parameter.detach() for parameter in module.parameters())]
+
+
+def data(device: torch.device, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    x, y = torch.randn(2, rows, WIDTH, dtype=torch.float64)
+    return x.to(device), y.to(device)
+
+
+def assert_equal(ours: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    for a, b in zip(ours, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+# ---- what is captured ----
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.filterwarnings("error")
+def test_equals_the_unwrapped_model(
+    schedule: str | None, checkpoint: str, device: torch.device, record: Record
+) -> None:
+    """Micro-batches are of two sizes, and several are in flight. The plain model is given
+    micro-batches, as a row's index is part of what it computes."""
+    module, balance = model(device)
+    plain = copy.deepcopy(module)
+    x, y = data(device)
+    pipe = pipe_of(module, balance, device, checkpoint=checkpoint)
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = plain
+
+        def forward(self, x):
+            return torch.cat([self.plain(part) for part in x.tensor_split(3)])
+
+    ours = train(pipe, x, y, record, schedule)
+    assert min(slots(pipe)) >= 2
+    assert_equal(ours, train(Loop(), x, y))
+    before = record.replays
+    with torch.no_grad():
+        for _ in range(STEPS):
+            torch.testing.assert_close(pipe(x), Loop()(x), rtol=1e-10, atol=1e-10)
+    assert device.type == "cuda" or record.replays > before
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_random_numbers_are_those_without_graphs(
+    chunks: int, checkpoint: str, device: torch.device, record: Record
+) -> None:
+    module, balance = model(device, dropout=0.4)
+    options = {"chunks": chunks, "checkpoint": checkpoint}
+    other = pipe_of(copy.deepcopy(module), balance, device, **options, cuda_graphs=False)
+    pipe = pipe_of(module, balance, device, **options)
+    x, y = data(device)
+    ours, others = train(pipe, x, y, record), train(other, x, y)
+    assert min(slots(pipe)) >= 1
+    assert_equal(ours, others)
+    a, b = torch.rand(2, device=device), torch.rand(2)
+    torch.manual_seed(STEPS - 1)
+    other(x)
+    assert torch.equal(a, torch.rand(2, device=device)) and torch.equal(b, torch.rand(2))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_running_statistics(checkpoint: str, device: torch.device, record: Record) -> None:
+    """Neither warming up nor capturing counts as a step."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()).to(
+        device=device, dtype=torch.float64
+    )
+    other = pipe_of(copy.deepcopy(module), [2, 1], device, checkpoint=checkpoint, cuda_graphs=False)
+    pipe = pipe_of(module, [2, 1], device, checkpoint=checkpoint)
+    x, y = data(device)
+    assert_equal(train(pipe, x, y, record), train(other, x, y))
+    assert min(slots(pipe)) >= 1
+    assert_equal(list(pipe.buffers()), list(other.buffers()))
+
+
+def test_captured_in_the_third_step(device: torch.device, record: Record) -> None:
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device, chunks=1)
+    x, y = data(device)
+    for step in range(1, STEPS):
+        train(pipe, x, y, record, steps=1)
+        assert slots(pipe) == [int(step >= CAPTURED)] * 4
+    train(pipe, x, y, record, "gpipe")
+    assert slots(pipe) == [1] * 4, "the loop's graphs serve the schedule"
+
+
+def test_one_loss_of_several_forwards_and_a_second_backward(
+    device: torch.device, record: Record
+) -> None:
+    module, balance = model(device)
+    other = pipe_of(copy.deepcopy(module), balance, device, cuda_graphs=False)
+    pipe = pipe_of(module, balance, device)
+    x, _ = data(device)
+
+    def grads(of: Pipe) -> list[torch.Tensor]:
+        loss = of(x).square().sum() + 2 * of(x.sin()).sum() + of(x[:1]).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found = [p.grad for p in of.parameters()]
+        of.zero_grad()
+        return found
+
+    for _ in range(STEPS):
+        record.spoil()
+        assert_equal(grads(pipe), grads(other))
+    # Three micro-batches of each long input were in flight twice at a time, and one short one.
+    assert slots(pipe) == [7] * 4
+
+
+def test_backwards_of_some_outputs(device: torch.device, record: Record) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 3)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Two()).to(device=device, dtype=torch.float64)
+    plain = copy.deepcopy(module)
+    pipe = pipe_of(module, [1, 1], device)
+    x, _ = data(device)
+    for step in range(8):
+        which = (0, 1, slice(2))[step % 3 if step > 3 else 2]
+        found = [of(x)[which] for of in (pipe, plain)]
+        ours, others = (
+            torch.autograd.grad(
+                sum(part.square().sum() for part in (out if isinstance(out, tuple) else [out])),
+                list(of.parameters()),
+                allow_unused=True,
+            )
+            for out, of in zip(found, (pipe, plain), strict=True)
+        )
+        assert [g is None for g in ours] == [g is None for g in others]
+        assert_equal([g for g in ours if g is not None], [g for g in others if g is not None])
+    assert min(slots(pipe)) >= 3 and all(p.grad is None for p in pipe.parameters())
+
+
+def test_gradients_accumulate_over_steps(device: torch.device, record: Record) -> None:
+    module, balance = model(device)
+    other = pipe_of(copy.deepcopy(module), balance, device, cuda_graphs=False)
+    pipe = pipe_of(module, balance, device)
+    x, _ = data(device)
+    for step in range(2 * STEPS):
+        for of in (pipe, other):
+            of(x * step).square().sum().backward()
+        record.spoil()
+    assert_equal([p.grad for p in pipe.parameters()], [p.grad for p in other.parameters()])
+
+
+# ---- what changes from step to step ----
+
+
+def shorter(pipe: Pipe, x: torch.Tensor) -> Any:
+    return nullcontext(), x[:5]
+
+
+def evaluated(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe.eval()
+    return nullcontext(), x
+
+
+def moved(pipe: Pipe, x: torch.Tensor) -> Any:
+    for parameter in pipe.parameters():
+        parameter.data = parameter.data * 2
+    return nullcontext(), x
+
+
+def cast(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe.to(torch.float32)
+    return nullcontext(), x.float()
+
+
+def frozen(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe[2].weight.requires_grad_(False)
+    return nullcontext(), x
+
+
+def less_dropout(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe[5].p = 0.9
+    return nullcontext(), x
+
+
+def other_layer(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe.partitions[2][0] = nn.Sigmoid()
+    return nullcontext(), x
+
+
+def other_buffer(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe[-1].scale = pipe[-1].scale * 2
+    return nullcontext(), x
+
+
+def other_attribute(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe[-1].shift = pipe[-1].shift * 2
+    return nullcontext(), x
+
+
+def autocast(pipe: Pipe, x: torch.Tensor) -> Any:
+    return torch.autocast(x.device.type, torch.bfloat16), x
+
+
+def without_autocast_cache(pipe: Pipe, x: torch.Tensor) -> Any:
+    return torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False), x
+
+
+def inference(pipe: Pipe, x: torch.Tensor) -> Any:
+    return torch.inference_mode(), x
+
+
+def no_grad(pipe: Pipe, x: torch.Tensor) -> Any:
+    return torch.no_grad(), x
+
+
+def input_gradients(pipe: Pipe, x: torch.Tensor) -> Any:
+    return nullcontext(), x.clone().requires_grad_()
+
+
+def other_strides(pipe: Pipe, x: torch.Tensor) -> Any:
+    return nullcontext(), x.t().contiguous().t()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.shift = torch.rand(WIDTH)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale + self.shift.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(shorter, evaluated, moved, cast, frozen, less_dropout, other_layer, other_buffer),
+        *(other_attribute, autocast, without_autocast_cache, inference, no_grad),
+        *(input_gradients, other_strides),
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_what_changes_later(
+    change: Callable[[Pipe, torch.Tensor], Any], device: torch.device, record: Record
+) -> None:
+    """After some steps something changes, and for some steps more the pipe does what one without graphs
+    does; then, with what it was before."""
+    module, balance = model(device, dropout=0.3)
+    scaled = Scaled().to(device)
+    scaled.shift = scaled.shift.to(device)
+    module = nn.Sequential(*module, scaled).double()
+    balance[-1] += 1
+    pipes = [
+        pipe_of(copy.deepcopy(module), balance, device, cuda_graphs=use) for use in (True, False)
+    ]
+    x, _ = data(device)
+
+    def step(pipe: Pipe, context: Any, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        with context:
+            output = pipe(x)
+        found = [output * 1]
+        if output.requires_grad:
+            output.float().square().sum().backward()
+            found += [p.grad for p in pipe.parameters() if p.grad is not None]
+            found += [] if x.grad is None else [x.grad]
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.01 * parameter.grad
+            pipe.zero_grad()
+        return found
+
+    for i in range(3):
+        assert_equal(*[step(pipe, nullcontext(), x, i) for pipe in pipes])
+    assert min(slots(pipes[0])) >= 1
+    changed = [change(pipe, x) for pipe in pipes]
+    for i in range(4):
+        record.spoil()
+        results = [step(p, c, given, i) for p, (c, given) in zip(pipes, changed, strict=True)]
+        tolerance = 1e-5 if change is cast else 1e-10
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        if changed[0][1].grad is not None:
+            for _, given in changed:
+                given.grad = None
+    if change is not cast:
+        pipes[0].train()
+        pipes[1].train()
+        for i in range(3):
+            assert_equal(*[step(pipe, nullcontext(), x, i) for pipe in pipes])
