@@ -457,3 +457,390 @@ def test_what_changes_later(
         pipes[1].train()
         for i in range(3):
             assert_equal(*[step(pipe, nullcontext(), x, i) for pipe in pipes])
+
+
+# ---- what cannot be captured ----
+
+
+class Item(nn.Module):
+    def forward(self, x):
+        return x * (2.0 if x.sum().item() > 0 else 3.0)
+
+
+class Chosen(nn.Module):
+    def forward(self, x):
+        y = x.clone()
+        for row in (x[:, 0] > 0).nonzero():
+            y = y + row.to(x.dtype).sum()
+        return y
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return x + x[x > 0].sum()
+
+
+class Hooked(nn.Module):
+    def forward(self, x):
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 2)
+        return y
+
+
+class Remembers(nn.Module):
+    seen: tuple[int, ...] = ()
+
+    def forward(self, x):
+        self.seen = (*self.seen, len(x))
+        return x * len(self.seen)
+
+
+class Counts(nn.Module):
+    count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count
+
+
+class Replaces(nn.Module):
+    """Its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + self.mean
+
+
+class Drops(nn.Module):
+    def forward(self, x):
+        return x * 0 if random.random() < 0.5 else x
+
+
+class Elsewhere(nn.Module):
+    """Draws random numbers on another device."""
+
+    def forward(self, x):
+        other = torch.rand(3, device="cpu" if x.is_cuda else "meta")
+        return x if other.is_meta else x * other.sum().item()
+
+
+class Brings(nn.Module):
+    """A tensor from another device."""
+
+    def forward(self, x):
+        if x.is_cuda:
+            return x + torch.arange(WIDTH, dtype=x.dtype).to(x.device)
+        return x + len(torch.arange(WIDTH).to("meta"))
+
+
+class Thing:
+    pass
+
+
+class WithThing(nn.Module):
+    def forward(self, x):
+        return x, Thing()
+
+
+class Alone(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
+def hooked() -> nn.Module:
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda module, given, made: made * 2)
+    return layer
+
+
+REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
+    "item": (lambda: [Item()], "the CPU reads a tensor"),
+    "nonzero": (lambda: [Chosen()], "a shape depends on values"),
+    "mask": (lambda: [Masked()], "a shape depends on values"),
+    "tensor hook": (lambda: [Hooked()], "hooks are put on tensors"),
+    "state": (lambda: [Remembers()], "Remembers keeps seen from one call to the next"),
+    "count": (lambda: [Counts()], "its layers' tensors or attributes are others in every mini-batch"),
+    "buffer": (lambda: [Replaces()], "its layers' tensors or attributes are others in every"),
+    "random": (lambda: [Drops()], "Python's random numbers are drawn"),
+    "elsewhere": (lambda: [Elsewhere()], "random numbers are drawn on another device"),
+    "brings": (lambda: [Brings()], "tensors come from another device, or go there"),
+    "hook": (lambda: [hooked()], "Tanh has hooks"),
+    "object returned": (lambda: [WithThing(), Alone()], "it returns a Thing"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_runs_without_what_cannot_be_captured(
+    name: str, device: torch.device, record: Record
+) -> None:
+    """A warning says once which stage and why; the other stages have graphs."""
+    make, why = REFUSED[name]
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), *make(), nn.Linear(WIDTH, WIDTH)]
+    balance = [1] * len(layers)
+    module = nn.Sequential(*layers).to(device=device, dtype=torch.float64)
+    other = pipe_of(copy.deepcopy(module), balance, device, cuda_graphs=False)
+    pipe = pipe_of(module, balance, device)
+    x, y = data(device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        random.seed(0)
+        ours = train(pipe, x, y, record)
+    random.seed(0)
+    assert_equal(ours, train(other, x, y))
+    messages = sorted(str(w.message) for w in told if "CUDA graphs" in str(w.message))
+    assert messages[0].startswith(f"stage 1 runs without CUDA graphs: {why}")
+    expected = ["stage 2 runs without CUDA graphs: it is given a Thing"] * ("object" in name)
+    assert messages[1:] == expected
+    counts = slots(pipe)
+    assert counts[0] >= 2 and counts[-1] >= 2 and not any(counts[1:-1])
+
+
+def test_tensors_that_are_not_cut_up(device: torch.device, record: Record) -> None:
+    class Times(nn.Module):
+        def forward(self, x, mask):
+            return x * mask
+
+    pipe = pipe_of(nn.Sequential(Times(), nn.Tanh()), [1, 1], device)
+    x, _ = data(device)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="stage 0 .* it is given a NoChunk"):
+        for i in range(4):
+            mask = torch.full((WIDTH,), float(i), dtype=torch.float64, device=device)
+            assert torch.equal(pipe(x, NoChunk(mask)), (x * mask).tanh())
+    assert slots(pipe)[0] == 0 and slots(pipe)[1] > 0
+
+
+def test_deferred_batch_norm_counts_every_micro_batch(
+    device: torch.device, record: Record
+) -> None:
+    """It counts in Python, so it is refused while it trains; and only then."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(
+        device=device, dtype=torch.float64
+    )
+    other = pipe_of(
+        copy.deepcopy(module), [1, 1], device, deferred_batch_norm=True, cuda_graphs=False
+    )
+    pipe = pipe_of(module, [1, 1], device, deferred_batch_norm=True)
+    x, y = data(device)
+    with pytest.warns(RuntimeWarning, match="DeferredBatchNorm keeps"):
+        ours = train(pipe, x, y, record)
+    assert_equal(ours, train(other, x, y))
+    assert_equal(list(pipe.buffers()), list(other.buffers()))
+    assert slots(pipe)[0] >= 2 and slots(pipe)[1] == 0
+    for of in (pipe.eval(), other.eval()):
+        ours = train(of, x, y)
+    assert slots(pipe)[1] >= 2
+
+
+class Fails(torch.autograd.Function):
+    """Cannot be captured: in the forward, or in the backward. No watch sees it."""
+
+    @staticmethod
+    def forward(ctx, x, record, backward):
+        ctx.record, ctx.backward = record, backward
+        Fails.check(x, record, not backward)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Fails.check(grad, ctx.record, ctx.backward)
+        return grad * 2, None, None
+
+    @staticmethod
+    def check(x, record, here):
+        if here and record.capturing:
+            if x.is_cuda:
+                torch.cuda.current_stream().synchronize()  # which breaks the capture
+            raise RuntimeError("no capture, please\nfurther lines")
+
+
+class Failing(nn.Module):
+    def __init__(self, record: Record, backward: bool) -> None:
+        super().__init__()
+        self.arguments = record, backward
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return F.dropout(Fails.apply(self.layer(x), *self.arguments), 0.3)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_a_capture_that_fails(
+    schedule: str | None, backward: bool, device: torch.device, record: Record
+) -> None:
+    """No step is lost, stages that are captured afterwards are none the worse, nor is what the device
+    does without graphs: random numbers, above all."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Failing(record, backward), nn.Dropout(0.2), nn.Tanh()]
+    module = nn.Sequential(*layers).to(device=device, dtype=torch.float64)
+    x, y = data(device)
+    others = train(pipe_of(module, [1] * 4, device, cuda_graphs=False), x, y, schedule=schedule)
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Failing(record, backward), nn.Dropout(0.2), nn.Tanh()]
+    module = nn.Sequential(*layers).to(device=device, dtype=torch.float64)
+    pipe = pipe_of(module, [1] * 4, device)
+    told = "stage 1 runs without CUDA graphs" + (": no capture, please$" * (device.type == "cpu"))
+    with pytest.warns(RuntimeWarning, match=told):
+        ours = train(pipe, x, y, record, schedule)
+    assert_equal(ours, others)
+    counts = slots(pipe)
+    assert min(counts[0], *counts[2:]) >= 2 and counts[1] == 0
+    stream = ops_graphs.streams.current(device)
+    assert device.type == "cpu" or stream == torch.cuda.default_stream(device)
+    assert torch.rand(2, device=device).isfinite().all()
+
+
+# ---- who may use what, and when ----
+
+
+def test_parameters_must_not_change_before_the_backward(
+    device: torch.device, record: Record
+) -> None:
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device)
+    x, y = data(device)
+    train(pipe, x, y, record)
+    x.requires_grad_()
+    loss = pipe(x).sum()
+    with torch.no_grad():
+        pipe[-1].bias += 1
+    with pytest.raises(RuntimeError, match="parameters of stage 3 were modified in place"):
+        loss.backward()
+    loss = pipe(x).sum()
+    for parameter in pipe.parameters():
+        parameter.data = parameter.data.clone().fill_(float("nan"))  # not what the graphs use
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in pipe.parameters())
+
+
+def test_who_gets_no_turn_runs_without_graphs(device: torch.device, record: Record) -> None:
+    """Forwards, and backwards of forwards that were replayed."""
+    module, balance = model(device)
+    other = pipe_of(copy.deepcopy(module), balance, device, cuda_graphs=False)
+    pipe = pipe_of(module, balance, device)
+    x, _ = data(device)
+    recorder = pipe._engine.graphs[0].recorder
+    for step in range(STEPS):
+        record.spoil()
+        for of in (pipe, other):
+            for parameter in of.parameters():  # as an optimizer does after the capture
+                parameter.data.mul_(0.9)
+            loss = of(x).square().sum()
+            with recorder.turn():
+                loss.backward()
+        before = slots(pipe)
+        with recorder.turn():
+            assert_equal([pipe(x)], [other(x)])
+        assert slots(pipe) == before
+    assert_equal([p.grad for p in pipe.parameters()], [p.grad for p in other.parameters()])
+    assert min(slots(pipe)) >= 3
+
+
+def test_two_captures_at_a_time(device: torch.device, record: Record) -> None:
+    """The second waits for another mini-batch."""
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device)
+    x, y = data(device)
+    with ops_graphs._one_at_a_time:
+        train(pipe, x, y, record)
+        assert slots(pipe) == [0] * 4
+    train(pipe, x, y, record)
+    assert min(slots(pipe)) >= 2
+
+
+def test_threads_take_turns(device: torch.device, record: Record) -> None:
+    module, balance = model(device)
+    pipes = [pipe_of(copy.deepcopy(module), balance, device) for _ in range(2)]
+    x, y = data(device)
+    expected = train(pipe_of(module, balance, device, cuda_graphs=False), x, y)
+    if device.type == "cuda":
+        for pipe in pipes:
+            train(copy.deepcopy(pipe), x, y)
+    results: list[Any] = [None, None]
+
+    def work(i: int) -> None:
+        results[i] = train(pipes[i], x, y)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        assert_equal(result, expected)
+
+
+def test_most_slots_and_signatures(
+    device: torch.device, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "LIMIT", 4)
+    module, balance = model(device)
+    other = pipe_of(copy.deepcopy(module), balance, device, chunks=8, cuda_graphs=False)
+    pipe = pipe_of(module, balance, device, chunks=8)
+    x, y = data(device)
+    with pytest.warns(RuntimeWarning, match="more than 4 micro-batches"):
+        ours = train(pipe, x, y, record)
+    assert_equal(ours, train(other, x, y))
+    assert slots(pipe) == [4] * 4
+    with pytest.warns(RuntimeWarning, match="4 different kinds of inputs"), torch.no_grad():
+        for rows in range(8, 80, 8):
+            x, _ = data(device, rows)
+            torch.testing.assert_close(pipe(x), other(x))
+    pipe = pipe_of(nn.Sequential(nn.Dropout(0.1), nn.Tanh()), [1, 1], device)
+    with pytest.warns(RuntimeWarning, match="4 different settings"):
+        for i in range(6):
+            pipe[0].p = 0.1 * i
+            pipe(x)
+    assert len(pipe._engine.graphs[0]._settings) == 4
+
+
+def test_copies_have_graphs_of_their_own(device: torch.device, record: Record) -> None:
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device)
+    x, y = data(device)
+    train(pipe, x, y, record)
+    for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert twin.cuda_graphs and slots(twin) == [0] * 4
+        before = [p.detach().clone() for p in pipe.parameters()]
+        train(twin, x, y, record)
+        assert min(slots(twin)) >= 2
+        assert_equal([p.detach() for p in pipe.parameters()], before)
+
+
+def test_a_dropped_pipe_keeps_nothing(device: torch.device, record: Record) -> None:
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device)
+    x, y = data(device)
+    train(pipe, x, y, record)
+    kept = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots]
+    assert kept
+    output = pipe(x)
+    del pipe
+    assert any(slot() is not None for slot in kept), "the output's graph"
+    del output
+    assert all(slot() is None for slot in kept)
+
+
+def test_memory_of_parameters_that_were_replaced(device: torch.device, record: Record) -> None:
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device)
+    x, y = data(device)
+    train(pipe, x, y, record)
+    kept = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots]
+    pipe.to(torch.float32)
+    pipe(x.float())
+    assert all(slot() is None for slot in kept)
+
+
+def test_on_the_cpu_nothing_is_captured() -> None:
+    module, balance = model(torch.device("cpu"))
+    pipe = pipe_of(module, balance, torch.device("cpu"))
+    assert pipe.cuda_graphs and not pipe._engine.graphs
+    x, y = data(torch.device("cpu"))
+    train(pipe, x, y)

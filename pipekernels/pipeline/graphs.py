@@ -42,6 +42,8 @@ from pipekernels.pipeline.task import Activation, Grads, Randomness, Tape, Task
 
 LIMIT = 128
 """Most signatures that a stage knows, and most slots that it keeps."""
+PATIENCE = 5
+"""Mini-batches in a row, each with another layout of a stage, after which it says so."""
 
 Work = Callable[[Activation, Randomness], tuple[Activation | None, Tape | None]]
 """A pass that may be captured: a stage's forward, given its input."""
@@ -66,6 +68,7 @@ class StageGraphs:
         self._settings: dict[Any, int] = {}
         self._signatures: dict[Any, list[_Signature]] = {}
         self._known = 0
+        self._new_in_a_row = 0
         self._warned: set[str] = set()
 
     def of_run(self, parameters: StageParameters | None) -> GraphedTask:
@@ -75,24 +78,24 @@ class StageGraphs:
             parameters: whose aliases the backwards accumulate into, None if there are none.
         """
         layout = _Layout(self.stage, self.task.device)
+        if layout.why_not is not None:
+            self.warn(layout.why_not)
+            return GraphedTask(self, layout, parameters, None)
         if layout.tensors != self._tensors:
             # Graphs would go on with the tensors that were there before, and keep their memory.
             self._signatures.clear()
             self._settings.clear()
             self._known = 0
             self._tensors = layout.tensors
-        settings = None
-        if layout.why_not is not None:
-            self.warn(layout.why_not)
-        else:
-            settings = self._settings.setdefault(
-                (layout.settings, _torch_settings()), len(self._settings)
-            )
-            if settings >= LIMIT:
-                self.warn(f"its layers have had {LIMIT} different settings")
-                self._settings.popitem()
-                settings = None
-        return GraphedTask(self, layout, parameters, settings)
+        settings = (layout.settings, _torch_settings())
+        self._new_in_a_row = 0 if settings in self._settings else self._new_in_a_row + 1
+        if self._new_in_a_row == PATIENCE:
+            self.warn("its layers' tensors or attributes are others in every mini-batch")
+        if settings not in self._settings and len(self._settings) == LIMIT:
+            self.warn(f"its layers have had {LIMIT} different settings")
+            return GraphedTask(self, layout, parameters, None)
+        number = self._settings.setdefault(settings, len(self._settings))
+        return GraphedTask(self, layout, parameters, number)
 
     def signature(self, kind: Any, inputs: Activation) -> _Signature | None:
         """That of passes of one kind on such inputs; None if they run without graphs."""
@@ -119,8 +122,7 @@ class StageGraphs:
         try:
             return self.recorder.capture(work, self._memory)
         except Exception as error:  # noqa: BLE001 - an error of the work itself comes up without graphs
-            cause = error.__context__ or error
-            self.refuse(signature, str(cause).strip().partition("\n")[0] or type(cause).__name__)
+            self.refuse(signature, _reason(error))
             return None
 
     def refuse(self, signature: _Signature, why: str) -> None:
@@ -498,11 +500,18 @@ class _Layout:
                 self.found.append(tensor)
                 self.tensors.append((number, *where))
                 settings.append(tensor.requires_grad)
-                if tensor.device != device:
+                if tensor.device != device and tensor.numel():
                     self.why_not = f"{type(layer).__name__} has a tensor on {tensor.device}"
         if nn.modules.module._has_any_global_hook():
             self.why_not = "there are hooks on all modules"
         self.settings = tuple(settings)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what ``error`` says, or of the error that it came up after: the end of a capture
+    that failed raises as well."""
+    first = error.__context__ or error
+    return str(first).strip().partition("\n")[0] or type(first).__name__
 
 
 def _torch_settings() -> tuple[Any, ...]:
