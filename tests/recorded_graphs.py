@@ -57,6 +57,8 @@ class RecordedGraph(TorchDispatchMode):
         self.machine = machine
         self.device = device
         self.replays = 0
+        self.seed: torch.Tensor | None = None
+        """Where its device's generator tells all graphs there what they draw from."""
         self.made: dict[int, list[torch.Tensor]] = {}
         """Its own tensors, by the memory that the capture allocated."""
         self._found: dict[int, list[torch.Tensor]] = {}
@@ -73,7 +75,8 @@ class RecordedGraph(TorchDispatchMode):
                 if key(tensor) not in self._before:
                     self._before[key(tensor)] = tensor.untyped_storage().clone()
                 self._found.setdefault(key(tensor), [])
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # A machine has seen the call already.
+            result = func(*args, **(kwargs or {}))
         with torch.no_grad():
             self._operations.append((func, *tree_map(self._own, (args, kwargs or {}, result))))
         return result
@@ -108,6 +111,9 @@ class RecordedGraph(TorchDispatchMode):
         self.replays += 1
         for own in self._found.values():
             assert referred(own), "a graph uses memory that was given back"
+        if self.machine is not None:
+            stream = self.machine.current(self.device)
+            self.machine.access(stream, [], [self.machine.memory(self.seed)], "a seed's replay")
         for func, args, kwargs, result in self._operations:
             if func.overloadpacket.__name__ in _EMPTY:
                 continue
@@ -138,21 +144,19 @@ class RecordedGraph(TorchDispatchMode):
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """What a graph's kernels do is recorded by hand."""
-        with torch.no_grad(), unseen(self.machine):
+        """What a graph's kernels do is accounted for by hand."""
+        with torch.no_grad(), patched(self.machine, "run", lambda f, a, k: f(*a, **k)):
             yield
 
 
 @contextmanager
-def unseen(machine: Machine | None) -> Iterator[None]:
+def patched(machine: Machine | None, name: str, function: Any) -> Iterator[None]:
     if machine is None:
         yield
         return
-    machine.access = lambda *_: 0  # type: ignore[assignment, method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, name, function)
         yield
-    finally:
-        del machine.access  # type: ignore[attr-defined]
 
 
 class Record:
@@ -177,13 +181,22 @@ def recorded(machine: Machine | None = None) -> Iterator[Record]:
     """Have graphs on the machine's CUDA devices, or, without one, on the CPU."""
     record = Record()
     handles = itertools.count(1)
+    seeds: dict[torch.device, torch.Tensor] = {}
 
     def capture(work: Callable[[], Any], stream: Any, memory: graphs.Memory) -> Any:
         device = stream.device if isinstance(stream, Agent) else torch.device("cpu")
         graph = RecordedGraph(machine, device)
+        if machine is not None:
+            machine.synchronize()  # as torch.cuda.graph does
+            seed = seeds.setdefault(device, torch.zeros(()))
+            machine.access(stream, [], [machine.memory(seed, device)], "the beginning of a capture")
+            graph.seed = seed
         record.capturing = True
         try:
-            with machine.using(stream) if machine else nullcontext(), unseen(machine):
+            with (
+                machine.using(stream) if machine else nullcontext(),
+                patched(machine, "access", lambda *_: 0),
+            ):
                 result = graph.capture(work)
         finally:
             record.capturing = False

@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -729,8 +729,9 @@ def test_who_gets_no_turn_runs_without_graphs(device: torch.device, record: Reco
     for step in range(STEPS):
         record.spoil()
         for of in (pipe, other):
-            for parameter in of.parameters():  # as an optimizer does after the capture
-                parameter.data.mul_(0.9)
+            with torch.no_grad():
+                for parameter in of.parameters():
+                    parameter *= 0.9
             loss = of(x).square().sum()
             with recorder.turn():
                 loss.backward()
@@ -844,3 +845,182 @@ def test_on_the_cpu_nothing_is_captured() -> None:
     assert pipe.cuda_graphs and not pipe._engine.graphs
     x, y = data(torch.device("cpu"))
     train(pipe, x, y)
+
+
+# ---- what keeps memory apart ----
+
+CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"
+
+
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch sees the CPU's tensors beneath those of a recorded machine."""
+    watch = graphs._Watch(torch.device(CPU))
+    monkeypatch.setattr(graphs, "_watched", lambda stage, device: nullcontext(watch))
+
+
+def steps_in_machine(devices: list[str], schedule: str | None, checkpoint: str) -> None:
+    """Some steps under streams that change from step to step; nothing may race."""
+    module, balance = model(torch.device(CPU))
+    plain = pipe_of(copy.deepcopy(module), balance, torch.device(CPU), cuda_graphs=False)
+    x, y = data(torch.device(CPU))
+    results = []
+    with machine() as made, recorded(made) as record:
+        pipe = Pipe(
+            module, balance, devices=devices, chunks=3, checkpoint=checkpoint, cuda_graphs=True
+        )
+        here, there = p2p_copy(x, devices[0]), p2p_copy(y, devices[-1])
+        made.placing = False
+        places = [torch.device(d) for d in dict.fromkeys(devices) if d != CPU]
+        for step in range(STEPS):
+            given = here.clone().requires_grad_()
+            streams = [made.new(place) for place in places]
+            for stream, place in zip(streams, places, strict=True):
+                stream.wait_event(made.default(place).record_event())
+            with made.using(streams[0]), made.using(streams[-1]):
+                if schedule is None:
+                    output = pipe(given)
+                    loss = F.mse_loss(output, there)
+                    torch.autograd.backward(loss)
+                    del output
+                else:
+                    lanes = {"lanes": 2} if schedule == "interleaved" else {}
+                    loss = pipe.train_step(given, there, F.mse_loss, schedule=schedule, **lanes)
+            for stream, place in zip(streams, places, strict=True):
+                made.default(place).wait_event(stream.record_event())
+            results += [loss.detach() * 1, given.grad * 1]
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    parameter -= 0.1 * parameter.grad
+            # The caller's part: gradients were made on these streams.
+            for stream, place in zip(streams, places, strict=True):
+                stream.wait_event(made.default(place).record_event())
+            pipe.zero_grad()
+            del given, loss
+            made.poll()
+        assert record.replays > 0
+        made.synchronize()
+        del pipe
+        made.poll()
+    for step in range(STEPS):
+        given = x.clone().requires_grad_()
+        loss = F.mse_loss(plain(given), y)
+        loss.backward()
+        assert given.grad is not None
+        assert_equal(results[2 * step : 2 * step + 2], [loss.detach(), given.grad])
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize(
+    "devices",
+    [[GPU] * 4, [GPU, GPU, OTHER, OTHER], [GPU, CPU, OTHER, GPU]],
+    ids=" ".join,
+)
+def test_everything_is_ordered(devices: list[str], schedule: str | None, unwatched: None) -> None:
+    case = [None, *SCHEDULES].index(schedule)
+    steps_in_machine(devices, schedule, MODES[(case + len(set(devices))) % 3])
+
+
+@contextmanager
+def out_of_order(self: ops_graphs.Recorder) -> Iterator[bool]:
+    yield True
+
+
+def captured_anyhow(self: ops_graphs.Recorder, work: Any, memory: Any) -> Any:
+    return ops_graphs._record(work, self._stream, memory)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("turn", out_of_order), ("capture", captured_anyhow)],
+    ids=["turns", "captures"],
+)
+def test_the_order_is_needed(
+    name: str, broken: Any, unwatched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops_graphs.Recorder, name, broken)
+    with pytest.raises(Race):
+        two_streams(torch.device(GPU))
+
+
+@pytest.mark.filterwarnings("error")
+def test_two_streams(unwatched: None) -> None:
+    two_streams(torch.device(GPU))
+
+
+def two_streams(place: torch.device) -> None:
+    """One pipe, under a stream and another that does not wait for it."""
+    module, balance = model(torch.device(CPU))
+    with machine() as made, recorded(made) as record, torch.no_grad():
+        pipe = Pipe(module, balance, devices=[GPU] * 4, chunks=2, cuda_graphs=True)
+        x = p2p_copy(data(torch.device(CPU))[0], GPU)
+        made.placing = False
+        others = [made.new(place), made.new(place)]
+        for stream in others:
+            stream.wait_event(made.default(place).record_event())
+        for step in range(2 * STEPS):
+            with made.using(others[step % 2]):
+                pipe(x)
+        assert record.replays
+        made.synchronize()
+
+
+def gives_back(lease: Any, slot: Any, signature: Any) -> None:
+    lend(lease, slot, signature)
+    signature.free.append(slot)
+
+
+lend = graphs._Lease.__init__
+
+
+def keeps_aliases(task: Any, grads: Any) -> None:
+    for alias, grad in zip(task._aliases, grads, strict=True):
+        if grad is not None:
+            alias.grad = grad if alias.grad is None else alias.grad.add_(grad)
+
+
+def counted(memory: Any, values: Any) -> None:
+    with torch.no_grad():
+        for place, value in zip(memory, values, strict=True):
+            place.copy_(value)
+
+
+class SharedVersions(graphs.StageParameters):
+    def __init__(self, module: nn.Module, *, own_versions: bool) -> None:
+        super().__init__(module)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (graphs, "_copied", tuple),
+        (graphs.GraphedTask, "_accumulate", keeps_aliases),
+        (graphs, "_write", counted),
+        (graphs, "StageParameters", SharedVersions),
+        (graphs._Lease, "__init__", gives_back),
+    ],
+    ids=["copies", "gradients", "writes", "versions", "leases"],
+)
+def test_what_a_slot_does_is_needed(
+    owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_cases() -> None:
+        device = torch.device(CPU)
+        with recorded() as record:
+            test_equals_the_unwrapped_model("1f1b", "never", device, record)
+        with recorded() as record:
+            test_who_gets_no_turn_runs_without_graphs(device, record)
+        with recorded() as record:
+            test_parameters_must_not_change_before_the_backward(device, record)
+
+    all_cases()
+    monkeypatch.setattr(owner, name, broken)
+    with warnings.catch_warnings(), pytest.raises((AssertionError, RuntimeError)):
+        warnings.simplefilter("ignore")
+        all_cases()

@@ -80,7 +80,7 @@ class StageGraphs:
         layout = _Layout(self.stage, self.task.device)
         if layout.why_not is not None:
             self.warn(layout.why_not)
-            return GraphedTask(self, layout, parameters, None)
+            return GraphedTask(self, parameters, None)
         if layout.tensors != self._tensors:
             # Graphs would go on with the tensors that were there before, and keep their memory.
             self._signatures.clear()
@@ -93,9 +93,9 @@ class StageGraphs:
             self.warn("its layers' tensors or attributes are others in every mini-batch")
         if settings not in self._settings and len(self._settings) == LIMIT:
             self.warn(f"its layers have had {LIMIT} different settings")
-            return GraphedTask(self, layout, parameters, None)
+            return GraphedTask(self, parameters, None)
         number = self._settings.setdefault(settings, len(self._settings))
-        return GraphedTask(self, layout, parameters, number)
+        return GraphedTask(self, parameters, number)
 
     def signature(self, kind: Any, inputs: Activation) -> _Signature | None:
         """That of passes of one kind on such inputs; None if they run without graphs."""
@@ -145,7 +145,6 @@ class GraphedTask:
 
     Args:
         graphs: the stage's.
-        layout: the stage as it is now.
         parameters: whose aliases the backwards accumulate into.
         settings: the number of the stage's settings; None if it runs without graphs.
     """
@@ -153,7 +152,6 @@ class GraphedTask:
     def __init__(
         self,
         graphs: StageGraphs,
-        layout: _Layout,
         parameters: StageParameters | None,
         settings: int | None,
     ) -> None:
@@ -163,7 +161,6 @@ class GraphedTask:
         self.sent_skips = graphs.task.sent_skips
         self._task = graphs.task
         self._graphs = graphs
-        self._layout = layout
         self._aliases = [alias for _, alias in parameters.pairs.values()] if parameters else []
         self._settings = settings
 
@@ -272,14 +269,8 @@ class GraphedTask:
         if found is None:
             return None
         graph, (memory, outputs, tape) = found
-        slot = _Slot(
-            graph,
-            memory.tensors,
-            outputs,
-            tape,
-            [leaf for _, leaf in leaves.pairs.values()],
-            [tensor.detach() for tensor in self._layout.found],
-        )
+        stand_ins = [leaf for _, leaf in leaves.pairs.values()]
+        slot = _Slot(graph, memory.tensors, outputs, tape, stand_ins)
         self._graphs.slots.add(slot)
         return slot
 
@@ -301,7 +292,7 @@ class GraphedTask:
                 _write(backward.grads, [grad for grad in grads if grad is not None])
                 backward.graph.replay()
                 self._accumulate(backward.of_leaves)
-                return tuple([None if g is None else g.clone() for g in backward.of_inputs])
+                return _copied(backward.of_inputs)
         of_inputs, of_leaves = slot.differentiate(self._task, grads)
         self._accumulate(of_leaves)
         return of_inputs
@@ -382,7 +373,6 @@ class _Slot:
         outputs: what it returned; None for a recomputation.
         tape: what it left for the backward.
         leaves: what stood in for the trainable parameters.
-        kept: other tensors that it may read.
     """
 
     def __init__(
@@ -392,7 +382,6 @@ class _Slot:
         outputs: Activation | None,
         tape: Tape | None,
         leaves: list[nn.Parameter],
-        kept: list[torch.Tensor],
     ) -> None:
         self.graph = graph
         self.inputs = inputs
@@ -401,14 +390,12 @@ class _Slot:
         """By which outputs have gradients."""
         self._outputs = outputs
         self._leaves = leaves
-        self._kept = kept
 
-    @torch.no_grad()
     def copied_outputs(self) -> Activation | None:
         """What the latest replay returned."""
         if self._outputs is None:
             return None
-        return replace(self._outputs, tensors=tuple([t.clone() for t in self._outputs.tensors]))
+        return replace(self._outputs, tensors=_copied(self._outputs.tensors))
 
     def differentiate(self, task: Task, grads: Grads) -> tuple[Grads, Grads]:
         """Go through the autograd graph; returns the gradients of the inputs and of the leaves."""
@@ -468,9 +455,7 @@ class _Layout:
     """
 
     def __init__(self, stage: nn.Module, device: torch.device) -> None:
-        self.found: list[torch.Tensor] = []
         self.tensors: list[Any] = []
-        """What tells whether all of ``found`` are what and where they were."""
         self.why_not: str | None = None
         settings: list[Any] = []
         numbers: dict[int, int] = {}
@@ -497,7 +482,6 @@ class _Layout:
                     continue
                 number = numbers.setdefault(id(tensor), len(numbers))
                 where = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-                self.found.append(tensor)
                 self.tensors.append((number, *where))
                 settings.append(tensor.requires_grad)
                 if tensor.device != device and tensor.numel():
@@ -537,6 +521,12 @@ def _write(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
     """Set what a graph reads, behind autograd's back, which remembers it from the capture."""
     for place, value in zip(memory, values, strict=True):
         place.data.copy_(value)
+
+
+@torch.no_grad()
+def _copied(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """What may be referred to while graphs are replayed."""
+    return tuple([None if tensor is None else tensor.clone() for tensor in tensors])
 
 
 def _unseeded(stage: int) -> AbstractContextManager[Any]:
