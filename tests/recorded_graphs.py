@@ -73,7 +73,8 @@ class RecordedGraph(TorchDispatchMode):
         for tensor in tensors((args, kwargs)):
             if key(tensor) not in self.made and tensor.device.type != "meta":
                 if key(tensor) not in self._before:
-                    self._before[key(tensor)] = tensor.untyped_storage().clone()
+                    with self._unseen():
+                        self._before[key(tensor)] = tensor.untyped_storage().clone()
                 self._found.setdefault(key(tensor), [])
         with torch._C.DisableTorchFunction():  # A machine has seen the call already.
             result = func(*args, **(kwargs or {}))
@@ -96,8 +97,9 @@ class RecordedGraph(TorchDispatchMode):
                 return work()
         finally:
             torch.set_rng_state(state)
-            for found, values in self._before.items():
-                self._found[found][0].untyped_storage().copy_(values)
+            with self._unseen():
+                for found, values in self._before.items():
+                    self._found[found][0].untyped_storage().copy_(values)
             self._before.clear()
             self.spoil()
 
