@@ -64,7 +64,8 @@ class RecordedGraph(TorchDispatchMode):
         self._found: dict[int, list[torch.Tensor]] = {}
         """The same for memory that was there."""
         self._before: dict[int, torch.UntypedStorage] = {}
-        self._operations: list[tuple[Any, Any, Any, Any]] = []
+        self._operations: list[tuple[Any, Any, Any, list[torch.Tensor], list[torch.Tensor]]] = []
+        """What to call with what, the results, and those of them that had new memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__.endswith("_like"):  # of a tensor that is not read
@@ -79,7 +80,11 @@ class RecordedGraph(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # A machine has seen the call already.
             result = func(*args, **(kwargs or {}))
         with torch.no_grad():
-            self._operations.append((func, *tree_map(self._own, (args, kwargs or {}, result))))
+            args, kwargs, results = tree_map(self._own, (args, kwargs or {}, tensors(result)))
+        if func.overloadpacket.__name__ not in _EMPTY:
+            given = {key(tensor) for tensor in tensors((args, kwargs))}
+            made = [tensor for tensor in results if key(tensor) not in given]
+            self._operations.append((func, args, kwargs, results, made))
         return result
 
     def _own(self, leaf: Any) -> Any:
@@ -116,27 +121,24 @@ class RecordedGraph(TorchDispatchMode):
         if self.machine is not None:
             stream = self.machine.current(self.device)
             self.machine.access(stream, [], [self.machine.memory(self.seed)], "a seed's replay")
-        for func, args, kwargs, result in self._operations:
-            if func.overloadpacket.__name__ in _EMPTY:
-                continue
-            given = {key(tensor) for tensor in tensors((args, kwargs))}
-            with self._unseen():
+        with self._unseen():
+            for func, args, kwargs, results, made in self._operations:
                 # Behind autograd's back, as kernels are that a graph launches.
                 again = func(*args, **kwargs)
-                for old, new in zip(tensors(result), tensors(again), strict=True):
-                    if key(old) not in given:
-                        old.copy_(new)
-            if self.machine is not None:
-                self._account(func, args, kwargs, result, given)
-        with self._unseen():
+                if made:
+                    for old, new in zip(results, tensors(again), strict=True):
+                        if any(old is own for own in made):
+                            old.copy_(new)
+                if self.machine is not None:
+                    self._account(func, args, kwargs, made)
             for own in self.made.values():
                 if not referred(own):
                     spoil(whole(own[0]))
 
-    def _account(self, func: Any, args: Any, kwargs: Any, result: Any, given: set[int]) -> None:
+    def _account(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         machine = self.machine
         assert machine is not None
-        writes = [t for t in tensors(result) if key(t) not in given]
+        writes = list(made)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 writes += tensors(value)

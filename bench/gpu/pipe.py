@@ -3,8 +3,9 @@
 With all stages on one device nothing can overlap, so what is measured is what the pipeline itself costs.
 ``plain`` is the model on the whole batch; ``loop`` is the model over the same micro-batches, which is
 the work that a pipe does. ``pipe`` is ``loss_fn(pipe(x), y).backward()``; the schedules are
-``pipe.train_step``. The small model waits for launches, the large one for its matrix products. Memory is
-the peak of what torch has allocated during a step, beyond what there was before.
+``pipe.train_step``; ``graphs`` says that stages are CUDA graphs. The small model waits for launches, the large one for its matrix products. Memory is
+the peak of what torch has allocated during the first steps, beyond weights and gradients; that of
+graphs is allocated while they are captured.
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ class Case:
 
         return model, step
 
-    def pipe(self, chunks: int, checkpoint: str = "never") -> tuple[nn.Module, Step]:
+    def pipe(
+        self, chunks: int, checkpoint: str = "never", *, graphs: bool = False
+    ) -> tuple[nn.Module, Step]:
         """Through autograd."""
-        pipe = self._pipe(chunks, checkpoint)
+        pipe = self._pipe(chunks, checkpoint, graphs)
 
         def step() -> torch.Tensor:
             loss = loss_fn(pipe(self.x), self.y)
@@ -103,10 +106,10 @@ class Case:
         return pipe, step
 
     def train_step(
-        self, chunks: int, schedule: str, checkpoint: str = "never"
+        self, chunks: int, schedule: str, checkpoint: str = "never", *, graphs: bool = False
     ) -> tuple[nn.Module, Step]:
         """Under a schedule."""
-        pipe = self._pipe(chunks, checkpoint)
+        pipe = self._pipe(chunks, checkpoint, graphs)
         options = SCHEDULES[schedule]
 
         def step() -> torch.Tensor:
@@ -114,13 +117,18 @@ class Case:
 
         return pipe, step
 
-    def _pipe(self, chunks: int, checkpoint: str) -> Pipe:
+    def _pipe(self, chunks: int, checkpoint: str, graphs: bool) -> Pipe:
         layers = copy.deepcopy(self.model)
         layers.zero_grad()
         balance = [len(layers) // STAGES] * STAGES
         balance[-1] += len(layers) % STAGES
         return Pipe(
-            layers, balance, devices=[self.device] * STAGES, chunks=chunks, checkpoint=checkpoint
+            layers,
+            balance,
+            devices=[self.device] * STAGES,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            cuda_graphs=graphs,
         )
 
 
@@ -137,10 +145,13 @@ def timed(module: nn.Module, step: Step, device: torch.device) -> Callable[[], f
 def times(case: Case, chunks: int, quick: bool) -> Row:
     """Every way to make a step in so many chunks, in turn."""
     ways = {"plain": case.plain(), "loop": case.loop(chunks), "pipe": case.pipe(chunks)}
+    ways["pipe, graphs"] = case.pipe(chunks, graphs=True)
     if chunks > 1:
         ways |= {name: case.train_step(chunks, name) for name in SCHEDULES}
+        ways["1f1b, graphs"] = case.train_step(chunks, "1f1b", graphs=True)
     runners = {name: timed(*way, case.device) for name, way in ways.items()}
-    samples = harness.alternate(runners, warmup=0 if quick else 3, rounds=2 if quick else 12)
+    # In the third step graphs are captured.
+    samples = harness.alternate(runners, warmup=0 if quick else 4, rounds=2 if quick else 12)
     found = {name: harness.summary(seconds) for name, seconds in samples.items()}
     losses = {}
     for name, (module, step) in ways.items():
@@ -158,6 +169,8 @@ def memory(case: Case, chunks: int) -> Row:
         **{f"pipe, {mode}": lambda mode=mode: case.pipe(chunks, mode) for mode in CHECKPOINTS},
         "1f1b, never": lambda: case.train_step(chunks, "1f1b"),
         "1f1b, always": lambda: case.train_step(chunks, "1f1b", "always"),
+        "pipe, never, graphs": lambda: case.pipe(chunks, graphs=True),
+        "1f1b, never, graphs": lambda: case.train_step(chunks, "1f1b", graphs=True),
     }.items():
         module, step = make()
         peaks[name] = peak(module, step, case.device)
@@ -165,17 +178,22 @@ def memory(case: Case, chunks: int) -> Row:
 
 
 def peak(module: nn.Module, step: Step, device: torch.device) -> int:
-    """Bytes that the second step allocates at its peak; 0 where torch does not count."""
-    step()  # gradients exist from here on
-    if device.type != "cuda":
+    """Bytes that the first steps allocate at their peak, gradients aside; 0 where torch does not
+    count."""
+    counted = device.type == "cuda"
+    if counted:
+        module.zero_grad()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if counted else 0
+    for _ in range(4):  # with the third, in which graphs are captured
         step()
+    if not counted:
         return 0
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    own = sum(grad.numel() * grad.element_size() for grad in grads)
+    return torch.cuda.max_memory_allocated(device) - before - own
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:

@@ -438,8 +438,8 @@ class _Traced(Tape):
     def of(
         cls, tape: Tape, signature: _Signature, lease: _Lease | None = None, versions: int = 0
     ) -> _Traced:
-        values = [getattr(tape, field.name) for field in fields(Tape)]
-        return cls(*values, signature=signature, lease=lease, versions=versions)
+        values = {field.name: getattr(tape, field.name) for field in fields(Tape)}
+        return cls(**values, signature=signature, lease=lease, versions=versions)
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
