@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import Pipe
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.pace import Pace
 from pipekernels.pipeline.schedule import SCHEDULES
-from pipekernels.skip import Namespace, pop, skippable, stash
+from pipekernels.skip import Namespace
 
 WIDTH = 4
 
@@ -42,20 +43,6 @@ class Join(nn.Module):
 class InPlace(nn.Module):
     def forward(self, x):
         return x.mul_(1.5)
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x):
-        yield stash("skip", x.cos())
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x):
-        skip = yield pop("skip")
-        return x + skip
 
 
 def batch_norm() -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import Pipe
@@ -15,28 +16,6 @@ from pipekernels.pipeline.schedule import SCHEDULES
 from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
 
 MODES = ["never", "except_last", "always"]
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def __init__(self) -> None:
-        super(Stash, self).__init__()  # noqa: UP008 - the decorated class is the class itself
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x):
-        yield stash("skip", x)
-        return self.layer(x).tanh()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x):
-        skip = yield pop("skip")
-        return self.layer(x) * 2 + skip.square()
 
 
 @skippable(stash=["b"], pop=["a"])
@@ -63,17 +42,28 @@ class End(nn.Module):
         return x - b
 
 
+def stashing() -> Stash:
+    return Stash(nn.Linear(5, 5))
+
+
+def popping() -> Pop:
+    return Pop(nn.Linear(5, 5))
+
+
 def two_namespaces() -> list[nn.Module]:
     one, two = Namespace(), Namespace()
     return [
-        Stash().isolate(one), nn.Linear(5, 5), Stash().isolate(two), nn.Tanh(),
-        Pop().isolate(two), Pop().isolate(one), nn.Linear(5, 5),
+        stashing().isolate(one), nn.Linear(5, 5), stashing().isolate(two), nn.Tanh(),
+        popping().isolate(two), popping().isolate(one), nn.Linear(5, 5),
     ]  # fmt: skip
 
 
 MODELS: dict[str, tuple[Any, list[list[int]]]] = {
-    "one skip": (lambda: [Stash(), nn.Linear(5, 5), nn.GELU(), Pop()], [[1, 2, 1], [1, 3], [4], [1] * 4]),
-    "to the next stage": (lambda: [Stash(), Pop(), nn.Linear(5, 5)], [[1, 1, 1], [2, 1]]),
+    "one skip": (
+        lambda: [stashing(), nn.Linear(5, 5), nn.GELU(), popping()],
+        [[1, 2, 1], [1, 3], [4], [1] * 4],
+    ),
+    "to the next stage": (lambda: [stashing(), popping(), nn.Linear(5, 5)], [[1, 1, 1], [2, 1]]),
     "nested": (two_namespaces, [[2, 1, 2, 2], [1] * 7, [3, 4]]),
     "crossing": (
         lambda: [Start(), nn.Linear(5, 5), Exchange(), nn.Linear(5, 5), End()],
@@ -131,7 +121,9 @@ def test_a_skip_takes_no_detour(force_way: Any) -> None:
             seen.append(len(args))
             return args[0]
 
-    pipe = Pipe(nn.Sequential(Stash(), Middle(), Pop()), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    pipe = Pipe(
+        nn.Sequential(stashing(), Middle(), Pop()), [1, 1, 1], devices=["cpu"] * 3, chunks=2
+    )
     pipe._engine.tasks[1]._call = _spy(pipe._engine.tasks[1]._call, seen)
     pipe(torch.randn(4, 5)).sum().backward()
     assert set(seen) == {1}
@@ -199,7 +191,7 @@ def test_integers_may_be_stashed(place: torch.device) -> None:
 
 
 def test_layers_stay_what_they_are() -> None:
-    layer = Stash()
+    layer = stashing()
     assert type(layer) is Stash and set(layer.state_dict()) == {"layer.weight", "layer.bias"}
     namespace = Namespace()
     assert layer.isolate(namespace) is layer

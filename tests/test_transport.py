@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from recorded_streams import Machine, Race, machine
+from skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
 from pipekernels.ops import edge, p2p_copy, streams
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.schedule import SCHEDULES
-from pipekernels.skip import Namespace, pop, skippable, stash
+from pipekernels.skip import Namespace
 
 CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"
 PLACEMENTS = [
@@ -38,20 +39,6 @@ PLACEMENTS = [
     [GPU, CPU, OTHER, OTHER],
 ]
 WIDTH = 3
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x):
-        yield stash("skip", x.sin())
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x):
-        skip = yield pop("skip")
-        return x + skip
 
 
 class Late(nn.Module):
