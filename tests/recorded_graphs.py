@@ -148,8 +148,9 @@ class RecordedGraph(TorchDispatchMode):
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """What a graph's kernels do is accounted for by hand."""
-        with torch.no_grad(), patched(self.machine, "run", lambda f, a, k: f(*a, **k)):
+        """What a graph's kernels do is accounted for by hand, and knows no modes of torch."""
+        autocast = torch.autocast("cpu", enabled=False)
+        with torch.no_grad(), autocast, patched(self.machine, "run", lambda f, a, k: f(*a, **k)):
             yield
 
 

@@ -223,6 +223,20 @@ class AddInPlace(nn.Module):
         return x.add_(1).mul_(2)
 
 
+def test_a_stage_that_returns_what_it_is_given(place: torch.device) -> None:
+    """A layer that might write to it is given a copy of its own, with a custom function's graph."""
+
+    class Same(nn.Module):
+        def forward(self, x):
+            return x
+
+    layer = nn.Linear(3, 3)
+    pipe = Pipe(nn.Sequential(layer, Same()), [1, 1], devices=[place] * 2, chunks=2)
+    pipe(torch.ones(4, 3)).sum().backward()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, torch.full((3, 3), 4.0))
+
+
 def test_a_layer_shared_by_two_stages_and_tied_weights() -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)

@@ -106,16 +106,17 @@ class StageGraphs:
         if any(tensor.numel() == 0 for tensor in inputs.tensors):
             return None
         shapes = tuple([(t.shape, t.stride(), t.dtype) for t in inputs.tensors])
-        known = self._signatures.setdefault((kind, shapes, inputs.wants_grad, inputs.skips), [])
-        for signature in known:
+        key = (kind, shapes, inputs.wants_grad, inputs.skips)
+        for signature in self._signatures.get(key, ()):
             if signature.structure.same(inputs.structure):
                 return None if signature.refused else signature
         if self._known == LIMIT:
             self.warn(f"it has been given {LIMIT} different kinds of inputs")
             return None
         self._known += 1
-        known.append(_Signature(inputs.structure))
-        return known[-1]
+        signature = _Signature(inputs.structure)
+        self._signatures.setdefault(key, []).append(signature)
+        return signature
 
     def capture(self, work: Callable[[], Any], signature: _Signature) -> Any:
         """As ``Recorder.capture``; None if it failed, too, after which ``signature`` runs without."""
@@ -486,7 +487,7 @@ class _Layout:
                 settings.append(tensor.requires_grad)
                 if tensor.device != device and tensor.numel():
                     self.why_not = f"{type(layer).__name__} has a tensor on {tensor.device}"
-        if nn.modules.module._has_any_global_hook():
+        if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):
             self.why_not = "there are hooks on all modules"
         self.settings = tuple(settings)
 

@@ -62,7 +62,7 @@ class Tape:
     """What a forward leaves behind for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory is free as soon as nobody
-    needs its values; only a leaf that the stage returned as it is stands for itself. A checkpointed forward has ``inputs`` instead of both.
+    needs its values; a leaf that the stage returned as it is stands for itself. A checkpointed forward has ``inputs`` instead of both.
     """
 
     leaves: Sequence[torch.Tensor | None] = ()
@@ -83,7 +83,8 @@ def _root(tensor: torch.Tensor) -> Root | None:
     if node is None:
         return tensor
     if isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(tensor)  # Its Python object does not keep the graph alive.
+        # Its Python object does not keep the graph alive, nor, in torch 2.6, does an edge.
+        return get_gradient_edge(tensor) if "ownership_token" in GradientEdge._fields else tensor
     return GradientEdge(node, tensor.output_nr)
 
 
