@@ -443,7 +443,8 @@ class _Traced(Tape):
         return cls(**values, signature=signature, lease=lease, versions=versions)
 
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+_LOOKED_AT = _PLAIN | {torch.Tensor}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -469,11 +470,13 @@ class _Layout:
             layers.add(layer)
             stack.extend(reversed(layer._modules.values()))
             entries = vars(layer)
+            values = [value for value in entries.values() if type(value) in _LOOKED_AT]
+            attributes = [value for value in values if type(value) is torch.Tensor]
             settings.append(layer)
-            settings.extend([value for value in entries.values() if type(value) in _PLAIN])
-            if any(entries.get(name) for name in _HOOKS):
-                self.why_not = f"{type(layer).__name__} has hooks"
-            attributes = [value for value in entries.values() if type(value) is torch.Tensor]
+            settings += [v for v in values if type(v) in _PLAIN] if attributes else values
+            for name in _HOOKS:
+                if entries.get(name):
+                    self.why_not = f"{type(layer).__name__} has hooks"
             for tensor in (*layer._parameters.values(), *layer._buffers.values(), *attributes):
                 if tensor is None:
                     self.tensors.append(None)
