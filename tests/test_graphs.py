@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -743,6 +744,64 @@ def test_a_capture_that_fails(
     stream = ops_graphs.streams.current(device)
     assert device.type == "cpu" or stream == torch.cuda.default_stream(device)
     assert torch.rand(2, device=device).isfinite().all()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(
+    "name", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"]
+)
+def test_what_a_broken_capture_leaves_behind(
+    name: str, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls to torch, with both names of one: CUDA itself is not there."""
+    calls: list[Any] = []
+
+    class CudaGraph:
+        ended = False
+
+        def pool(self) -> int:
+            if not self.ended:
+                raise RuntimeError("without a preceding successful capture")
+            return 7
+
+    @contextmanager
+    def capturing(graph: Any, pool: Any = None, **options: Any) -> Iterator[None]:
+        calls.append(("begin", pool))
+        try:
+            yield
+        except ValueError as error:
+            if broken:
+                raise RuntimeError("the end of the capture") from error
+            raise
+        finally:
+            graph.ended = not (broken and pool)
+
+    handles = iter([7, 8])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CudaGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(ops_graphs, "_failed", [])
+    for known in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
+        monkeypatch.delattr(torch._C, known, raising=False)
+    for known in (name, "_cuda_releasePool"):
+        call = lambda *arguments, known=known: calls.append((known, *arguments))
+        monkeypatch.setattr(torch._C, known, call, raising=False)
+
+    def work() -> None:
+        raise ValueError("the work")
+
+    stream: Any = SimpleNamespace(device=torch.device("cpu", 0))
+    memory = ops_graphs.Memory()
+    with pytest.raises(RuntimeError if broken else ValueError) as failure:
+        ops_graphs._record(work, stream, memory)
+    assert graphs._reason(failure.value) == "the work"
+    if broken:
+        left = [(name, 0, 7), ("_cuda_releasePool", 0, 7), ("begin", None)]
+        assert calls == [("begin", 7), *left]
+        assert memory.handle == 8 and len(ops_graphs._failed) == 1
+    else:
+        assert calls == [("begin", 7)] and memory.handle == 7 and not ops_graphs._failed
 
 
 # ---- who may use what, and when ----
