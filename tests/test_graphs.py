@@ -647,6 +647,16 @@ def test_runs_without_what_cannot_be_captured(
     assert counts[0] >= 2 and counts[-1] >= 2 and not any(counts[1:-1])
 
 
+def test_a_seed_on_the_cpu_is_no_random_number() -> None:
+    watch = graphs._Watch(torch.device("meta"))
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert torch.Tag.nondeterministic_seeded in attention.tags
+    output, seed = torch.empty(2, device="meta"), torch.empty(())
+    assert watch._why_not(attention, [output], [output, seed]) is None
+    drawn = watch._why_not(torch.ops.aten.rand.default, [], [seed])
+    assert drawn == "random numbers are drawn on another device (rand)"
+
+
 def test_tensors_that_are_not_cut_up(device: torch.device, record: Record) -> None:
     class Times(nn.Module):
         def forward(self, x, mask):

@@ -586,7 +586,8 @@ class _Watch(TorchDispatchMode):
         if any(here) and dynamic:
             return f"a shape depends on values ({name})"
         there = [tensor.device != self._device for tensor in made]
-        if any(there) and torch.Tag.nondeterministic_seeded in func.tags:
+        # Attention returns its seed as well, on the CPU outside captures.
+        if there and all(there) and torch.Tag.nondeterministic_seeded in func.tags:
             return f"random numbers are drawn on another device ({name})"
         if name in ("_to_copy", "copy_") and len({*here, *(not t for t in there)}) > 1:
             return f"tensors come from another device, or go there ({name})"
