@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from graph_cases import CudaRecord
+from recorded_graphs import Record, recorded
 
 from pipekernels import _backend
+from pipekernels.pipeline import graph_slots
 from pipekernels.pipeline.pace import Pace, Way
 
 # Several ranks on one GPU need a queue of its own for each of their streams; read when CUDA starts.
@@ -84,3 +87,28 @@ def place(request: pytest.FixtureRequest, force_way: Callable[[Way], None]) -> t
     torch.set_default_device(device)
     request.addfinalizer(lambda: torch.set_default_device(None))
     return device
+
+
+@pytest.fixture
+def record(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    """Of the CUDA graphs that a test makes; on the CPU they are recorded ones, spoilt when they are idle."""
+    if device.type == "cuda":
+        yield CudaRecord()
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    give_back = graph_slots.Lease.__del__
+
+    def spoilt(lease: graph_slots.Lease) -> None:
+        slot = lease.slot
+        backwards = slot.backwards.values()
+        for known in (slot, *backwards):
+            known.graph.spoil()  # type: ignore[attr-defined]
+        give_back(lease)
+
+    monkeypatch.setattr(graph_slots.Lease, "__del__", spoilt)
+    try:
+        with recorded() as made:
+            yield made
+    finally:
+        torch.set_num_threads(threads)

@@ -18,26 +18,30 @@ numbers are the same with graphs and without.
 
 from __future__ import annotations
 
-import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipekernels.ops import graphs
-from pipekernels.ops.graphs import Graph
+from pipekernels.pipeline.graph_checks import Layout, torch_settings, unfit, watched
+from pipekernels.pipeline.graph_slots import (
+    Backward,
+    Lease,
+    Signature,
+    Slot,
+    Traced,
+    copies_of,
+    versions_of,
+    write,
+)
 from pipekernels.pipeline.parameters import StageParameters
-from pipekernels.pipeline.random_state import HookWatch
 from pipekernels.pipeline.split_backward import WeightBackward
-from pipekernels.pipeline.structure import Structure
 from pipekernels.pipeline.task import Activation, Grads, Randomness, Tape, Task
 
 LIMIT = 128
@@ -61,12 +65,12 @@ class StageGraphs:
         self.task = task
         self.recorder = graphs.recorder(task.device)
         ((self.index, self.stage),) = task.stages
-        self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         """All there are, in use or free."""
         self._memory = memory
         self._tensors: list[Any] = []
         self._settings: dict[Any, int] = {}
-        self._signatures: dict[Any, list[_Signature]] = {}
+        self._signatures: dict[Any, list[Signature]] = {}
         self._known = 0
         self._new_in_a_row = 0
         self._warned: set[str] = set()
@@ -77,7 +81,7 @@ class StageGraphs:
         Args:
             parameters: whose aliases the backwards accumulate into, None if there are none.
         """
-        layout = _Layout(self.stage, self.task.device)
+        layout = Layout(self.stage, self.task.device)
         if layout.why_not is not None:
             self.warn(layout.why_not)
             return GraphedTask(self, parameters, None)
@@ -87,7 +91,7 @@ class StageGraphs:
             self._settings.clear()
             self._known = 0
             self._tensors = layout.tensors
-        settings = (layout.settings, _torch_settings())
+        settings = (layout.settings, torch_settings())
         self._new_in_a_row = 0 if settings in self._settings else self._new_in_a_row + 1
         if self._new_in_a_row == PATIENCE:
             self.warn("its layers' tensors or attributes are others in every mini-batch")
@@ -97,9 +101,9 @@ class StageGraphs:
         number = self._settings.setdefault(settings, len(self._settings))
         return GraphedTask(self, parameters, number)
 
-    def signature(self, kind: Any, inputs: Activation) -> _Signature | None:
+    def signature(self, kind: Any, inputs: Activation) -> Signature | None:
         """That of passes of one kind on such inputs; None if they run without graphs."""
-        why_not = _unfit(inputs, self.task.device)
+        why_not = unfit(inputs, self.task.device)
         if why_not is not None:
             self.warn(f"it is given {why_not}")
             return None
@@ -114,11 +118,11 @@ class StageGraphs:
             self.warn(f"it has been given {LIMIT} different kinds of inputs")
             return None
         self._known += 1
-        signature = _Signature(inputs.structure)
+        signature = Signature(inputs.structure)
         self._signatures.setdefault(key, []).append(signature)
         return signature
 
-    def capture(self, work: Callable[[], Any], signature: _Signature) -> Any:
+    def capture(self, work: Callable[[], Any], signature: Signature) -> Any:
         """As ``Recorder.capture``; None if it failed, too, after which ``signature`` runs without."""
         try:
             return self.recorder.capture(work, self._memory)
@@ -126,7 +130,7 @@ class StageGraphs:
             self.refuse(signature, _reason(error))
             return None
 
-    def refuse(self, signature: _Signature, why: str) -> None:
+    def refuse(self, signature: Signature, why: str) -> None:
         """Run it without graphs from now on."""
         signature.refused = True
         signature.free.clear()
@@ -219,27 +223,27 @@ class GraphedTask:
         with self._graphs.recorder.turn() as ours:
             slot = self._slot(signature, work, inputs) if ours else None
             if slot is not None:
-                lease = _Lease(slot, signature)
-                _write(slot.inputs, inputs.tensors)
+                lease = Lease(slot, signature)
+                write(slot.inputs, inputs.tensors)
                 with randomness(self._graphs.index):
                     slot.graph.replay()
                 outputs, tape = slot.copied_outputs(), slot.tape
                 if tape is not None and tape.inputs is None:
-                    tape = _Traced.of(tape, signature, lease, _versions(self._aliases))
+                    tape = Traced.of(tape, signature, lease, versions_of(self._aliases))
                 return outputs, tape
         return work(inputs, randomness)
 
     def _warmed_up(
-        self, signature: _Signature, work: Work, inputs: Activation, randomness: Randomness
+        self, signature: Signature, work: Work, inputs: Activation, randomness: Randomness
     ) -> tuple[Activation | None, Tape | None]:
         if signature.ran:
-            with _watched(self._graphs.stage, self.device) as watch:
+            with watched(self._graphs.stage, self.device) as watch:
                 outputs, tape = work(inputs, randomness)
             signature.watched = True
             why_not = watch.why_not
             if why_not is None and outputs is not None:
-                unfit = _unfit(outputs, self.device)
-                why_not = unfit and f"it returns {unfit}"
+                returned = unfit(outputs, self.device)
+                why_not = returned and f"it returns {returned}"
             if why_not is not None:
                 self._graphs.refuse(signature, why_not)
         else:
@@ -247,9 +251,9 @@ class GraphedTask:
         if tape is None or tape.inputs is not None:
             signature.ran = True  # No backward belongs to it.
             return outputs, tape
-        return outputs, _Traced.of(tape, signature)
+        return outputs, Traced.of(tape, signature)
 
-    def _slot(self, signature: _Signature, work: Work, inputs: Activation) -> _Slot | None:
+    def _slot(self, signature: Signature, work: Work, inputs: Activation) -> Slot | None:
         """One that nobody uses; None if there can be no more."""
         if signature.free:
             return signature.free.pop()
@@ -271,17 +275,17 @@ class GraphedTask:
             return None
         graph, (memory, outputs, tape) = found
         stand_ins = [leaf for _, leaf in leaves.pairs.values()]
-        slot = _Slot(graph, memory.tensors, outputs, tape, stand_ins)
+        slot = Slot(graph, memory.tensors, outputs, tape, stand_ins)
         self._graphs.slots.add(slot)
         return slot
 
     def _backward(self, tape: Tape, grads: Grads, keep_graph: bool) -> Grads:
-        if not isinstance(tape, _Traced) or tape.lease is None:
+        if not isinstance(tape, Traced) or tape.lease is None:
             (result,) = self._task.backward([tape], [grads], keep_graph=keep_graph)
-            if isinstance(tape, _Traced):
+            if isinstance(tape, Traced):
                 tape.signature.ran = True
             return result
-        if tape.versions != _versions(self._aliases):
+        if tape.versions != versions_of(self._aliases):
             raise RuntimeError(
                 f"parameters of stage {self._graphs.index} were modified in place between its forward "
                 "and its backward, which needs them as they were; do it afterwards"
@@ -290,15 +294,15 @@ class GraphedTask:
         with self._graphs.recorder.turn() as ours:
             backward = self._backward_graph(slot, tape.signature, grads) if ours else None
             if backward is not None:
-                _write(backward.grads, [grad for grad in grads if grad is not None])
+                write(backward.grads, [grad for grad in grads if grad is not None])
                 backward.graph.replay()
                 self._accumulate(backward.of_leaves)
-                return _copied(backward.of_inputs)
+                return copies_of(backward.of_inputs)
         of_inputs, of_leaves = slot.differentiate(self._task, grads)
         self._accumulate(of_leaves)
         return of_inputs
 
-    def _backward_graph(self, slot: _Slot, signature: _Signature, grads: Grads) -> _Backward | None:
+    def _backward_graph(self, slot: Slot, signature: Signature, grads: Grads) -> Backward | None:
         """That for outputs with such gradients; None if there can be none."""
         present = tuple([grad is not None for grad in grads])
         if present not in slot.backwards and not signature.refused:
@@ -317,7 +321,7 @@ class GraphedTask:
             else:
                 graph, (memory, of_inputs, of_leaves) = found
                 written = [grad for grad in memory if grad is not None]
-                slot.backwards[present] = _Backward(graph, written, of_inputs, of_leaves)
+                slot.backwards[present] = Backward(graph, written, of_inputs, of_leaves)
         return slot.backwards.get(present)
 
     @torch.no_grad()
@@ -335,166 +339,6 @@ class GraphedTask:
                 alias.grad = copy
 
 
-class _Signature:
-    """Passes that one graph fits, given other values.
-
-    Args:
-        structure: how the stage's input is put together.
-    """
-
-    def __init__(self, structure: Structure) -> None:
-        self.structure = structure
-        self.ran = False
-        """Whether one has gone by without graphs, its backward included."""
-        self.watched = False
-        """Whether one has been watched since."""
-        self.refused = False
-        self.free: list[_Slot] = []
-
-    def is_warm(self) -> bool:
-        return self.ran and self.watched
-
-
-@dataclass(eq=False)
-class _Backward:
-    """A captured backward: the memory of the outputs' gradients, and that of its results."""
-
-    graph: Graph
-    grads: Sequence[torch.Tensor]
-    of_inputs: Grads
-    of_leaves: Grads
-
-
-class _Slot:
-    """Graphs for one micro-batch at a time, and all memory that outlives a replay.
-
-    Args:
-        graph: of the forward.
-        inputs: what it reads.
-        outputs: what it returned; None for a recomputation.
-        tape: what it left for the backward.
-        leaves: what stood in for the trainable parameters.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        inputs: Sequence[torch.Tensor],
-        outputs: Activation | None,
-        tape: Tape | None,
-        leaves: list[nn.Parameter],
-    ) -> None:
-        self.graph = graph
-        self.inputs = inputs
-        self.tape = tape
-        self.backwards: dict[tuple[bool, ...], _Backward] = {}
-        """By which outputs have gradients."""
-        self._outputs = outputs
-        self._leaves = leaves
-
-    def copied_outputs(self) -> Activation | None:
-        """What the latest replay returned."""
-        if self._outputs is None:
-            return None
-        return replace(self._outputs, tensors=_copied(self._outputs.tensors))
-
-    def differentiate(self, task: Task, grads: Grads) -> tuple[Grads, Grads]:
-        """Go through the autograd graph; returns the gradients of the inputs and of the leaves."""
-        assert self.tape is not None
-        (of_inputs,) = task.backward([self.tape], [grads], keep_graph=True)
-        of_leaves = tuple([leaf.grad for leaf in self._leaves])
-        self.forget_grads()
-        return of_inputs, of_leaves
-
-    def forget_grads(self) -> None:
-        assert self.tape is not None
-        for leaf in (*self._leaves, *self.tape.leaves):
-            if leaf is not None:
-                leaf.grad = None
-
-
-class _Lease:
-    """The use of a slot, until this object is gone."""
-
-    def __init__(self, slot: _Slot, signature: _Signature) -> None:
-        self.slot = slot
-        self._signature = signature
-
-    def __del__(self) -> None:
-        if not self._signature.refused:
-            self._signature.free.append(self.slot)
-
-
-@dataclass(slots=True)
-class _Traced(Tape):
-    """A tape that a backward follows, of a pass with a signature."""
-
-    signature: _Signature = None  # type: ignore[assignment]
-    lease: _Lease | None = None
-    """Of the slot whose memory it is about; None if it was not captured."""
-    versions: int = 0
-    """Of the parameters, at the forward."""
-
-    @classmethod
-    def of(
-        cls, tape: Tape, signature: _Signature, lease: _Lease | None = None, versions: int = 0
-    ) -> _Traced:
-        values = {field.name: getattr(tape, field.name) for field in fields(Tape)}
-        return cls(**values, signature=signature, lease=lease, versions=versions)
-
-
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
-_LOOKED_AT = _PLAIN | {torch.Tensor}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class _Layout:
-    """Where a stage's tensors are and how its layers are set, as its graphs have it built in.
-
-    Args:
-        stage: the stage.
-        device: where its tensors should be.
-    """
-
-    def __init__(self, stage: nn.Module, device: torch.device) -> None:
-        self.tensors: list[Any] = []
-        self.why_not: str | None = None
-        settings: list[Any] = []
-        numbers: dict[int, int] = {}
-        layers: set[nn.Module] = set()
-        stack: list[nn.Module | None] = [stage]  # by hand, as in StageParameters
-        while stack:
-            layer = stack.pop()
-            if layer is None or layer in layers:
-                continue
-            layers.add(layer)
-            stack.extend(reversed(layer._modules.values()))
-            entries = vars(layer)
-            values = [value for value in entries.values() if type(value) in _LOOKED_AT]
-            attributes = [value for value in values if type(value) is torch.Tensor]
-            settings.append(layer)
-            settings += [v for v in values if type(v) in _PLAIN] if attributes else values
-            for name in _HOOKS:
-                if entries.get(name):
-                    self.why_not = f"{type(layer).__name__} has hooks"
-            for tensor in (*layer._parameters.values(), *layer._buffers.values(), *attributes):
-                if tensor is None:
-                    self.tensors.append(None)
-                    continue
-                if type(tensor) not in (torch.Tensor, nn.Parameter):
-                    self.why_not = f"{type(layer).__name__} has a {type(tensor).__name__}"
-                    continue
-                number = numbers.setdefault(id(tensor), len(numbers))
-                where = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-                self.tensors.append((number, *where))
-                settings.append(tensor.requires_grad)
-                if tensor.device != device and tensor.numel():
-                    self.why_not = f"{type(layer).__name__} has a tensor on {tensor.device}"
-        if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):
-            self.why_not = "there are hooks on all modules"
-        self.settings = tuple(settings)
-
-
 def _reason(error: BaseException) -> str:
     """The first line of what ``error`` says, or of the error that it came up after: the end of a capture
     that failed raises as well."""
@@ -502,122 +346,6 @@ def _reason(error: BaseException) -> str:
     return str(first).strip().partition("\n")[0] or type(first).__name__
 
 
-def _torch_settings() -> tuple[Any, ...]:
-    """Settings of the calling thread that choose what layers do."""
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_cache_enabled(),
-        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
-        *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
-    )
-
-
-def _versions(parameters: Sequence[torch.Tensor]) -> int:
-    """Grows whenever one is modified in place."""
-    return sum([parameter._version for parameter in parameters])
-
-
-@torch.no_grad()
-def _write(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Set what a graph reads, behind autograd's back, which remembers it from the capture."""
-    for place, value in zip(memory, values, strict=True):
-        place.data.copy_(value)
-
-
-@torch.no_grad()
-def _copied(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """What may be referred to while graphs are replayed."""
-    return tuple([None if tensor is None else tensor.clone() for tensor in tensors])
-
-
 def _unseeded(stage: int) -> AbstractContextManager[Any]:
     """Randomness of a capture: generators are seeded before each replay."""
     return nullcontext()
-
-
-def _unfit(value: Activation, device: torch.device) -> str | None:
-    """What in ``value`` cannot enter or leave a graph."""
-    foreign = value.structure.foreign()
-    if foreign is not None:
-        return f"a {foreign}"
-    for tensor in value.tensors:
-        if tensor.device != device:
-            return f"a tensor on {tensor.device}"
-        if tensor.layout is not torch.strided:
-            return f"a tensor of layout {tensor.layout}"
-        if not isinstance(tensor, nn.Parameter) and type(tensor) is not torch.Tensor:
-            return f"a {type(tensor).__name__}"
-    return None
-
-
-class _Watch(TorchDispatchMode):
-    """Notices operations that a graph could not repeat, or could repeat with the same values only.
-
-    Args:
-        device: that of the graph.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.why_not: str | None = None
-        self._device = device
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.why_not is None:
-            self.why_not = self._why_not(func, _tensors((args, kwargs)), _tensors(result))
-        return result
-
-    def _why_not(
-        self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> str | None:
-        name = func.overloadpacket.__name__
-        here = [tensor.device == self._device for tensor in given]
-        if any(here) and torch.Tag.data_dependent_output in func.tags:
-            return f"the CPU reads a tensor ({name})"
-        # Indexing has a result whose shape depends on values only where it is by a mask.
-        masks = [t for t in given[1:] if t.dtype in (torch.bool, torch.uint8)]
-        dynamic = torch.Tag.dynamic_output_shape in func.tags and (name != "index" or masks)
-        if any(here) and dynamic:
-            return f"a shape depends on values ({name})"
-        there = [tensor.device != self._device for tensor in made]
-        # Attention returns its seed as well, on the CPU outside captures.
-        if there and all(there) and torch.Tag.nondeterministic_seeded in func.tags:
-            return f"random numbers are drawn on another device ({name})"
-        if name in ("_to_copy", "copy_") and len({*here, *(not t for t in there)}) > 1:
-            return f"tensors come from another device, or go there ({name})"
-        return None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-@contextmanager
-def _watched(stage: nn.Module, device: torch.device) -> Iterator[_Watch]:
-    """Watch a pass for what a graph could not repeat; tells afterwards."""
-    before = [(layer, vars(layer).copy(), layer._buffers.copy()) for layer in stage.modules()]
-    state = random.getstate()
-    with HookWatch() as hooks, _Watch(device) as watch:
-        yield watch
-    if hooks.saw_tensor_hooks:
-        watch.why_not = "hooks are put on tensors"
-    if random.getstate() != state:
-        watch.why_not = "Python's random numbers are drawn"
-    for layer, attributes, buffers in before:
-        for name in _changed(attributes, vars(layer)) or _changed(buffers, layer._buffers):
-            watch.why_not = f"{type(layer).__name__} keeps {name} from one call to the next"
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [
-        name
-        for name in {**before, **after}
-        if (old := before.get(name, before)) is not (new := after.get(name, before))
-        and not (type(old) in _PLAIN and old == new)
-    ]

@@ -1,0 +1,165 @@
+"""What a graph of a stage has built in, and what it could not repeat."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipekernels.pipeline.random_state import HookWatch
+from pipekernels.pipeline.task import Activation
+
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+_LOOKED_AT = _PLAIN | {torch.Tensor}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Layout:
+    """Where a stage's tensors are and how its layers are set, as its graphs have it built in.
+
+    Args:
+        stage: the stage.
+        device: where its tensors should be.
+    """
+
+    def __init__(self, stage: nn.Module, device: torch.device) -> None:
+        self.tensors: list[Any] = []
+        self.why_not: str | None = None
+        settings: list[Any] = []
+        numbers: dict[int, int] = {}
+        layers: set[nn.Module] = set()
+        stack: list[nn.Module | None] = [stage]  # by hand, as in StageParameters
+        while stack:
+            layer = stack.pop()
+            if layer is None or layer in layers:
+                continue
+            layers.add(layer)
+            stack.extend(reversed(layer._modules.values()))
+            entries = vars(layer)
+            values = [value for value in entries.values() if type(value) in _LOOKED_AT]
+            attributes = [value for value in values if type(value) is torch.Tensor]
+            settings.append(layer)
+            settings += [v for v in values if type(v) in _PLAIN] if attributes else values
+            for name in _HOOKS:
+                if entries.get(name):
+                    self.why_not = f"{type(layer).__name__} has hooks"
+            for tensor in (*layer._parameters.values(), *layer._buffers.values(), *attributes):
+                if tensor is None:
+                    self.tensors.append(None)
+                    continue
+                if type(tensor) not in (torch.Tensor, nn.Parameter):
+                    self.why_not = f"{type(layer).__name__} has a {type(tensor).__name__}"
+                    continue
+                number = numbers.setdefault(id(tensor), len(numbers))
+                where = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+                self.tensors.append((number, *where))
+                settings.append(tensor.requires_grad)
+                if tensor.device != device and tensor.numel():
+                    self.why_not = f"{type(layer).__name__} has a tensor on {tensor.device}"
+        if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):
+            self.why_not = "there are hooks on all modules"
+        self.settings = tuple(settings)
+
+
+def torch_settings() -> tuple[Any, ...]:
+    """Settings of the calling thread that choose what layers do."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(),
+        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+    )
+
+
+def unfit(value: Activation, device: torch.device) -> str | None:
+    """What in ``value`` cannot enter or leave a graph."""
+    foreign = value.structure.foreign()
+    if foreign is not None:
+        return f"a {foreign}"
+    for tensor in value.tensors:
+        if tensor.device != device:
+            return f"a tensor on {tensor.device}"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of layout {tensor.layout}"
+        if not isinstance(tensor, nn.Parameter) and type(tensor) is not torch.Tensor:
+            return f"a {type(tensor).__name__}"
+    return None
+
+
+class _Watch(TorchDispatchMode):
+    """Notices operations that a graph could not repeat, or could repeat with the same values only.
+
+    Args:
+        device: that of the graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.why_not: str | None = None
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.why_not is None:
+            self.why_not = self._why_not(func, _tensors((args, kwargs)), _tensors(result))
+        return result
+
+    def _why_not(
+        self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> str | None:
+        name = func.overloadpacket.__name__
+        here = [tensor.device == self._device for tensor in given]
+        if any(here) and torch.Tag.data_dependent_output in func.tags:
+            return f"the CPU reads a tensor ({name})"
+        # Indexing has a result whose shape depends on values only where it is by a mask.
+        masks = [t for t in given[1:] if t.dtype in (torch.bool, torch.uint8)]
+        dynamic = torch.Tag.dynamic_output_shape in func.tags and (name != "index" or masks)
+        if any(here) and dynamic:
+            return f"a shape depends on values ({name})"
+        there = [tensor.device != self._device for tensor in made]
+        # Attention returns its seed as well, on the CPU outside captures.
+        if there and all(there) and torch.Tag.nondeterministic_seeded in func.tags:
+            return f"random numbers are drawn on another device ({name})"
+        if name in ("_to_copy", "copy_") and len({*here, *(not t for t in there)}) > 1:
+            return f"tensors come from another device, or go there ({name})"
+        return None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def watched(stage: nn.Module, device: torch.device) -> Iterator[_Watch]:
+    """Watch a pass for what a graph could not repeat; tells afterwards."""
+    before = [(layer, vars(layer).copy(), layer._buffers.copy()) for layer in stage.modules()]
+    state = random.getstate()
+    with HookWatch() as hooks, _Watch(device) as watch:
+        yield watch
+    if hooks.saw_tensor_hooks:
+        watch.why_not = "hooks are put on tensors"
+    if random.getstate() != state:
+        watch.why_not = "Python's random numbers are drawn"
+    for layer, attributes, buffers in before:
+        for name in _changed(attributes, vars(layer)) or _changed(buffers, layer._buffers):
+            watch.why_not = f"{type(layer).__name__} keeps {name} from one call to the next"
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name in {**before, **after}
+        if (old := before.get(name, before)) is not (new := after.get(name, before))
+        and not (type(old) in _PLAIN and old == new)
+    ]
