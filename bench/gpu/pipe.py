@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -199,15 +200,16 @@ def peak(module: nn.Module, step: Step, device: torch.device) -> int:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     """A row per model and number of chunks; times, then memory."""
     for name, sizes in (TINY if args.quick else MODELS).items():
-        case = Case(sizes, args.device)
+        # Made by the first measurement, so that what goes wrong there is part of the result too.
+        case = functools.cache(lambda sizes=sizes: Case(sizes, args.device))
         for chunks in CHUNKS[-1:] if args.quick else CHUNKS:
             yield from attempt(
                 {"part": "time", "model": name, "chunks": chunks},
-                lambda case=case, chunks=chunks: times(case, chunks, args.quick),
+                lambda case=case, chunks=chunks: times(case(), chunks, args.quick),
             )
         yield from attempt(
             {"part": "memory", "model": name, "chunks": CHUNKS[-1]},
-            lambda case=case: memory(case, CHUNKS[-1]),
+            lambda case=case: memory(case(), CHUNKS[-1]),
         )
 
 
