@@ -155,13 +155,19 @@ def test_copies_have_graphs_of_their_own(device: torch.device, record: Record) -
         assert_equal([p.detach() for p in pipe.parameters()], before)
 
 
+def references_to_slots(pipe: Pipe) -> list[weakref.ref]:
+    """Some: a test of what becomes of slots is one of slots that there were."""
+    found = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots]
+    assert found
+    return found
+
+
 def test_a_dropped_pipe_keeps_nothing(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
     train(pipe, x, y, record)
-    kept = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots]
-    assert kept
+    kept = references_to_slots(pipe)
     output = pipe(x)
     del pipe
     assert any(slot() is not None for slot in kept), "the output's graph"
@@ -174,7 +180,7 @@ def test_memory_of_parameters_that_were_replaced(device: torch.device, record: R
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
     train(pipe, x, y, record)
-    kept = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots]
+    kept = references_to_slots(pipe)
     pipe.to(torch.float32)
     pipe(x.float())
     assert all(slot() is None for slot in kept)

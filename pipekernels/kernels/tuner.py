@@ -2,8 +2,9 @@
 
 For one product at a time the library and the candidates take turns, in several rounds, of which slow
 candidates miss most; times are medians. The operands are random, and as many copies of them as the L2
-cache cannot hold are used in turn. The GPU is kept waiting until a round's launches are queued, so the host's speed does not count.
-A candidate whose result is wrong, or less accurate than the library's, is dropped.
+cache cannot hold are used in turn. The GPU is kept waiting until a round's launches are queued, so the
+host's speed does not count. A candidate whose result is wrong, or less accurate than the library's,
+is dropped.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ DEVICE = "cuda"
 ROUNDS = 7
 TRIALS = 2  # Rounds for all candidates. In the others are those that took up to
 NEAR = 1.15  # times as long as the fastest one.
-CALLS = (
-    32  # Between two looks at the clock, at most; more if there are more copies of the operands.
-)
+CALLS = 32  # Between two looks at the clock, at most; as many as copies if these are more.
 COPIES = 64  # Of the operands, at most.
 LAUNCHES = 100
 TRIED = 6  # Candidates, the ones that are guessed to be best;
