@@ -81,6 +81,20 @@ bool describe(py::handle object, pipekernels::dlpack::Tensor& described) {
   return false;
 }
 
+// Whether its memory holds its elements as they are, not their negatives or conjugates.
+bool holds_elements(py::handle tensor, const pipekernels::dlpack::Tensor& described) {
+  static PyObject* const is_negative = PyUnicode_InternFromString("is_neg");
+  static PyObject* const is_conjugate = PyUnicode_InternFromString("is_conj");
+  const auto is = [&](PyObject* method) {
+    const auto result =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), method));
+    if (!result) throw py::error_already_set();
+    return result.ptr() != Py_False;
+  };
+  if (is(is_negative)) return false;
+  return described.type_code != pipekernels::dlpack::kComplex || !is(is_conjugate);
+}
+
 void mark_changed(py::handle tensor) {
   const py::tuple changed = py::make_tuple(tensor);
   const auto done =
@@ -139,7 +153,48 @@ pipekernels::MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::
   return request;
 }
 
+// Whether an operation on the memory of these tensors is one on their elements.
+bool are_plain(const py::list& tensors) {
+  for (const py::handle tensor : tensors) {
+    pipekernels::dlpack::Tensor described;
+    if (!describe(tensor, described) || !holds_elements(tensor, described)) return false;
+  }
+  return true;
+}
+
+bool alike_but_in(int64_t dim, const pipekernels::dlpack::Tensor& a,
+                  const pipekernels::dlpack::Tensor& b) {
+  if (a.device_type != b.device_type || a.device != b.device || a.dims != b.dims ||
+      a.type_code != b.type_code || a.type_bits != b.type_bits || a.type_lanes != b.type_lanes) {
+    return false;
+  }
+  for (int32_t d = 0; d < a.dims; ++d) {
+    if (d != dim && a.shape[d] != b.shape[d]) return false;
+  }
+  return true;
+}
+
+// Whether micro-batches of so many tensors each can be concatenated along `dim`. False if torch
+// does not describe one of them to C.
+bool micro_batches_fit(int64_t dim, size_t tensors, const py::list& micro_batches) {
+  using pipekernels::dlpack::Tensor;
+  std::vector<Tensor> wanted(tensors);
+  int64_t size = 0;  // of this micro-batch, along `dim`
+  size_t t = 0;      // Which of its tensors is next.
+  for (size_t i = 0; i < micro_batches.size(); ++i) {
+    Tensor given;
+    if (!describe(micro_batches[i], given) || dim >= given.dims) return false;
+    if (i < tensors) wanted[t] = given;
+    if (t == 0) size = given.shape[dim];
+    if (given.shape[dim] != size || !alike_but_in(dim, wanted[t], given)) return false;
+    if (++t == tensors) t = 0;
+  }
+  return true;
+}
+
 void bind_micro_batches(py::module_& m) {
+  m.def("are_plain", &are_plain);
+  m.def("micro_batches_fit", &micro_batches_fit);
   m.def(
       "copy_micro_batches",
       [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
@@ -238,15 +293,6 @@ int64_t dense_elements(const pipekernels::dlpack::Tensor& tensor) {
   return count;
 }
 
-// Whether its elements are the negatives of what its memory holds.
-bool is_negated(py::handle tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  const auto result =
-      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
-  if (!result) throw py::error_already_set();
-  return result.ptr() != Py_False;
-}
-
 // As digest_of() in comm/tensors.py.
 uint32_t shape_digest(py::handle tensor, int32_t dims) {
   return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & 0x3fffff);
@@ -268,7 +314,7 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
     if (!describe(tensor, described) || described.device_type != dlpack::kCpu) Py_RETURN_FALSE;
     const int dtype = reducible_dtype(described);
     const int64_t elements = dense_elements(described);
-    if (dtype < 0 || elements < 0 || is_negated(tensor)) Py_RETURN_FALSE;
+    if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
     const auto reduction = static_cast<Reduction>(PyLong_AsLong(arguments[1]));
     const auto algorithm = static_cast<Algorithm>(PyLong_AsLong(arguments[2]));
     const uint32_t shape = shape_digest(tensor, described.dims);

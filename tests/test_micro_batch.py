@@ -11,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels import _backend, reference
 from pipekernels.ops import concat_micro_batches, micro_batch, split_micro_batches
@@ -234,8 +236,37 @@ def test_a_leaf_may_be_modified_in_place_after_the_split(device: torch.device) -
 def test_registration(needs_grad: bool, device: torch.device) -> None:
     x = torch.randn(5, 4, device=device, requires_grad=needs_grad)
     index = torch.arange(5, device=device)
-    torch.library.opcheck(micro_batch._split_op, ([x, index], [3, 2], 0))
-    torch.library.opcheck(micro_batch._concat_op, ([x[:2], x[2:]], 1, 0))
+    registered = torch.ops.pipekernels
+    torch.library.opcheck(registered.split_micro_batches.default, ([x, index], [3, 2], 0))
+    torch.library.opcheck(registered.concat_micro_batches.default, ([x[:2], x[2:]], 1, 0))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_modes_and_the_profiler_see_the_operations(needs_grad: bool) -> None:
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(4, 2, requires_grad=needs_grad)
+    seen: list[str] = []
+    with Names():
+        concat_micro_batches(split_micro_batches(x, 2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        concat_micro_batches(split_micro_batches(x, 2))
+    profiled = [event.key for event in profile.key_averages()]
+    for name in ("pipekernels::split_micro_batches", "pipekernels::concat_micro_batches"):
+        assert name in seen and name in profiled
+
+
+def test_fake_tensors_made_of_real_ones() -> None:
+    x = torch.randn(5, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = split_micro_batches(x, 2)
+        assert [p.shape for p in parts] == [(3, 2), (2, 2)]
+        assert all(isinstance(p, FakeTensor) for p in parts)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -78,20 +78,23 @@ void copy_units(const TiledCopy& copy, const Tile& tile) {
   copy.transposed ? copy_transposed<kUnit>(copy, tile) : copy_rows<kUnit>(copy, tile);
 }
 
-// As memcpy; for runs of a few lines, where its call and its choice of a method take longer than
-// the copy itself.
+constexpr int64_t kLine = 64;  // bytes
+
+// As memcpy, of a line at least; for runs of a few lines, where its call and its choice of a method
+// take longer than the copy itself.
 void copy_run(char* dst, const char* src, int64_t bytes) {
-  constexpr int64_t kLine = 64, kLines = 16;
-  if (bytes < kLines * kLine) {
-    for (; bytes >= kLine; bytes -= kLine, src += kLine, dst += kLine) std::memcpy(dst, src, kLine);
+  constexpr int64_t kLines = 16;
+  if (bytes > kLines * kLine) {
+    std::memcpy(dst, src, bytes);
+    return;
   }
-  std::memcpy(dst, src, bytes);
+  for (int64_t i = 0; i < bytes - kLine; i += kLine) std::memcpy(dst + i, src + i, kLine);
+  std::memcpy(dst + bytes - kLine, src + bytes - kLine, kLine);  // overlaps the one before
 }
 
 void copy_tile(const TiledCopy& copy, const Tile& tile) {
-  constexpr int64_t kShortRun = 64;  // bytes
   const int64_t run = static_cast<int64_t>(tile.cols) * copy.unit;
-  if (copy.src_col == copy.unit && copy.dst_col == copy.unit && run >= kShortRun) {
+  if (copy.src_col == copy.unit && copy.dst_col == copy.unit && run >= kLine) {
     for (int32_t r = 0; r < tile.rows; ++r) {
       copy_run(tile.dst + r * copy.dst_row, tile.src + r * copy.src_row, run);
     }

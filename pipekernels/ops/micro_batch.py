@@ -7,6 +7,7 @@ Both are registered operations (schema, fake, autograd), so they trace under
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def split_micro_batches(
                 f"all tensors must have the same size along dimension {dim}: tensor 0 has {batch}, "
                 f"tensor {i} has {tensor.shape[dim]}"
             )
-    flat = _call(_split_op, group, micro_batch_sizes(batch, chunks), dim)
+    flat = _SPLIT(group, micro_batch_sizes(batch, chunks), dim)
     if single:
         return flat
     return [tuple(flat[i : i + len(group)]) for i in range(0, len(flat), len(group))]
@@ -100,9 +101,12 @@ def concat_micro_batches(
                 f"number {i} has {len(row)}"
             )
     dim = _check_dim(rows[0], dim)
-    for i, row in enumerate(rows):
-        _check_fits(rows[0], row, dim, i)
-    wholes = _call(_concat_op, [tensor for row in rows for tensor in row], width, dim)
+    flat = [tensor for row in rows for tensor in row]
+    # The extension's look is quick, but it cannot say what is wrong, nor do some tensors let it look.
+    if torch.compiler.is_compiling() or not _backend.load().micro_batches_fit(dim, width, flat):
+        for i, row in enumerate(rows):
+            _check_fits(rows[0], row, dim, i)
+    wholes = _CONCAT(flat, width, dim)
     return wholes[0] if single else tuple(wholes)
 
 
@@ -178,11 +182,7 @@ def _check_fits(first: list[Tensor], row: list[Tensor], dim: int, index: int) ->
 
 # ---- the operations --------------------------------------------------------------------------------
 
-_library = torch.library.Library("pipekernels", "FRAGMENT")
-_library.define("split_micro_batches(Tensor[] tensors, SymInt[] sizes, int dim) -> Tensor[]")
-_library.define("concat_micro_batches(Tensor[] micro_batches, int tensors, int dim) -> Tensor[]")
-_split_op = torch.ops.pipekernels.split_micro_batches.default
-_concat_op = torch.ops.pipekernels.concat_micro_batches.default
+_DEVICES = ("cpu", "cuda")
 
 
 def _new_micro_batches(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Tensor]:
@@ -225,8 +225,7 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, sizes: list[int], dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.dim = dim
         ctx.wanted = ctx.needs_input_grad[2:]
-        with torch._C._AutoDispatchBelowAutograd():
-            parts = _split_op(tensors, sizes, dim)
+        parts = _SPLIT(list(tensors), sizes, dim)
         ctx.mark_non_differentiable(*_unwanted(parts, ctx.wanted))
         return tuple(parts)
 
@@ -234,7 +233,7 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.wanted
         parts = [g for i, g in enumerate(grads) if wanted[i % len(wanted)]]
-        wholes = iter(_concat_op(parts, sum(wanted), ctx.dim))
+        wholes = iter(_CONCAT(parts, sum(wanted), ctx.dim))
         return None, None, *(next(wholes) if w else None for w in wanted)
 
 
@@ -245,8 +244,7 @@ class _Concat(torch.autograd.Function):
         ctx.sizes = [part.shape[dim] for part in micro_batches[::tensors]]
         needs = ctx.needs_input_grad[2:]
         ctx.wanted = [any(needs[t::tensors]) for t in range(tensors)]
-        with torch._C._AutoDispatchBelowAutograd():
-            wholes = _concat_op(micro_batches, tensors, dim)
+        wholes = _CONCAT(list(micro_batches), tensors, dim)
         ctx.mark_non_differentiable(*_unwanted(wholes, ctx.wanted))
         return tuple(wholes)
 
@@ -254,7 +252,7 @@ class _Concat(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.wanted
         wholes = [g for g, w in zip(grads, wanted, strict=True) if w]
-        parts = iter(_split_op(wholes, ctx.sizes, ctx.dim))
+        parts = iter(_SPLIT(wholes, ctx.sizes, ctx.dim))
         return None, None, *(next(parts) if w else None for _ in ctx.sizes for w in wanted)
 
 
@@ -263,34 +261,75 @@ def _unwanted(results: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]
     return [result for i, result in enumerate(results) if not wanted[i % len(wanted)]]
 
 
-def _call(op: Callable, tensors: list[Tensor], *args: Any) -> list[Tensor]:
-    """``op``, spared the detour through its Autograd kernel where nothing asks for a gradient."""
-    if torch.compiler.is_compiling() or _needs_grad(tensors):
-        return op(tensors, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(tensors, *args)
+def _needs_grad(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), tensors))
 
 
-def _needs_grad(tensors: list[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _observed() -> bool:
+    """Whether a compiler, a mode or the profiler is to see which operations are called."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
-def _with_autograd(function: type[torch.autograd.Function], op: Callable) -> Callable:
-    """The kernel of the Autograd key: records a node only where a gradient can be asked for."""
+class _Operation:
+    """A registered operation, called past the dispatcher where that would do no more than pass the
+    call on: to Python, it takes longer about it than a small copy does.
 
-    def kernel(tensors: list[Tensor], *args: Any) -> list[Tensor]:
+    Args:
+        schema: in ``torch.library``'s notation.
+        kernel: computes it on all of ``_DEVICES``.
+        fake: gives empty results of the same shapes.
+        function: computes it where a gradient is wanted.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        kernel: Callable[..., list[Tensor]],
+        fake: Callable[..., list[Tensor]],
+        function: type[torch.autograd.Function],
+    ) -> None:
+        self._kernel = kernel
+        self._function = function
+        name = _library.define(schema)
+        for device in _DEVICES:
+            _library.impl(name, kernel, device.upper())
+        _library.impl(name, self._with_autograd, "Autograd")
+        torch.library.register_fake(f"pipekernels::{name}", fake, lib=_library)
+        self._op = getattr(torch.ops.pipekernels, name).default
+
+    def __call__(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        if (
+            _observed()
+            or tensors[0].device.type not in _DEVICES
+            or not _backend.load().are_plain(tensors)
+        ):
+            return self._op(tensors, *args)
         if _needs_grad(tensors):
-            return list(function.apply(*args, *tensors))
+            return list(self._function.apply(*args, *tensors))
+        return self._kernel(tensors, *args)
+
+    def _with_autograd(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        """The kernel of the Autograd key: records a node only where a gradient can be asked for."""
+        if _needs_grad(tensors):
+            return list(self._function.apply(*args, *tensors))
         with torch._C._AutoDispatchBelowAutograd():
-            return op(tensors, *args)
-
-    return kernel
+            return self._op(tensors, *args)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("split_micro_batches", _split, _device)
-    _library.impl("concat_micro_batches", _concat, _device)
-_library.impl("split_micro_batches", _with_autograd(_Split, _split_op), "Autograd")
-_library.impl("concat_micro_batches", _with_autograd(_Concat, _concat_op), "Autograd")
-torch.library.register_fake("pipekernels::split_micro_batches", _new_micro_batches, lib=_library)
-torch.library.register_fake("pipekernels::concat_micro_batches", _new_wholes, lib=_library)
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+_SPLIT = _Operation(
+    "split_micro_batches(Tensor[] tensors, SymInt[] sizes, int dim) -> Tensor[]",
+    _split,
+    _new_micro_batches,
+    _Split,
+)
+_CONCAT = _Operation(
+    "concat_micro_batches(Tensor[] micro_batches, int tensors, int dim) -> Tensor[]",
+    _concat,
+    _new_wholes,
+    _Concat,
+)
