@@ -41,7 +41,7 @@ CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's 
 
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
-    "timing": "systems in turn, tensors rewritten before each call, slowest rank, medians",
+    "timing": "systems in turn, each turn warmed up, tensors rewritten before each call, slowest rank, medians",
 }
 
 Row = dict[str, Any]
@@ -50,9 +50,12 @@ Calls = dict[str, tuple[groups.Group, str]]  # By candidate: who makes them, and
 
 
 def turn_for(size: int) -> tuple[int, int, int]:
-    """Rounds, and the calls in each turn that warm up and that count."""
+    """Rounds, and the calls in each turn that warm up and that count.
+
+    The others' turns leave caches and predictors cold; short calls take many until their time is steady.
+    """
     if size <= 1 << 18:
-        return 25, 3, 20
+        return 25, 100, 20
     return (20, 2, 10) if size <= 1 << 22 else (12, 1, 3)
 
 
