@@ -185,15 +185,20 @@ def _check_fits(first: list[Tensor], row: list[Tensor], dim: int, index: int) ->
 _DEVICES = ("cpu", "cuda")
 
 
+def _new(like: Tensor, dim: int, size: int) -> Tensor:
+    """An empty tensor, but for its size along ``dim`` like another."""
+    shape = list(like.shape)
+    shape[dim] = size
+    return like.new_empty(shape)
+
+
 def _new_micro_batches(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Tensor]:
-    shapes = [(t, t.shape[:dim], t.shape[dim + 1 :]) for t in tensors]
-    return [t.new_empty((*before, n, *after)) for n in sizes for t, before, after in shapes]
+    return [_new(tensor, dim, size) for size in sizes for tensor in tensors]
 
 
 def _new_wholes(micro_batches: Sequence[Tensor], tensors: int, dim: int) -> list[Tensor]:
-    batch = sum(part.shape[dim] for part in micro_batches[::tensors])
-    shapes = [(t, t.shape[:dim], t.shape[dim + 1 :]) for t in micro_batches[:tensors]]
-    return [t.new_empty((*before, batch, *after)) for t, before, after in shapes]
+    batch = sum([part.shape[dim] for part in micro_batches[::tensors]])
+    return [_new(part, dim, batch) for part in micro_batches[:tensors]]
 
 
 def _copy(split: bool, dim: int, wholes: list[Tensor], parts: list[Tensor]) -> None:
