@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 from pipekernels import Pipe
+from pipekernels.pipeline import engine
+from pipekernels.pipeline.run import Run
 
 
 class Live:
@@ -98,3 +102,40 @@ def test_outputs_are_written_in_place(place: torch.device, monkeypatch: pytest.M
     for name in ("cat", "concat", "stack"):
         monkeypatch.setattr(torch, name, forbidden)
     pipe(torch.randn(9, 4, requires_grad=True)).sum().backward()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Run]]]:
+    """Of all pipes, while nobody looks for reference cycles."""
+    found: list[weakref.ref[Run]] = []
+
+    class Noted(Run):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            found.append(weakref.ref(self))
+
+    monkeypatch.setattr(engine, "Run", Noted)
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+def run_twice(schedule: str, place: torch.device) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=[place] * 2, chunks=4)
+    pipe(torch.randn(8, 4)).sum().backward()
+    pipe.train_step(torch.randn(8, 4), None, torch.sum, schedule=schedule, loss_reduction="sum")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_what_a_mini_batch_needs_goes_with_it(
+    schedule: str, place: torch.device, runs: list[weakref.ref[Run]]
+) -> None:
+    """And not some time later, as what is in a reference cycle would."""
+    run_twice(schedule, place)
+    assert [run() for run in runs] == [None, None]
+
+
+def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[Run]]) -> None:
+    """In which the pipe looks for random numbers that a lane could not keep apart."""
+    run_twice("1f1b", torch.device("cpu"))
+    assert [run() for run in runs] == [None, None]

@@ -73,7 +73,8 @@ class Run:
         if schedule.may_split and self.grad and not any(self._drop):
             self._ways = ("inline", "lanes", "split")
         self._key = self._pace_key(schedule)
-        self._draw: Callable[[int, int], AbstractContextManager[Any]] = self._random.inline
+        # A function, no method: that would keep the run, and its micro-batches, in a reference cycle.
+        self._draw: Callable[[Run, int, int], AbstractContextManager[Any]] = Run._inline
         self._way = self._chosen_way()
         self._tasks: Sequence[Task | GraphedTask] = engine.tasks
         if self._way == "inline" and engine.chain is not None and engine.timeline is None:
@@ -90,8 +91,8 @@ class Run:
         # Whether backwards may be done in two parts. Not with hooks on tensors, which would be called
         # in both. Lanes see them being made; on one thread that costs time, and is done where needed.
         self._may_split = True
-        if self._draw == self._random.inline and self._program.splits:
-            self._draw = self._watched
+        if self._draw is Run._inline and self._program.splits:
+            self._draw = Run._watched
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         # Skips, and their gradients, between the stage that leaves them here and the one that takes
@@ -207,7 +208,7 @@ class Run:
             self._transport.receive(Receiver(stage, m))
         outputs, self._tapes[stage][m] = task.forward(
             inputs,
-            partial(self._draw, m),
+            partial(self._draw, self, m),
             grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
             drop=self._drop[m],
         )
@@ -264,7 +265,7 @@ class Run:
         if tape.inputs is not None:
             # The forward's autocast and the like, on a thread that may be another.
             with self._context.applied():
-                tape = task.recompute(tape, partial(self._draw, m))
+                tape = task.recompute(tape, partial(self._draw, self, m))
         with self._in_autograd:
             if kind == "I" and self._may_split:
                 result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
@@ -431,13 +432,16 @@ class Run:
         if not self._measured:
             return "inline"
         if engine.pace.is_new(self._key):
-            self._draw = self._audited
+            self._draw = Run._audited
         way = engine.pace.choose(self._key, self._ways)
         if engine.hidden_randomness:
             return "inline"
         if way != "inline":
-            self._draw = self._on_lane
+            self._draw = Run._on_lane
         return way
+
+    def _inline(self, m: int, stage: int) -> AbstractContextManager[Any]:
+        return self._random.inline(m, stage)
 
     @contextmanager
     def _on_lane(self, m: int, stage: int) -> Iterator[None]:
