@@ -71,7 +71,7 @@ class Process:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Log | None = None
     ) -> None:
-        self.output = ""
+        self._lines: list[str] = []
         self._log = log
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         self._process = subprocess.Popen(
@@ -85,8 +85,15 @@ class Process:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,))
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process.stdout,), daemon=True
+        )
         self._reader.start()
+
+    @property
+    def output(self) -> str:
+        """All that it has printed so far."""
+        return "".join(self._lines)
 
     def wait(self, seconds: float) -> int | None:
         """The exit status, or None if it did not end in time and was killed."""
@@ -99,12 +106,12 @@ class Process:
                 self._process.wait(PATIENCE)
         self._signal(signal.SIGKILL)  # what is left of its session
         self._process.wait()
-        self._reader.join()
+        self._reader.join(PATIENCE)  # What has left the session may keep its output open for ever.
         return status
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
-            self.output += line
+            self._lines.append(line)
             if self._log is not None:
                 self._log.write(line)
 
@@ -133,16 +140,19 @@ def run_step(
     title = f"\n==== {name}\n"
     if live:
         log.write(title)
-    process = Process(command, environment, log if live else None)
+    try:
+        process = Process(command, environment, log if live else None)
+    except OSError as error:
+        return Outcome(name, "failed", 0.0, f"it cannot be started: {error}")
     status = process.wait(deadline - begin)
+    output = process.output
     if not live:
-        log.write(title + process.output)
+        log.write(title + output)
     seconds = time.monotonic() - begin
-    lines = process.output.strip().splitlines() or [""]
+    lines = output.strip().splitlines() or [""]
     if status is None:
-        return Outcome(name, "timed out", seconds, lines[-1], process.output)
+        return Outcome(name, "timed out", seconds, lines[-1], output)
     if status:
-        note = f"exit status {status}: {lines[-1]}"
-        return Outcome(name, "failed", seconds, note, process.output)
+        return Outcome(name, "failed", seconds, f"exit status {status}: {lines[-1]}", output)
     notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
-    return Outcome(name, "passed", seconds, "; ".join(notes), process.output)
+    return Outcome(name, "passed", seconds, "; ".join(notes), output)
