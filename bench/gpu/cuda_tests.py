@@ -17,6 +17,9 @@ from bench.gpu.steps import Log, Process
 PIECE = 24  # tests, long enough that the start of a process does not matter
 TEST_SECONDS = 60  # for one test; a few start processes that each load torch and CUDA
 COLLECT_SECONDS = 60.0
+# Their tests compile kernels, for seconds each: begun first, in smaller pieces.
+COMPILING = {"tests/test_sharded_gemm.py"}
+SMALL_PIECE = 6
 OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 OPTIONS = ["-m", "cuda", "-p", "no:cacheprovider"]
 
@@ -39,13 +42,13 @@ class Result:
 
 
 def collect(pytest: Sequence[str], log: Log, size: int = PIECE) -> list[list[str]]:
-    """All tests marked ``cuda``, in pieces of up to ``size`` tests of one file.
+    """All tests marked ``cuda``, in pieces of up to ``size`` tests of one file; those first that
+    take longest. Where pytest fails, its output is logged, and the tests it has found are returned.
 
     Args:
         pytest: the command.
-
-    Raises:
-        RuntimeError: pytest did not end.
+        log: for that output.
+        size: of a piece at most.
     """
     command = [*pytest, *OPTIONS, "--collect-only", "-q"]
     process = Process(command, {})
@@ -56,11 +59,12 @@ def collect(pytest: Sequence[str], log: Log, size: int = PIECE) -> list[list[str
         file, separator, _ = line.partition("::")
         if separator and file.endswith(".py"):
             files.setdefault(file, []).append(line)
-    return [
-        tests[begin : begin + size]
-        for tests in files.values()
-        for begin in range(0, len(tests), size)
-    ]
+    pieces = []
+    for file in sorted(files, key=lambda file: file not in COMPILING):
+        step = min(size, SMALL_PIECE) if file in COMPILING else size
+        tests = files[file]
+        pieces += [tests[begin : begin + step] for begin in range(0, len(tests), step)]
+    return pieces
 
 
 def run(
