@@ -32,8 +32,9 @@ from pipekernels.ops.edge import edge
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
 WIDTH = 4096
-ROWS = (256, 4096)  # of a micro-batch
+ROWS = (256, 2048)  # of a micro-batch
 LONGER = 1.5  # times as long as its copy, the compute on a micro-batch
+PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones cost nothing
 CONDITIONS = {
     "micro-batches": f"{CHUNKS}, of [rows, {WIDTH}] in bfloat16",
     "compute": f"products with [{WIDTH}, {WIDTH}], {LONGER} times as long as the copies or longer",
@@ -59,8 +60,8 @@ class Body(nn.Module):
 def calibrated(send: Callable[[], Any], x: Tensor, width: int, device: torch.device) -> Body:
     """A body that takes long enough on ``x``, compared with what ``send`` does."""
     copying = min(call_seconds(send, device) for _ in range(3))
-    body = Body(width, 1, device)
-    once = min(call_seconds(lambda: body(x), device) for _ in range(3))
+    body = Body(width, PRODUCTS, device)
+    once = min(call_seconds(lambda: body(x), device) for _ in range(3)) / PRODUCTS
     body.products = max(1, math.ceil(LONGER * copying / once))
     return body
 
@@ -149,7 +150,7 @@ def _hidden(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> Row
     runners = {
         name: functools.partial(call_seconds, way, args.device) for name, way in ways.items()
     }
-    samples = harness.alternate(runners, warmup=2, rounds=2 if args.quick else 9)
+    samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 7)
     found = {name: harness.summary(seconds) for name, seconds in samples.items()}
     medians = {name: figures["median"] for name, figures in found.items()}
     apart = medians["copies"] + medians["compute"]
