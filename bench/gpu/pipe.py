@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,6 +184,7 @@ def peak(module: nn.Module, step: Step, device: torch.device) -> int:
     count."""
     counted = device.type == "cuda"
     if counted:
+        gc.collect()  # Or other modules' memory might be freed meanwhile.
         module.zero_grad()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
