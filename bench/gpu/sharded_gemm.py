@@ -267,7 +267,7 @@ def tune(args: argparse.Namespace, seconds: float) -> Row:
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
-    """Tuning, then products, the overlap and the forecast, in the time there is."""
+    """Tuning, then products, the forecast and the overlap, in the time there is."""
     begin = time.monotonic()
     on_gpu = args.device.type == "cuda"
     if on_gpu and has_triton() and not args.quick:
@@ -281,15 +281,16 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         yield from attempt(case, functools.partial(measure, product, args))
     if left_out:
         yield {"part": "left out", "products": left_out}
-    for tokens in TINY_TOKENS if args.quick else OVERLAP_TOKENS:
-        yield from attempt(
-            {"part": "overlap", "tokens": tokens}, functools.partial(overlapped, tokens, args)
-        )
     known = measured(args.device) if on_gpu else None
     if known is not None:
         gpu = gpu_of(args.device)
         for found in forecast(known, overlap.LINKS[gpu.generation], sms=gpu.sms):
             yield {"part": "forecast", **found._asdict()}
+    # Last, as ranks that wait for each other may hang.
+    for tokens in TINY_TOKENS if args.quick else OVERLAP_TOKENS:
+        yield from attempt(
+            {"part": "overlap", "tokens": tokens}, functools.partial(overlapped, tokens, args)
+        )
 
 
 def table(rows: list[Row]) -> str:
