@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 
 from bench import harness, report
 from bench.gpu import __main__ as gpu
-from bench.gpu import check, cuda_tests, sanitized, sharded_gemm, steps, timing
+from bench.gpu import all_reduce, check, cuda_tests, sanitized, sharded_gemm, steps, timing
 from pipekernels.ops.forecast import Forecast
 
 
@@ -66,6 +67,30 @@ def test_a_step_that_hangs_says_where_and_ends_with_all_that_it_started(
         time.sleep(0.05)
     child = Path(f"/proc/{pid.read_text()}/stat")
     assert not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z")
+
+
+def test_a_step_is_over_though_its_output_is_held_by_what_it_left_behind(
+    log: steps.Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a session of its own, where the step's end does not reach it."""
+    monkeypatch.setattr(steps, "PATIENCE", 1.0)
+    pid = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "print('done')"
+    )
+    try:
+        outcome = steps.run_step("daemon", python(code), {}, in_seconds(60), log)
+        assert (outcome.status, outcome.output) == ("passed", "done\n")
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_a_step_that_cannot_be_started_is_told(log: steps.Log) -> None:
+    outcome = steps.run_step("none", ["/no/such/program"], {}, in_seconds(60), log)
+    assert outcome.status == "failed" and "/no/such/program" in outcome.note
 
 
 def test_a_step_without_time_is_not_run(log: steps.Log) -> None:
@@ -120,7 +145,12 @@ def test_what_one_test_breaks_the_others_do_not_see(
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_none.py").write_text("def test_on_the_cpu(): pass")
     pytest_command = [sys.executable, "-m", "pytest"]
-    pieces = cuda_tests.collect(pytest_command, log, 4)
+    (tmp_path / "test_slow.py").write_text(TESTS.partition("def test_crash")[0])
+    monkeypatch.setattr(cuda_tests, "COMPILING", {"test_slow.py"})
+    monkeypatch.setattr(cuda_tests, "SMALL_PIECE", 2)
+    slow, *pieces = cuda_tests.collect(pytest_command, log, 4)
+    assert slow == ["test_slow.py::test_good", "test_slow.py::test_bad[a b]"]
+    assert pieces.pop(0) == ["test_slow.py::test_bad[c]"]
     assert [len(tests) for tests in pieces] == [4, 4, 2]
     results = [
         cuda_tests.run(pytest_command, tests, in_seconds(90), log, test_seconds=3)
@@ -337,8 +367,13 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
         "* overlap, 8192: RuntimeError: no room",
     ):
         assert text in told
-    left_out = [{"part": "left out", "system": "NCCL 2.28.9"}]
-    assert "NCCL 2.28.9 is left out: it takes several" in rendered("all_reduce", left_out)
+    left_out = [
+        {"part": "left out", "system": "NCCL 2.28.9"},
+        {"part": "threads", "ranks": 8, "size": 1024, "type": "float32", "late": 2},
+    ]
+    told = rendered("all_reduce", left_out)
+    assert "NCCL 2.28.9 is left out: it takes several" in told
+    assert "launched too slowly: 8 x 1024 float32." in told
     pytest.importorskip("matplotlib")
     sharded_gemm.plot(rows, tmp_path / "plot.svg")
 
@@ -419,6 +454,26 @@ def test_device_time_is_taken_again_until_launches_were_ahead(
     seconds = timing.device_seconds(lambda: calls.append(1), torch.device("cuda"), 3)
     assert seconds == pytest.approx(2e-3)
     assert len(calls) == 3 * tries and len(fake.slept) == tries
+
+
+@pytest.mark.parametrize(("needed", "tries", "late"), [(0, 1, 0), (1, 2, 0), (9, 3, 1)])
+def test_collectives_are_timed_again_until_launches_were_ahead(
+    needed: int, tries: int, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list(all_reduce.HEAD_STARTS)
+    waited: list[int] = []
+
+    def queue(
+        calls: all_reduce.Calls, tensors: object, algorithm: str, count: int, cycles: int
+    ) -> tuple[list[float], bool]:
+        waited.append(cycles)
+        return [float(len(waited))], waits.index(cycles) >= needed
+
+    monkeypatch.setattr(all_reduce.Calls, "_queue", queue)
+    with contextlib.closing(all_reduce.Threads(2, torch.device("cpu"))) as threads:
+        calls = all_reduce.Calls(threads, 64, torch.float32)
+        assert calls.seconds("ordinary", "auto") == [tries]
+    assert waited == waits[:tries] and calls.late == late
 
 
 def test_a_case_that_fails_is_a_row_and_in_the_table() -> None:

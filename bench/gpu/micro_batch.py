@@ -1,7 +1,8 @@
 """Splitting into 8 micro-batches and concatenating them on a GPU: torch's operations, and a plain copy.
 
 Device time is that of the kernels alone. The bandwidth counts every byte read and written once; the bound
-is a device-to-device copy of as many bytes between two tensors that exist. Call time is what a caller
+is a device-to-device copy of as many bytes between two tensors that exist. What is smaller than the L2
+cache stays there, for all candidates. Call time is what a caller
 waits for, allocations and launches included. ``torch`` is ``chunk(8, dim)`` with ``contiguous()`` of every
 part, and ``torch.cat`` of every tensor's parts; along dimension 0 its split copies nothing.
 """

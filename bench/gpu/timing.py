@@ -18,8 +18,9 @@ from bench import harness
 
 Row = dict[str, Any]
 HEAD_START = 400_000  # cycles that the device waits at first while work is queued; some 200 us,
-PER_WORK = 80_000  # and 40 us for each time that the work is done
-SAMPLE = 1e-3  # seconds that a sample lasts at least; short work is repeated
+PER_WORK = 200_000  # and 100 us for each time that the work is done
+SAMPLE = 1e-3  # seconds that a sample lasts at least; shorter work is repeated,
+REPEATS = 100  # but no more often, as launches cost the host more than they do the device
 
 
 def synchronize(device: torch.device) -> None:
@@ -71,7 +72,7 @@ def sampler(
     """A candidate for :func:`bench.harness.alternate`: warmed up, repeated until a sample is long
     enough to be timed."""
     seconds(work, device, 3)
-    count = max(1, min(1000, round(sample / max(seconds(work, device, 3), 1e-9))))
+    count = max(1, min(REPEATS, round(sample / max(seconds(work, device, 3), 1e-9))))
     return lambda: seconds(work, device, count)
 
 
