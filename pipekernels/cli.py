@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ from pipekernels.kernels.config import KINDS
 from pipekernels.ops import forecast as forecasts
 from pipekernels.ops import gemm_tuning
 from pipekernels.ops.overlap import LINKS, Link
+from pipekernels.ops.sharded_gemm import TRITON_REMEDY, has_triton
 
 
 def info() -> str:
@@ -74,13 +76,14 @@ def _torch() -> str:
 
 
 def _triton(missing: list[str]) -> str:
-    if importlib.util.find_spec("triton") is not None:
-        from importlib.metadata import version
-
-        return version("triton")
-    if torch.cuda.is_available():
-        missing.append("The sharded GEMM needs Triton: pip install 'pipekernels[triton]'")
-    return "not installed (only needed on GPUs)"
+    if torch.cuda.is_available() and not has_triton():
+        missing.append(f"The sharded GEMM needs {TRITON_REMEDY}")
+    if importlib.util.find_spec("triton") is None:
+        return "not installed (only needed on GPUs)"
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "a nightly build"
 
 
 def _tuning(missing: list[str]) -> str:

@@ -15,7 +15,7 @@ import pytest
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS
 
-pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("triton", minversion="3.6")
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per block.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -127,7 +129,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
+    pytest.importorskip("triton", minversion="3.6")
     folder = Path(__file__).parent
     paths = [str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
@@ -177,7 +179,7 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of which kernel is loaded before, and none in a capture."""
-    pytest.importorskip("triton", reason="triton is not installed")
+    pytest.importorskip("triton", minversion="3.6")
     from pipekernels.kernels import launch as launching
 
     done: list[str] = []
@@ -253,9 +255,21 @@ def test_triton_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
         choice("triton", FLOAT8)
     pretend_gpu(monkeypatch, None)
     monkeypatch.setattr(module, "has_triton", lambda: False)
-    with pytest.raises(ImportError, match=r"pip install 'pipekernels\[triton\]'"):
+    with pytest.raises(ImportError, match=r"3.6 or newer: pip install 'pipekernels\[triton\]'"):
         choice("triton")
     assert choice("auto") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "serves"),
+    [("3.6.0", True), ("3.10.1+git", True), ("4.0.0rc1", True), ("3.5.1", False), (None, False)],
+)
+def test_an_old_triton_is_none(
+    version: str | None, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert module.has_triton.__wrapped__() == serves
 
 
 def test_auto_takes_triton_for_float8_that_the_library_does_not_take(

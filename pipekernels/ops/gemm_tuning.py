@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipekernels.kernels import table
-from pipekernels.ops.sharded_gemm import gemm_into, has_triton
+from pipekernels.ops.sharded_gemm import TRITON_REMEDY, gemm_into, has_triton
 
 if TYPE_CHECKING:
     from pipekernels.kernels.launch import Product
@@ -26,7 +26,7 @@ def tune(seconds: float, kind: str) -> list[str]:
     """
     name = torch.cuda.get_device_name()
     if not has_triton():
-        return [f"sharded_gemm on {name}: not measured, pip install 'pipekernels[triton]' first"]
+        return [f"sharded_gemm on {name}: not measured, it needs {TRITON_REMEDY}"]
     from pipekernels.kernels import tuner
 
     lines = [f"sharded_gemm(algorithm='auto') on {name}:"]

@@ -8,6 +8,7 @@ everywhere else, and on CPUs, it is ``torch.nn.functional.linear``.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import math
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from pipekernels.kernels.layout import has_rows, layout_of
 
 ALGORITHMS = ("auto", "triton", "cublas")
 FLOAT8 = torch.float8_e4m3fn
+TRITON = (3, 6)  # The oldest that serves.
+TRITON_REMEDY = "Triton 3.6 or newer: pip install 'pipekernels[triton]'"
 
 
 def sharded_gemm(
@@ -62,7 +65,7 @@ def sharded_gemm(
         ValueError: shapes that do not fit; tensors on several devices; an unknown ``algorithm``;
             ``'triton'`` for CPU tensors.
         RuntimeError: ``'triton'`` on a GPU that is too old for it.
-        ImportError: ``'triton'`` without Triton.
+        ImportError: ``'triton'`` without Triton, or with one before 3.6.
     """
     device = x.device.type
     autocast = torch.is_autocast_enabled(device) and x.dtype not in (torch.float64, FLOAT8)
@@ -144,8 +147,14 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it is not imported for that."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether a Triton is installed that has what the kernel needs; it is not imported for that."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # A nightly build goes by another name.
+        return True
+    return tuple(map(int, version.split(".")[:2])) >= TRITON
 
 
 def tf32_allowed() -> bool:
@@ -255,7 +264,7 @@ def _check_triton(a: Tensor, kind: str | None, gpu: Gpu) -> None:
             f"has {gpu.capability[0]}.{gpu.capability[1]}; use another dtype or algorithm='cublas'"
         )
     if not has_triton():
-        raise ImportError("algorithm='triton' needs Triton: pip install 'pipekernels[triton]'")
+        raise ImportError(f"algorithm='triton' needs {TRITON_REMEDY}")
 
 
 def _check(
