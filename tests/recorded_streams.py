@@ -272,7 +272,8 @@ class Machine:
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "meta":
             return func(*args, **kwargs)
-        before, self._factory = self._factory, torch.device(device)
+        # Below another mode, or what was called above, the device is the CPU that stands for it.
+        before, self._factory = self._factory, self._factory or torch.device(device)
         try:
             return func(*args, **{**kwargs, "device": CPU})
         finally:
