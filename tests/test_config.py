@@ -28,6 +28,14 @@ def test_candidates_cover_every_product(
         assert share * (split_k - 1) < ceil(k / blocks.k)  # No program's share is empty.
 
 
+def test_the_first_candidate_suits_the_product() -> None:
+    """Large tiles where there are enough of them, else programs that share tiles along a deep k."""
+    large = candidates(90, "bfloat16", 8192, 8192, 8192, 132)[0]
+    assert large.split_k == 1 and large.blocks.m * large.blocks.n == 128 * 256
+    deep = candidates(90, "bfloat16", 1, 4096, 11008, 132)[0]
+    assert deep.split_k > 1 and deep.blocks.m == 16
+
+
 def test_which_gpus_take_whose_blocks() -> None:
     capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
     assert [generation(c) for c in capabilities] == [80, 80, 80, 90, 100, 100, 80]

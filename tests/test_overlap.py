@@ -42,7 +42,8 @@ def test_plans(m: int, seconds: float, ranks: int, sms: int) -> None:
     row_blocks = ceil(m / (found.config.blocks.m * found.config.group_m))
     assert 1 <= found.config.group_m <= 8
     assert row_blocks >= min(overlap.ROW_BLOCKS, ceil(m / CONFIG.blocks.m))
-    assert found.seconds >= max(seconds, overlap.all_reduce_seconds(size, ranks, link))
+    slowed = seconds * sms / (sms - found.reducing_blocks)
+    assert found.seconds >= max(slowed, overlap.all_reduce_seconds(size, ranks, link))
     assert found.plain_seconds == seconds + overlap.all_reduce_seconds(size, ranks, link)
 
 
@@ -61,6 +62,10 @@ def test_only_measured_products_that_gain_are_overlapped(
     pretend_gpu(monkeypatch, measured(seconds=8e-4, shape=shape))
     found = overlap.plan_for(a, b, out, 2, "auto")
     assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
+    # A product of the same class with three quarters of the rows takes three quarters of the time.
+    fewer = overlap.plan_for(a[:3072], b, out[:3072], 2, "auto")
+    reduce = overlap.all_reduce_seconds(3072 * 8192 * 2, 2, overlap.LINKS[90])
+    assert fewer is not None and fewer.plain_seconds == pytest.approx(0.75 * 8e-4 + reduce)
     capturing.append(True)
     assert overlap.plan_for(a, b, out, 2, "auto") is None
     assert overlap.plan_for(a, b, out, 2, "overlapped") == found
