@@ -13,6 +13,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -471,12 +472,14 @@ void bind_cuda_collectives(py::module_& m) {
       .def(
           "all_reduce_when_ready",
           [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
-             uintptr_t ready, int32_t target, size_t block_elements, int blocks, uint32_t shape,
+             const std::tuple<uintptr_t, int32_t, size_t>& gates, int blocks, uint32_t shape,
              uintptr_t stream, bool may_meet) {
-            const Gates gates{static_cast<const int32_t*>(address(ready)), target, block_elements};
-            all_reduce_when_ready_cuda(communicator, address(data), count,
-                                       static_cast<DType>(dtype), static_cast<Reduction>(reduction),
-                                       gates, blocks, shape, {address(stream), may_meet});
+            const auto [ready, target, block_elements] = gates;
+            all_reduce_when_ready_cuda(
+                communicator, address(data), count, static_cast<DType>(dtype),
+                static_cast<Reduction>(reduction),
+                {static_cast<const int32_t*>(address(ready)), target, block_elements}, blocks,
+                shape, {address(stream), may_meet});
           },
           NoGil())
       .def(

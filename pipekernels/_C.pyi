@@ -64,7 +64,7 @@ class Communicator:
 
 # ---- collectives on CUDA ----
 # They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait for
-# those of other ranks.
+# those of other ranks. gates: as in comm/tensors.py.
 
 class CudaCommunicator:
     def __init__(self, core: Communicator, device: int, symmetric_bytes: int) -> None: ...
@@ -89,9 +89,7 @@ class CudaCommunicator:
         count: int,
         dtype: int,
         reduction: int,
-        ready: int,
-        target: int,
-        block_elements: int,
+        gates: tuple[int, int, int],
         blocks: int,
         shape: int,
         stream: int,

@@ -22,6 +22,7 @@ from pipekernels import Communicator, PeerError, _backend
 from pipekernels.comm import hosts_cuda
 from pipekernels.comm.call import DTYPES
 from pipekernels.comm.hosts import Hosts
+from pipekernels.comm.tensors import Gates
 
 CPU = torch.device("cpu")
 
@@ -63,13 +64,11 @@ class PretendedDevice:
         count: int,
         dtype: int,
         reduction: int,
-        ready: int,
-        target: int,
-        block_elements: int,
+        gates: Gates,
         blocks: int,
         shape: int,
     ) -> None:
-        self.calls.append(f"{target} {block_elements} {blocks}")
+        self.calls.append(str((*gates, blocks)))
         arguments = (data, count, dtype, reduction, 0, shape)
         self._run(self._core.all_reduce, arguments, data, count, dtype)
 

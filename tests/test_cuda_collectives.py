@@ -85,20 +85,23 @@ def test_gates_that_do_not_fit_are_refused() -> None:
 
     ready = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"ready must be int32, got torch\.int64"):
-        tensors.check_gates(torch.ones(9, 2), ready.long(), 3, 1)
+        tensors.gates_of(torch.ones(9, 2), ready.long(), 1, 3, 1)
     for wrong in (torch.ones(9, 2), like(()), like((9, 2), strided=True)):
         with pytest.raises(ValueError, match="wants a contiguous CUDA tensor with rows"):
-            tensors.check_gates(wrong, ready, 3, 1)
+            tensors.gates_of(wrong, ready, 1, 3, 1)
     for block_rows, blocks in ((0, 1), (3, 0), (-3, 1)):
         with pytest.raises(ValueError, match="must be at least 1, got"):
-            tensors.check_gates(like((9, 2)), ready, block_rows, blocks)
+            tensors.gates_of(like((9, 2)), ready, 1, block_rows, blocks)
+    for target in (1 << 31, -(1 << 31) - 1):
+        with pytest.raises(ValueError, match=f"target must be an int32, .* got {target}"):
+            tensors.gates_of(like((9, 2)), ready, target, 3, 1)
     for rows, bad in (
         (10, ready),
         (9, ready[:, None]),
         (3, torch.zeros(6, dtype=torch.int32)[::2]),
     ):
         with pytest.raises(ValueError, match=rf"{rows} rows in blocks of 3 need .* shape \(\d,\)"):
-            tensors.check_gates(like((rows, 2)), bad, 3, 1)
+            tensors.gates_of(like((rows, 2)), bad, 1, 3, 1)
 
 
 @pytest.mark.parametrize("shape", [(9, 2), (9,), (9, 0), (0, 4), (9, 2, 3)])
@@ -109,7 +112,7 @@ def test_elements_per_gate(shape: tuple[int, ...]) -> None:
     )  # fmt: skip
     ready = torch.zeros(-(-shape[0] // 4), dtype=torch.int32)
     expected = 4 * torch.Size(shape[1:]).numel()
-    assert tensors.check_gates(gated, ready, 4, 1) == expected
+    assert tensors.gates_of(gated, ready, 3, 4, 1) == (ready.data_ptr(), 3, expected)
 
 
 def test_where_ranks_may_meet() -> None:

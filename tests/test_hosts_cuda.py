@@ -31,6 +31,7 @@ from test_hosts import (
 from pipekernels import Communicator, PeerError
 from pipekernels.comm import memory, nccl_lane
 from pipekernels.comm.lane import LaneError
+from pipekernels.comm.tensors import Gates
 
 
 def run_pretended(
@@ -72,12 +73,12 @@ def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
 
 
 def reduce_when_ready(comm: Communicator) -> list[str]:
-    device = use_pretended(comm)
+    device, gates = use_pretended(comm), Gates(64, 7, 5)
     for op, code in (("sum", 0), ("avg", 1), ("max", 2)):
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(1001, generator=generator)
         expected = comm.all_reduce(x.clone(), op)
-        device.all_reduce_when_ready(x.data_ptr(), x.numel(), 1, code, 0, 7, 5, 4, 0)
+        device.all_reduce_when_ready(x.data_ptr(), x.numel(), 1, code, gates, 4, 0)
         assert x.equal(expected)
     return PretendedDevice.made[-1].calls[-5:]
 
@@ -86,7 +87,7 @@ def test_reduced_inside_each_host_while_it_is_written() -> None:
     """The device gets the gates as they are; the bits are those of all_reduce."""
     for calls in run_pretended("abab", "nccl", reduce_when_ready):
         # After those the parts that went beyond, and whether all went well.
-        assert calls == ["7 5 4", "all_reduce"] + ["all_gather"] * 3
+        assert calls == ["(64, 7, 5, 4)", "all_reduce"] + ["all_gather"] * 3
 
 
 def use_everywhere(comm: Communicator) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.tensors import (
-    check_gates,
     check_root,
     digest_of,
     elements_of,
+    gates_of,
     mark_changed,
     output_for,
     raise_for,
@@ -111,18 +111,17 @@ class Collectives(ABC):
         Raises:
             TypeError: a dtype that cannot be reduced, or a ``ready`` that is not int32.
             ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not fit
-                it, ``block_rows`` or ``blocks`` less than 1, or as :meth:`all_reduce`.
+                it, a ``target`` that is no int32, ``block_rows`` or ``blocks`` less than 1, or as
+                :meth:`all_reduce`.
         """
         if tensor.dtype not in REDUCIBLE or op not in REDUCTIONS:
             raise_for(tensor, op, "auto")
-        gates = check_gates(tensor, ready, block_rows, blocks)
+        gates = gates_of(tensor, ready, target, block_rows, blocks)
         self._on(tensor.device).all_reduce_when_ready(
             tensor.data_ptr(),
             tensor.numel(),
             REDUCIBLE[tensor.dtype],
             REDUCTIONS[op],
-            ready.data_ptr(),
-            target,
             gates,
             blocks,
             digest_of(tensor),

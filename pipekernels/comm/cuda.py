@@ -11,6 +11,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels.comm.tensors import Gates
 
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
 _DEFAULT = 1 << 30
@@ -73,7 +74,7 @@ class Device:
     def all_reduce(self, *arguments: int) -> None:
         self._own.all_reduce(*arguments, self._stream(), _may_meet())
 
-    def all_reduce_when_ready(self, *arguments: int) -> None:
+    def all_reduce_when_ready(self, *arguments: int | Gates) -> None:
         self._own.all_reduce_when_ready(*arguments, self._stream(), _may_meet())
 
     def reduce_scatter(self, *arguments: int) -> None:

@@ -18,6 +18,7 @@ from pipekernels.comm.hosts import End, Hosts
 from pipekernels.comm.lane import Lane, LaneError
 from pipekernels.comm.memory import MappedWord, as_integers
 from pipekernels.comm.steps import Steps
+from pipekernels.comm.tensors import Gates
 from pipekernels.ops import streams
 
 _PROBLEM = 1000  # Bytes of the text in which a rank tells why it cannot take part.
@@ -73,17 +74,16 @@ class HostsDevice(End):
         count: int,
         dtype: int,
         reduction: int,
-        ready: int,
-        target: int,
-        block_elements: int,
+        gates: Gates,
         blocks: int,
         shape: int = 0,
     ) -> None:
         """All of ``data`` is reduced inside each host while it is written, then its parts beyond."""
 
         def inside(tensor: Tensor, reduction: int) -> None:
-            gates = (ready, target, block_elements, blocks)
-            self._local.all_reduce_when_ready(tensor.data_ptr(), count, dtype, reduction, *gates, 0)
+            self._local.all_reduce_when_ready(
+                tensor.data_ptr(), count, dtype, reduction, gates, blocks, 0
+            )
 
         operation = Operation.ALL_REDUCE_WHEN_READY
         self._all_reduce(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,8 +85,16 @@ def check_root(src: int, world_size: int) -> None:
         raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
 
 
-def check_gates(tensor: Tensor, ready: Tensor, block_rows: int, blocks: int) -> int:
-    """How many elements one counter of ``ready`` stands for.
+class Gates(NamedTuple):
+    """Counters that the writer of a tensor raises, block by block of its elements."""
+
+    ready: int  # Their address.
+    target: int  # What one reaches when its block is complete.
+    block_elements: int
+
+
+def gates_of(tensor: Tensor, ready: Tensor, target: int, block_rows: int, blocks: int) -> Gates:
+    """The counters in ``ready``, if ``tensor`` can be reduced by so many ``blocks`` as they rise.
 
     Raises:
         TypeError, ValueError: what :meth:`Communicator.all_reduce_when_ready` says.
@@ -100,10 +108,12 @@ def check_gates(tensor: Tensor, ready: Tensor, block_rows: int, blocks: int) -> 
         )
     if block_rows < 1 or blocks < 1:
         raise ValueError(f"block_rows and blocks must be at least 1, got {block_rows} and {blocks}")
+    if not -(1 << 31) <= target < 1 << 31:
+        raise ValueError(f"target must be an int32, as the counters are, got {target}")
     counters = -(-tensor.shape[0] // block_rows)
     if ready.shape != (counters,) or not ready.is_contiguous() or ready.device != tensor.device:
         raise ValueError(
             f"{tensor.shape[0]} rows in blocks of {block_rows} need a contiguous ready of shape "
             f"({counters},) on {tensor.device}, got {tuple(ready.shape)} on {ready.device}"
         )
-    return block_rows * math.prod(tensor.shape[1:])
+    return Gates(ready.data_ptr(), target, block_rows * math.prod(tensor.shape[1:]))
