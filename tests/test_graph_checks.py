@@ -301,7 +301,8 @@ def test_what_a_broken_capture_leaves_behind(
             return 7
 
     @contextmanager
-    def capturing(graph: Any, pool: Any = None, **options: Any) -> Iterator[None]:
+    def capturing(graph: Any, pool: Any, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "other threads go on"
         calls.append(("begin", pool))
         try:
             yield

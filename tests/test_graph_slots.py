@@ -86,6 +86,45 @@ def test_two_captures_at_a_time(device: torch.device, record: Record) -> None:
     assert min(slots(pipe)) >= 2
 
 
+def test_a_backward_without_a_turn_waits_for_a_capture(
+    device: torch.device, record: Record
+) -> None:
+    """Autograd would issue it on the stream that is being captured."""
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device)
+    x, y = data(device)
+    train(pipe, x, y, record)
+    loss = pipe(x).square().sum()
+    recorder = pipe._engine.graphs[0].recorder
+    cell = torch.zeros((), device=device)
+    begun, may_end = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def work() -> None:
+        cell.add_(1)
+        begun.set()
+        may_end.wait(60)
+        ended.append("capture")
+
+    def capture() -> None:
+        with recorder.turn():
+            recorder.capture(work, ops_graphs.Memory())
+
+    def differentiate() -> None:
+        loss.backward()
+        ended.append("backward")
+
+    capturing, differentiating = (threading.Thread(target=f) for f in (capture, differentiate))
+    capturing.start()
+    assert begun.wait(60)
+    differentiating.start()
+    differentiating.join(1.0)
+    may_end.set()
+    for thread in (capturing, differentiating):
+        thread.join(60)
+    assert ended == ["capture", "backward"]
+
+
 def test_threads_take_turns(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipes = [pipe_of(copy.deepcopy(module), balance, device) for _ in range(2)]

@@ -42,8 +42,8 @@ class Memory:
 
 
 class Recorder:
-    """Captures and replays on one device. Nobody waits for another thread here: who does not get a
-    turn does the work without a graph.
+    """Captures and replays on one device. Nobody waits for another thread's turn here: who does not get
+    one does the work without a graph.
 
     Args:
         device: a device that has graphs.
@@ -56,6 +56,7 @@ class Recorder:
         self._stream = streams.new(device)
         self._lock = threading.Lock()
         self._last: Stream | None = None
+        self._alone = threading.RLock()  # A stage may have a pipe with graphs inside.
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
@@ -91,12 +92,25 @@ class Recorder:
         if not _one_at_a_time.acquire(blocking=False):
             return None
         try:
+            with self.alone():
+                graph, result = _record(work, self._stream, memory)
             # Until now the capture's stream has been given what sets up its random numbers.
-            graph, result = _record(work, self._stream, memory)
             streams.current(self._device).wait_event(self._stream.record_event())
             return graph, result
         finally:
             _one_at_a_time.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While the body runs no other thread captures on the device; a capture that goes on is waited
+        for.
+
+        To go through an autograd graph of a capture without a graph of its own: autograd issues that on
+        the stream of captures, and it would become part of one.
+        """
+        # Autograd stays on this thread: its own thread for the device may be waiting here.
+        with self._alone, torch.autograd.set_multithreading_enabled(False):
+            yield
 
 
 _one_at_a_time = threading.Lock()
@@ -126,19 +140,18 @@ def _record(work: Callable[[], T], stream: Any, memory: Memory) -> tuple[Graph, 
     graph = torch.cuda.CUDAGraph()
     try:
         # The outer context brings the stream back where torch.cuda.graph leaves it after a failure.
-        # Other threads may go on meanwhile, such as a data loader's that pins memory.
-        with (
-            torch.cuda.stream(stream),
-            torch.cuda.graph(
-                graph, memory.handle, stream=stream, capture_error_mode="thread_local"
-            ),
-        ):
+        with torch.cuda.stream(stream), _capturing(graph, stream, memory.handle):
             result = work()
     except BaseException:
         if not _has_ended(graph):
             _end(graph, stream, memory)
         raise
     return graph, result
+
+
+def _capturing(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any = None) -> torch.cuda.graph:
+    """Other threads may go on meanwhile, such as a data loader's that pins memory."""
+    return torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local")
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
@@ -166,5 +179,6 @@ def _end(graph: torch.cuda.CUDAGraph, stream: Any, memory: Memory) -> None:
     memory.renew()
     # The generator believes that it is being captured until a capture ends well.
     cell = torch.zeros((), device=stream.device)
-    with torch.cuda.stream(stream), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+    again = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), _capturing(again, stream):
         cell.add_(1)

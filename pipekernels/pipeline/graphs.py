@@ -298,7 +298,8 @@ class GraphedTask:
                 backward.graph.replay()
                 self._accumulate(backward.of_leaves)
                 return copies_of(backward.of_inputs)
-        of_inputs, of_leaves = slot.differentiate(self._task, grads)
+        with self._graphs.recorder.alone():
+            of_inputs, of_leaves = slot.differentiate(self._task, grads)
         self._accumulate(of_leaves)
         return of_inputs
 
