@@ -382,6 +382,20 @@ class SharedVersions(graphs.StageParameters):
         super().__init__(module)
 
 
+def all_cases() -> None:
+    device = torch.device(CPU)
+    with recorded() as record:
+        test_graphs.test_equals_the_unwrapped_model("1f1b", "never", device, record)
+    with recorded() as record:
+        test_who_gets_no_turn_runs_without_graphs(device, record)
+    with recorded() as record:
+        test_parameters_must_not_change_before_the_backward(device, record)
+
+
+def test_what_a_slot_does_is_enough() -> None:
+    all_cases()
+
+
 @pytest.mark.parametrize(
     ("owners", "name", "broken"),
     [
@@ -396,16 +410,6 @@ class SharedVersions(graphs.StageParameters):
 def test_what_a_slot_does_is_needed(
     owners: list[Any], name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def all_cases() -> None:
-        device = torch.device(CPU)
-        with recorded() as record:
-            test_graphs.test_equals_the_unwrapped_model("1f1b", "never", device, record)
-        with recorded() as record:
-            test_who_gets_no_turn_runs_without_graphs(device, record)
-        with recorded() as record:
-            test_parameters_must_not_change_before_the_backward(device, record)
-
-    all_cases()
     for owner in owners:
         monkeypatch.setattr(owner, name, broken)
     with warnings.catch_warnings(), pytest.raises((AssertionError, RuntimeError)):
