@@ -252,6 +252,11 @@ def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable() 
     run_hosts("aabb", call_differently)
 
 
+def signposts() -> dist.Store:
+    """What one rank tells others, whatever becomes of the communicator."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def lose_a_rank(comm: Communicator, layout: str, victim: int) -> tuple[int | None, str]:
     before = traces()
     x = torch.ones(100_000)
@@ -292,19 +297,20 @@ def test_a_killed_rank_is_noticed_on_all_hosts(layout: str, victim: int) -> None
 def wait_for_a_late_rank(comm: Communicator) -> str:
     comm.barrier()
     if comm.rank == 3:
-        time.sleep(4)
+        signposts().wait([f"{rank} has given up" for rank in range(3)])
         with pytest.raises((PeerError, TimeoutError)):
             comm.barrier()
         return ""
     with pytest.raises((PeerError, TimeoutError) if comm.rank == 2 else TimeoutError) as caught:
         comm.all_reduce(torch.ones(5))
+    signposts().set(f"{comm.rank} has given up", "")
     with pytest.raises(RuntimeError, match="cannot be used after a failure"):
         comm.all_reduce(torch.ones(5))
     return str(caught.value)
 
 
 def test_a_late_rank_is_noticed_on_all_hosts() -> None:
-    first, second, _, _ = run_hosts("aabb", wait_for_a_late_rank, timeout=1.0)
+    first, second, _, _ = run_hosts("aabb", wait_for_a_late_rank, timeout=2.0)
     for message in (first, second):
         assert "a rank of another host did not arrive in time" in message
         assert "in all_reduce(5 x float32, sum, auto)" in message
@@ -314,7 +320,7 @@ def cut_a_wait_short(comm: Communicator, by_signal: bool) -> float:
     """Rank 0 waits for the other host, and gives up; its neighbour learns why."""
     comm.barrier()
     if comm.rank >= 2:
-        time.sleep(2)
+        signposts().wait(["0 has given up"])
         with pytest.raises(PeerError):
             comm.barrier()
         return 0.0
@@ -330,11 +336,12 @@ def cut_a_wait_short(comm: Communicator, by_signal: bool) -> float:
         else:
             comm.close()
 
-    threading.Thread(target=give_up, daemon=True).start()
     started = time.monotonic()
+    threading.Thread(target=give_up, daemon=True).start()
     with pytest.raises(KeyboardInterrupt if by_signal else RuntimeError):
         comm.barrier()
     waited = time.monotonic() - started
+    signposts().set("0 has given up", "")
     with pytest.raises(RuntimeError, match="make a new one"):
         comm.barrier()
     return waited
@@ -342,7 +349,7 @@ def cut_a_wait_short(comm: Communicator, by_signal: bool) -> float:
 
 @pytest.mark.parametrize("by_signal", [False, True])
 def test_a_wait_for_another_host_can_be_cut_short(by_signal: bool) -> None:
-    assert 0.5 < run_hosts("aabb", cut_a_wait_short, by_signal, timeout=10.0)[0] < 8
+    assert run_hosts("aabb", cut_a_wait_short, by_signal)[0] < 20  # Not by the timeout of 30 s.
 
 
 def use_from_threads(comm: Communicator) -> None:
