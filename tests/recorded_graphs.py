@@ -25,8 +25,13 @@ from pipekernels.pipeline import engine
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
+def has_memory(leaf: Any) -> bool:
+    """Whether it is a tensor with a storage of its own; a sparse one consists of others."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if has_memory(leaf)]
 
 
 def key(tensor: torch.Tensor) -> int:
@@ -79,6 +84,11 @@ class RecordedGraph(TorchDispatchMode):
                 self._found.setdefault(key(tensor), [])
         with torch._C.DisableTorchFunction():  # A machine has seen the call already.
             result = func(*args, **(kwargs or {}))
+            if (
+                func.overloadpacket.__name__ in _EMPTY
+            ):  # Of a kernel that is not run, no value is wrong.
+                for tensor in tensors(result):
+                    tensor.zero_()
         with torch.no_grad():
             args, kwargs, results = tree_map(self._own, (args, kwargs or {}, tensors(result)))
         if func.overloadpacket.__name__ not in _EMPTY:
@@ -88,7 +98,7 @@ class RecordedGraph(TorchDispatchMode):
         return result
 
     def _own(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.device.type == "meta":
+        if not has_memory(leaf) or leaf.device.type == "meta":
             return leaf
         own = leaf.data
         known = self._found if key(own) in self._found else self.made

@@ -203,6 +203,29 @@ def test_tensors_that_are_not_cut_up(device: torch.device, record: Record) -> No
     assert slots(pipe)[0] == 0 and slots(pipe)[1] > 0
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_indices_and_sparse_gradients(sparse: bool, device: torch.device, record: Record) -> None:
+    """An input of integers is as good as any; a gradient that is not strided is refused."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(10, WIDTH, sparse=sparse), nn.Linear(WIDTH, WIDTH))
+    module = module.to(device=device, dtype=torch.float64)
+    other = pipe_of(copy.deepcopy(module), [1, 1], device, cuda_graphs=False)
+    pipe = pipe_of(module, [1, 1], device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            record.spoil()
+            indices = (torch.arange(8, device=device) * step) % 10
+            for of in (pipe, other):
+                of(indices).square().sum().backward()
+            grads = [[p.grad.to_dense() for p in of.parameters()] for of in (pipe, other)]
+            assert_equal(*grads)
+    messages = [str(w.message) for w in told if "CUDA graphs" in str(w.message)]
+    why = "stage 0 runs without CUDA graphs: a gradient has layout torch.sparse_coo"
+    assert messages == [why] * sparse
+    assert min(slots(pipe)[sparse:]) >= 2 and slots(pipe)[0] * sparse == 0
+
+
 def test_deferred_batch_norm_counts_every_micro_batch(device: torch.device, record: Record) -> None:
     """It counts in Python, so it is refused while it trains; and only then."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(
