@@ -1,5 +1,4 @@
-"""The pipeline over a mesh dimension: values and gradients against the same stages in a row, other
-axes beside it, random numbers, errors.
+"""The pipeline over a mesh dimension: values and gradients against the same stages in a row.
 
 The interface and what it documents are those of xlstm-jax's ``execute_pipeline``,
 ``execute_pipeline_step`` and ``PipelineModule``.
@@ -8,95 +7,28 @@ The interface and what it documents are those of xlstm-jax's ``execute_pipeline`
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_processes
+from spmd_cases import (
+    LIMIT,
+    WIDTH,
+    assert_equals_sequential,
+    assert_same_grads,
+    exactly,
+    line,
+    mlp,
+    randn,
+    run,
+    stages,
+)
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from pipekernels import (
-    ColumnParallelLinear,
-    Communicator,
-    PipelineModule,
-    RowParallelLinear,
-    execute_pipeline,
-    execute_pipeline_step,
-)
-
-LIMIT = 100.0
-WIDTH = 6
-exactly = {"rtol": 0.0, "atol": 1e-10}
-
-
-def line(comm: Communicator) -> DeviceMesh:
-    """All ranks in one dimension."""
-    return init_device_mesh("cpu", (comm.world_size,), mesh_dim_names=("pipe",))
-
-
-def square(other: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", other))
-
-
-def randn(*shape: int, seed: int = 1) -> Tensor:
-    """The same on every rank."""
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def mlp(_: int = 0) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
-
-
-def stages(world_size: int, make: Callable[[int], nn.Module] = mlp) -> list[nn.Module]:
-    torch.manual_seed(3)
-    return [make(index) for index in range(world_size)]
-
-
-def run(module: nn.Module, x: Tensor | None, mesh: DeviceMesh, m: int, **kwargs: Any) -> Tensor:
-    return execute_pipeline(
-        module, x, num_microbatches=m, model_axis_name="pipe", mesh=mesh, **kwargs
-    )
-
-
-def assert_same_grads(module: nn.Module, reference: nn.Module) -> None:
-    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-        wanted = torch.zeros_like(q) if q.grad is None else q.grad
-        torch.testing.assert_close(
-            torch.zeros_like(p) if p.grad is None else p.grad, wanted, **exactly
-        )
-
-
-def assert_equals_sequential(
-    comm: Communicator, mesh: DeviceMesh, modules: list[nn.Module], x: Tensor, m: int
-) -> Tensor:
-    """Output, gradients of the parameters and of ``x``; returns the output."""
-    reference = nn.Sequential(*copy.deepcopy(modules))
-    mine, last = modules[comm.rank], comm.world_size - 1
-    x_reference = x.clone().detach().requires_grad_(x.requires_grad)
-    expected = reference(x_reference)
-    target = randn(*expected.shape, seed=2)
-    output = run(mine, x, mesh, m)
-    assert output.shape == expected.shape
-    assert output.dtype == expected.dtype
-    assert output.requires_grad == expected.requires_grad
-    wanted = expected if comm.rank == last else torch.zeros_like(expected)
-    torch.testing.assert_close(output, wanted, **exactly)
-    if expected.requires_grad:
-        (expected - target).square().mean().backward()
-        (output - target).square().mean().backward()
-        assert_same_grads(mine, reference[comm.rank])
-    if x.requires_grad:
-        wanted = x_reference.grad if comm.rank == 0 else torch.zeros_like(x)
-        torch.testing.assert_close(x.grad, wanted, **exactly)
-    return output
+from pipekernels import Communicator, execute_pipeline, execute_pipeline_step
 
 
 class Detach(nn.Module):
@@ -319,136 +251,6 @@ def test_autograd_sees_ordinary_tensors() -> None:
     run_processes(2, autograd, limit=LIMIT)
 
 
-def gathered(module: nn.Module, group: dist.ProcessGroup) -> nn.Sequential:
-    """Copies of the modules of all ranks of ``group``, in a row."""
-    modules: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(modules, module, group=group)
-    return nn.Sequential(*modules)
-
-
-def data_parallel(comm: Communicator) -> None:
-    mesh = square("data")
-    pipe, data = mesh.get_local_rank("pipe"), mesh.get_local_rank("data")
-    torch.manual_seed(7)  # Alike everywhere, as for one model.
-    with mesh:
-        module = PipelineModule("pipe", 2, mlp)
-    reference = gathered(module.module, mesh.get_group("pipe"))
-    replicas = gathered(module.module, mesh.get_group("data"))
-    assert (module.model_axis_name, module.num_microbatches, module.module_fn) == ("pipe", 2, mlp)
-    # Stages differ, replicas do not, and the generators are in step.
-    assert not torch.equal(reference[0][0].weight, reference[1][0].weight)
-    assert torch.equal(replicas[0][0].weight, replicas[1][0].weight)
-    drawn = [torch.empty(1) for _ in range(4)]
-    dist.all_gather(drawn, torch.rand(1))
-    assert len({value.item() for value in drawn}) == 1
-
-    x, target = randn(8, WIDTH), randn(8, WIDTH, seed=2)
-    replicated = DistributedDataParallel(module, process_group=mesh.get_group("data"))
-    for _ in range(2):
-        output = replicated(x.chunk(2)[data])
-        (output - target.chunk(2)[data]).square().mean().backward()
-        (reference(x) - target).square().mean().backward()
-        assert_same_grads(module.module, reference[pipe])
-    expected = reference(x).chunk(2)[data]
-    output = module(x.chunk(2)[data])
-    torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
-
-
-def test_data_parallelism_beside_it() -> None:
-    run_processes(4, data_parallel, limit=LIMIT)
-
-
-def tensor_parallel(comm: Communicator) -> None:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = square("tensor")
-    pipe = mesh.get_local_rank("pipe")
-    modules = stages(2)
-    reference = nn.Sequential(*copy.deepcopy(modules))
-    x = randn(6, WIDTH)
-    with Communicator.from_process_group(mesh.get_group("tensor")) as ranks:
-        first, _, second = modules[pipe]
-        module = nn.Sequential(
-            ColumnParallelLinear.from_linear(first, ranks),
-            nn.Tanh(),
-            RowParallelLinear.from_linear(second, ranks),
-        )
-        output = run(module, x, mesh, 3, replicated_axis_names=["tensor"])
-        output.square().mean().backward()
-        expected = reference(x)
-        expected.square().mean().backward()
-        torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
-        grad = reference[pipe][0].weight.grad.chunk(2)[ranks.rank]
-        torch.testing.assert_close(module[0].weight.grad, grad, **exactly)
-        grad = reference[pipe][2].weight.grad.chunk(2, dim=1)[ranks.rank]
-        torch.testing.assert_close(module[2].weight.grad, grad, **exactly)
-
-    # torch's own, on DTensors.
-    module = parallelize_module(
-        modules[pipe], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    )
-    output = run(module, x, mesh, 3)
-    output.square().mean().backward()
-    torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
-    for p, q in zip(module.parameters(), reference[pipe].parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, **exactly)
-
-
-def test_tensor_parallelism_beside_it() -> None:
-    run_processes(4, tensor_parallel, limit=LIMIT)
-
-
-class Masks(nn.Module):
-    """Records the dropout masks of all micro-batches; ranks take their time differently."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.masks: list[Tensor] = []
-        self._seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self._seconds)
-        self.masks.append(nn.functional.dropout(torch.ones(64), 0.5))
-        return x * self.masks[-1].mean()
-
-
-def random_numbers(comm: Communicator) -> None:
-    mesh = square("other")
-    group = mesh.get_group("other")
-
-    def masks(seed: int, seconds: float = 0.0, m: int = 3, **kwargs: Any) -> Tensor:
-        torch.manual_seed(seed)
-        module = Masks(seconds)
-        run(module, torch.ones(m, 2), mesh, m, **kwargs)
-        return torch.stack(module.masks)
-
-    def of_all(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        all_masks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(all_masks, mine, group=group)
-        return torch.cat(all_masks)
-
-    mine = masks(1)
-    assert len(of_all(mine).unique(dim=0)) == 4 * 3
-    assert torch.equal(masks(1, seconds=0.01 * comm.rank), mine)
-    assert not torch.equal(masks(2), mine)
-    # A micro-batch's numbers do not depend on how many there are.
-    assert torch.equal(masks(1, m=2), mine[:2])
-    first, second = of_all(masks(1, replicated_axis_names=("other",)), group).chunk(2)
-    assert torch.equal(first, second)
-    # What the caller draws next does not depend on what the stages drew.
-    drawn = [torch.empty(1) for _ in range(4)]
-    dist.all_gather(drawn, torch.rand(1))
-    assert len({value.item() for value in drawn}) == 1
-
-
-def test_random_numbers_belong_to_rank_and_micro_batch() -> None:
-    run_processes(4, random_numbers, limit=LIMIT)
-
-
 def loop_of_steps(comm: Communicator) -> None:
     mesh, world_size, m = line(comm), comm.world_size, 3
     modules = stages(world_size)
@@ -488,110 +290,3 @@ def loop_of_steps(comm: Communicator) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_loop_of_steps_is_the_pipeline(world_size: int) -> None:
     run_processes(world_size, loop_of_steps, limit=LIMIT)
-
-
-class Failing(nn.Module):
-    """Raises, or returns something else, at its ``at``-th micro-batch."""
-
-    def __init__(self, at: int, returns: Any = None) -> None:
-        super().__init__()
-        self._left = at
-        self._returns = returns
-
-    def forward(self, x: Tensor) -> Any:
-        self._left -= 1
-        if self._left >= 0:
-            return x.sin()
-        if self._returns is None:
-            raise KeyError("of this stage")
-        return self._returns
-
-
-def failures(comm: Communicator) -> None:
-    """Every rank raises, its own exception or one that names the stage, and can go on."""
-    mesh = line(comm)
-    x = randn(6, WIDTH)
-    modules = stages(3)
-
-    def assert_fails(
-        at_rank: int, failing: nn.Module, error: type[Exception], words: str, x: Any = x
-    ) -> None:
-        mine = comm.rank == at_rank
-        if not mine:
-            error, words = RuntimeError, rf"stage {at_rank} of the pipeline, rank {at_rank}, raised"
-        with pytest.raises(error, match=words):
-            run(failing if mine else modules[comm.rank], x, mesh, 3)
-        assert_equals_sequential(comm, mesh, stages(3), randn(6, WIDTH), 2)
-
-    for at_rank in range(3):
-        for at in (0, 2):
-            assert_fails(at_rank, Failing(at), KeyError, "of this stage")
-    assert_fails(1, Failing(0, "no tensor"), TypeError, "must return a tensor, not str")
-    assert_fails(0, Failing(1, torch.ones(1)), ValueError, "every micro-batch must give the same")
-    assert_fails(2, Failing(0, torch.ones(())), ValueError, "without dimensions")
-    # Only the first stage needs x; when it has a wrong one, the others learn it.
-    bad = x[:4] if comm.rank == 0 else None
-    assert_fails(0, modules[0], ValueError, "must be divisible", bad)
-    for bad in (None, [1.0]):
-        assert_fails(0, modules[0], TypeError, "x must be a tensor", bad if comm.rank == 0 else x)
-
-
-def test_an_exception_reaches_every_rank() -> None:
-    run_processes(3, failures, limit=LIMIT)
-
-
-class Dying(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return x
-
-
-def death(comm: Communicator) -> None:
-    mesh = line(comm)
-    with pytest.raises(RuntimeError):
-        run(Dying() if comm.rank == 1 else nn.Tanh(), randn(6, WIDTH), mesh, 3)
-
-
-def test_a_dead_stage_is_an_error_on_the_others() -> None:
-    run_processes(3, death, limit=LIMIT, killed=(1,))
-
-
-def bad_arguments(comm: Communicator) -> None:
-    mesh = line(comm)
-    module = nn.Tanh()
-    x = randn(5, 2)
-    # The sentence is xlstm-jax's.
-    message = "^Batch size 5 must be divisible by number of microbatches 3;"
-    with pytest.raises(ValueError, match=message):
-        run(module, x, mesh, 3)
-    with pytest.raises(ValueError, match="x has no dimension"):
-        run(module, x[0, 0], mesh, 1)
-    for m in (0, -1, 1.5, "2"):
-        with pytest.raises(ValueError, match=f"num_microbatches is {m!r}"):
-            run(module, x, mesh, m)
-        with pytest.raises(ValueError, match=f"num_microbatches is {m!r}"):
-            PipelineModule("pipe", m, nn.Tanh, mesh=mesh)
-    with pytest.raises(TypeError, match="module must be an nn.Module, not builtin_function"):
-        run(torch.tanh, x, mesh, 1)
-    with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, not int"):
-        PipelineModule("pipe", 1, int, mesh=mesh)
-    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, not str"):
-        run(module, x, "pipe", 1)
-    with pytest.raises(ValueError, match="there is no device mesh; pass mesh="):
-        execute_pipeline(module, x, num_microbatches=1, model_axis_name="pipe")
-    with pytest.raises(ValueError, match=r"no dimension 'model'; its dimensions are \['pipe'\]"):
-        execute_pipeline(module, x, num_microbatches=1, model_axis_name="model", mesh=mesh)
-    with pytest.raises(ValueError, match="no dimension 'tensor'"):
-        run(module, x, mesh, 1, replicated_axis_names=["tensor"])
-    with pytest.raises(ValueError, match="whose ranks hold different stages"):
-        run(module, x, mesh, 1, replicated_axis_names=["pipe"])
-    with pytest.raises(ValueError, match="no dimension 'pipe'"):
-        run(module, x, init_device_mesh("cpu", (2,)), 1)
-    elsewhere = DeviceMesh("cpu", [0], mesh_dim_names=("pipe",))
-    if comm.rank == 1:
-        with pytest.raises(ValueError, match="rank 1 is not in the mesh"):
-            run(module, x, elsewhere, 1)
-
-
-def test_bad_arguments() -> None:
-    run_processes(2, bad_arguments, limit=LIMIT)

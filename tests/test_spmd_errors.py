@@ -1,0 +1,123 @@
+"""The pipeline over a mesh dimension: exceptions, deaths and bad arguments."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_processes
+from spmd_cases import LIMIT, WIDTH, assert_equals_sequential, line, randn, run, stages
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipekernels import Communicator, PipelineModule, execute_pipeline
+
+
+class Failing(nn.Module):
+    """Raises, or returns something else, at its ``at``-th micro-batch."""
+
+    def __init__(self, at: int, returns: Any = None) -> None:
+        super().__init__()
+        self._left = at
+        self._returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        self._left -= 1
+        if self._left >= 0:
+            return x.sin()
+        if self._returns is None:
+            raise KeyError("of this stage")
+        return self._returns
+
+
+def failures(comm: Communicator) -> None:
+    """Every rank raises, its own exception or one that names the stage, and can go on."""
+    mesh = line(comm)
+    x = randn(6, WIDTH)
+    modules = stages(3)
+
+    def assert_fails(
+        at_rank: int, failing: nn.Module, error: type[Exception], words: str, x: Any = x
+    ) -> None:
+        mine = comm.rank == at_rank
+        if not mine:
+            error, words = RuntimeError, rf"stage {at_rank} of the pipeline, rank {at_rank}, raised"
+        with pytest.raises(error, match=words):
+            run(failing if mine else modules[comm.rank], x, mesh, 3)
+        assert_equals_sequential(comm, mesh, stages(3), randn(6, WIDTH), 2)
+
+    for at_rank in range(3):
+        for at in (0, 2):
+            assert_fails(at_rank, Failing(at), KeyError, "of this stage")
+    assert_fails(1, Failing(0, "no tensor"), TypeError, "must return a tensor, not str")
+    assert_fails(0, Failing(1, torch.ones(1)), ValueError, "every micro-batch must give the same")
+    assert_fails(2, Failing(0, torch.ones(())), ValueError, "without dimensions")
+    # Only the first stage needs x; when it has a wrong one, the others learn it.
+    bad = x[:4] if comm.rank == 0 else None
+    assert_fails(0, modules[0], ValueError, "must be divisible", bad)
+    for bad in (None, [1.0]):
+        assert_fails(0, modules[0], TypeError, "x must be a tensor", bad if comm.rank == 0 else x)
+
+
+def test_an_exception_reaches_every_rank() -> None:
+    run_processes(3, failures, limit=LIMIT)
+
+
+class Dying(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def death(comm: Communicator) -> None:
+    mesh = line(comm)
+    with pytest.raises(RuntimeError):
+        run(Dying() if comm.rank == 1 else nn.Tanh(), randn(6, WIDTH), mesh, 3)
+
+
+def test_a_dead_stage_is_an_error_on_the_others() -> None:
+    run_processes(3, death, limit=LIMIT, killed=(1,))
+
+
+def bad_arguments(comm: Communicator) -> None:
+    mesh = line(comm)
+    module = nn.Tanh()
+    x = randn(5, 2)
+    # The sentence is xlstm-jax's.
+    message = "^Batch size 5 must be divisible by number of microbatches 3;"
+    with pytest.raises(ValueError, match=message):
+        run(module, x, mesh, 3)
+    with pytest.raises(ValueError, match="x has no dimension"):
+        run(module, x[0, 0], mesh, 1)
+    for m in (0, -1, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"num_microbatches is {m!r}"):
+            run(module, x, mesh, m)
+        with pytest.raises(ValueError, match=f"num_microbatches is {m!r}"):
+            PipelineModule("pipe", m, nn.Tanh, mesh=mesh)
+    with pytest.raises(TypeError, match="module must be an nn.Module, not builtin_function"):
+        run(torch.tanh, x, mesh, 1)
+    with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, not int"):
+        PipelineModule("pipe", 1, int, mesh=mesh)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, not str"):
+        run(module, x, "pipe", 1)
+    with pytest.raises(ValueError, match="there is no device mesh; pass mesh="):
+        execute_pipeline(module, x, num_microbatches=1, model_axis_name="pipe")
+    with pytest.raises(ValueError, match=r"no dimension 'model'; its dimensions are \['pipe'\]"):
+        execute_pipeline(module, x, num_microbatches=1, model_axis_name="model", mesh=mesh)
+    with pytest.raises(ValueError, match="no dimension 'tensor'"):
+        run(module, x, mesh, 1, replicated_axis_names=["tensor"])
+    with pytest.raises(ValueError, match="whose ranks hold different stages"):
+        run(module, x, mesh, 1, replicated_axis_names=["pipe"])
+    with pytest.raises(ValueError, match="no dimension 'pipe'"):
+        run(module, x, init_device_mesh("cpu", (2,)), 1)
+    elsewhere = DeviceMesh("cpu", [0], mesh_dim_names=("pipe",))
+    if comm.rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in the mesh"):
+            run(module, x, elsewhere, 1)
+
+
+def test_bad_arguments() -> None:
+    run_processes(2, bad_arguments, limit=LIMIT)

@@ -1,0 +1,146 @@
+"""The pipeline over one dimension of a mesh that has another: data and tensor parallelism, random numbers."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import run_processes
+from spmd_cases import LIMIT, WIDTH, assert_same_grads, exactly, mlp, randn, run, square, stages
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipekernels import ColumnParallelLinear, Communicator, PipelineModule, RowParallelLinear
+
+
+def gathered(module: nn.Module, group: dist.ProcessGroup) -> nn.Sequential:
+    """Copies of the modules of all ranks of ``group``, in a row."""
+    modules: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(modules, module, group=group)
+    return nn.Sequential(*modules)
+
+
+def data_parallel(comm: Communicator) -> None:
+    mesh = square("data")
+    pipe, data = mesh.get_local_rank("pipe"), mesh.get_local_rank("data")
+    torch.manual_seed(7)  # Alike everywhere, as for one model.
+    with mesh:
+        module = PipelineModule("pipe", 2, mlp)
+    reference = gathered(module.module, mesh.get_group("pipe"))
+    replicas = gathered(module.module, mesh.get_group("data"))
+    assert (module.model_axis_name, module.num_microbatches, module.module_fn) == ("pipe", 2, mlp)
+    # Stages differ, replicas do not, and the generators are in step.
+    assert not torch.equal(reference[0][0].weight, reference[1][0].weight)
+    assert torch.equal(replicas[0][0].weight, replicas[1][0].weight)
+    drawn = [torch.empty(1) for _ in range(4)]
+    dist.all_gather(drawn, torch.rand(1))
+    assert len({value.item() for value in drawn}) == 1
+
+    x, target = randn(8, WIDTH), randn(8, WIDTH, seed=2)
+    replicated = DistributedDataParallel(module, process_group=mesh.get_group("data"))
+    for _ in range(2):
+        output = replicated(x.chunk(2)[data])
+        (output - target.chunk(2)[data]).square().mean().backward()
+        (reference(x) - target).square().mean().backward()
+        assert_same_grads(module.module, reference[pipe])
+    expected = reference(x).chunk(2)[data]
+    output = module(x.chunk(2)[data])
+    torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
+
+
+def test_data_parallelism_beside_it() -> None:
+    run_processes(4, data_parallel, limit=LIMIT)
+
+
+def tensor_parallel(comm: Communicator) -> None:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = square("tensor")
+    pipe = mesh.get_local_rank("pipe")
+    modules = stages(2)
+    reference = nn.Sequential(*copy.deepcopy(modules))
+    x = randn(6, WIDTH)
+    with Communicator.from_process_group(mesh.get_group("tensor")) as ranks:
+        first, _, second = modules[pipe]
+        module = nn.Sequential(
+            ColumnParallelLinear.from_linear(first, ranks),
+            nn.Tanh(),
+            RowParallelLinear.from_linear(second, ranks),
+        )
+        output = run(module, x, mesh, 3, replicated_axis_names=["tensor"])
+        output.square().mean().backward()
+        expected = reference(x)
+        expected.square().mean().backward()
+        torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
+        grad = reference[pipe][0].weight.grad.chunk(2)[ranks.rank]
+        torch.testing.assert_close(module[0].weight.grad, grad, **exactly)
+        grad = reference[pipe][2].weight.grad.chunk(2, dim=1)[ranks.rank]
+        torch.testing.assert_close(module[2].weight.grad, grad, **exactly)
+
+    # torch's own, on DTensors.
+    module = parallelize_module(
+        modules[pipe], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    output = run(module, x, mesh, 3)
+    output.square().mean().backward()
+    torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
+    for p, q in zip(module.parameters(), reference[pipe].parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, **exactly)
+
+
+def test_tensor_parallelism_beside_it() -> None:
+    run_processes(4, tensor_parallel, limit=LIMIT)
+
+
+class Masks(nn.Module):
+    """Records the dropout masks of all micro-batches; ranks take their time differently."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+        self._seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        self.masks.append(nn.functional.dropout(torch.ones(64), 0.5))
+        return x * self.masks[-1].mean()
+
+
+def random_numbers(comm: Communicator) -> None:
+    mesh = square("other")
+    group = mesh.get_group("other")
+
+    def masks(seed: int, seconds: float = 0.0, m: int = 3, **kwargs: Any) -> Tensor:
+        torch.manual_seed(seed)
+        module = Masks(seconds)
+        run(module, torch.ones(m, 2), mesh, m, **kwargs)
+        return torch.stack(module.masks)
+
+    def of_all(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        all_masks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(all_masks, mine, group=group)
+        return torch.cat(all_masks)
+
+    mine = masks(1)
+    assert len(of_all(mine).unique(dim=0)) == 4 * 3
+    assert torch.equal(masks(1, seconds=0.01 * comm.rank), mine)
+    assert not torch.equal(masks(2), mine)
+    # A micro-batch's numbers do not depend on how many there are.
+    assert torch.equal(masks(1, m=2), mine[:2])
+    first, second = of_all(masks(1, replicated_axis_names=("other",)), group).chunk(2)
+    assert torch.equal(first, second)
+    # What the caller draws next does not depend on what the stages drew.
+    drawn = [torch.empty(1) for _ in range(4)]
+    dist.all_gather(drawn, torch.rand(1))
+    assert len({value.item() for value in drawn}) == 1
+
+
+def test_random_numbers_belong_to_rank_and_micro_batch() -> None:
+    run_processes(4, random_numbers, limit=LIMIT)
