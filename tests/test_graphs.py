@@ -7,9 +7,10 @@ should depend on it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -315,6 +316,67 @@ def test_what_changes_later(
         for pipe in pipes:
             pipe.train()
         steps(3, before, units.get(change, unit))
+
+
+class Asks(nn.Module):
+    """Multiplies by a number of its own for each way that torch is set."""
+
+    known: ClassVar[dict[Any, int]] = {}
+
+    def forward(self, x):
+        kinds = ("cpu", "cuda")
+        told = (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_cache_enabled(),
+            *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        )
+        return x * self.known.setdefault(told, 1 + len(self.known))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_settings_of_torch(device: torch.device, record: Record) -> None:
+    """Each is another pass; none is captured again when it comes back."""
+    pipe = pipe_of(nn.Sequential(Asks(), nn.Tanh()), [1, 1], device, chunks=1)
+    x, _ = data(device)
+    autocast = partial(torch.autocast, device.type)
+    settings: list[Callable[[], Any]] = [
+        nullcontext,
+        partial(default_dtype, torch.float64),
+        partial(torch.device, "meta"),
+        deterministic,
+        partial(autocast, torch.bfloat16),
+        partial(autocast, torch.bfloat16, cache_enabled=False),
+        partial(autocast, torch.float16),
+    ]
+    for _ in range(2):
+        for setting in settings:
+            for _ in range(CAPTURED):
+                record.spoil()
+                with torch.no_grad(), setting():
+                    output, expected = pipe(x), Asks()(x).tanh()
+                assert_equal([output], [expected])
+        assert slots(pipe) == [len(settings)] * 2
+    assert len(Asks.known) == len(settings)
 
 
 @torch.no_grad()
