@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
@@ -23,8 +24,8 @@ from pipekernels.kernels.layout import has_rows, layout_of
 
 ALGORITHMS = ("auto", "triton", "cublas")
 FLOAT8 = torch.float8_e4m3fn
-TRITON = (3, 6)  # The oldest that serves.
-TRITON_REMEDY = "Triton 3.6 or newer: pip install 'pipekernels[triton]'"
+OLDEST_TRITON = "3.6"
+TRITON_REMEDY = f"Triton {OLDEST_TRITON} or newer: pip install 'pipekernels[triton]'"
 
 
 def sharded_gemm(
@@ -154,7 +155,7 @@ def has_triton() -> bool:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # A nightly build goes by another name.
         return True
-    return tuple(map(int, version.split(".")[:2])) >= TRITON
+    return TorchVersion(version) >= OLDEST_TRITON
 
 
 def tf32_allowed() -> bool:
