@@ -16,10 +16,13 @@ from graph_cases import STEPS, WIDTH, assert_equal, data, pipe_of, slots, train
 from recorded_graphs import Record
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 
 from pipekernels import NoChunk
 from pipekernels.ops import graphs as ops_graphs
 from pipekernels.pipeline import graph_checks, graphs
+from pipekernels.pipeline.structure import LONE, Structure
+from pipekernels.pipeline.task import Activation
 
 
 class Item(nn.Module):
@@ -171,6 +174,43 @@ def test_runs_without_what_cannot_be_captured(
     assert messages[1:] == expected
     counts = slots(pipe)
     assert counts[0] >= 2 and counts[-1] >= 2 and not any(counts[1:-1])
+
+
+class Own(torch.Tensor):
+    """Might do anything."""
+
+
+UNFIT: list[tuple[Callable[[], torch.Tensor], str]] = [
+    (lambda: torch.ones(2, device="meta"), "a tensor on meta"),
+    (lambda: torch.ones(2, 2).to_sparse(), "a tensor of layout torch.sparse_coo"),
+    (lambda: torch.ones(2).as_subclass(Own), "a Own"),
+]
+
+
+@pytest.mark.parametrize(("make", "why"), UNFIT)
+def test_what_does_not_enter_or_leave(make: Callable[[], torch.Tensor], why: str) -> None:
+    cpu = torch.device("cpu")
+    for fine in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.bool)):
+        assert graph_checks.unfit(Activation((fine,), (False,), LONE), cpu) is None
+        pair = Activation((fine, make()), (False, False), Structure(tree_flatten((0, 0))[1], ()))
+        assert graph_checks.unfit(pair, cpu) == why
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_layers_whose_tensors_are_elsewhere_or_special(kind: str) -> None:
+    def layout_with(tensor: torch.Tensor) -> graph_checks.Layout:
+        layer = nn.Tanh()
+        if kind == "parameter":
+            layer.register_parameter("held", nn.Parameter(tensor))
+        elif kind == "buffer":
+            layer.register_buffer("held", tensor)
+        else:
+            layer.held = tensor
+        return graph_checks.Layout(nn.Sequential(nn.Linear(2, 2), layer), torch.device("cpu"))
+
+    assert layout_with(torch.ones(2)).why_not is None
+    assert layout_with(torch.ones(2, device="meta")).why_not == "Tanh has a tensor on meta"
+    assert layout_with(torch.ones(2).as_subclass(Own)).why_not == "Tanh has a Own"
 
 
 def test_a_seed_on_the_cpu_is_no_random_number() -> None:

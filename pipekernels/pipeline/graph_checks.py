@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,13 @@ from pipekernels.pipeline.random_state import HookWatch
 from pipekernels.pipeline.task import Activation
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
-_LOOKED_AT = _PLAIN | {torch.Tensor}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@functools.cache
+def _looked_at(kind: type) -> bool:
+    """Whether attributes of this type are built in: plain ones and tensors."""
+    return kind in _PLAIN or issubclass(kind, torch.Tensor)
 
 
 class Layout:
@@ -42,8 +48,8 @@ class Layout:
             layers.add(layer)
             stack.extend(reversed(layer._modules.values()))
             entries = vars(layer)
-            values = [value for value in entries.values() if type(value) in _LOOKED_AT]
-            attributes = [value for value in values if type(value) is torch.Tensor]
+            values = [value for value in entries.values() if _looked_at(type(value))]
+            attributes = [value for value in values if type(value) not in _PLAIN]
             settings.append(layer)
             settings += [v for v in values if type(v) in _PLAIN] if attributes else values
             for name in _HOOKS:
