@@ -21,6 +21,7 @@ from torch import nn
 from pipekernels import Pipe
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.skip import pop, skippable, stash
 
 # ---- what is captured ----
 
@@ -377,6 +378,36 @@ def test_settings_of_torch(device: torch.device, record: Record) -> None:
                 assert_equal([output], [expected])
         assert slots(pipe) == [len(settings)] * 2
     assert len(Asks.known) == len(settings)
+
+
+@skippable(stash=["a", "b"])
+class StashesOne(nn.Module):
+    first = True
+
+    def forward(self, x):
+        yield stash("a", x if self.first else None)
+        yield stash("b", None if self.first else x)
+        return x.sin()
+
+
+@skippable(pop=["a", "b"])
+class PopsBoth(nn.Module):
+    def forward(self, x):
+        a = yield pop("a")
+        b = yield pop("b")
+        return x + (2 * a if b is None else 3 * b)
+
+
+def test_skips_that_take_turns(device: torch.device, record: Record) -> None:
+    """A stage is given as many tensors of the same shapes, which mean something else."""
+    pipe = pipe_of(nn.Sequential(StashesOne(), nn.Tanh(), PopsBoth()), [1, 1, 1], device)
+    x, _ = data(device)
+    for step in range(4 * CAPTURED):
+        record.spoil()
+        first = pipe[0].first = step % 2 == 0
+        with torch.no_grad():
+            assert_equal([pipe(x)], [x.sin().tanh() + (2 if first else 3) * x])
+    assert slots(pipe)[2] == 2 * slots(pipe)[1]
 
 
 @torch.no_grad()
