@@ -380,6 +380,33 @@ def test_settings_of_torch(device: torch.device, record: Record) -> None:
     assert len(Asks.known) == len(settings)
 
 
+class Numbers(nn.Module):
+    """Gives the next layer a number beside the tensor."""
+
+    number = 1.0
+
+    def forward(self, x):
+        return {"x": x.sin(), "times": self.number}
+
+
+class Times(nn.Module):
+    def forward(self, value):
+        return value["x"] * value["times"]
+
+
+def test_inputs_that_take_turns(device: torch.device, record: Record) -> None:
+    """Of another dtype, with another number beside, or empty."""
+    pipe = pipe_of(nn.Sequential(Numbers(), Times()), [1, 1], device, chunks=1)
+    x, _ = data(device)
+    for step in range(6 * CAPTURED):
+        record.spoil()
+        given = (x, x.float(), x[:0])[step % 3]
+        number = pipe[0].number = 2.0 + step % 2
+        with torch.no_grad():
+            assert_equal([pipe(given)], [given.sin() * number])
+    assert slots(pipe) == [4, 4]
+
+
 @skippable(stash=["a", "b"])
 class StashesOne(nn.Module):
     first = True
