@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +52,10 @@ class Hooked(nn.Module):
 
 
 class Remembers(nn.Module):
-    seen: tuple[int, ...] = ()
+    seen: Sequence[int] = ()
 
     def forward(self, x):
-        self.seen = (*self.seen, len(x))
+        self.seen = [*self.seen, len(x)]
         return x * len(self.seen)
 
 

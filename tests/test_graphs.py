@@ -218,6 +218,11 @@ def other_attribute(pipe: Pipe, x: torch.Tensor) -> Any:
     return nullcontext(), x
 
 
+def other_sizes(pipe: Pipe, x: torch.Tensor) -> Any:
+    pipe[-1].turns = (2,)
+    return nullcontext(), x
+
+
 def autocast(pipe: Pipe, x: torch.Tensor) -> Any:
     return torch.autocast(x.device.type, torch.bfloat16), x
 
@@ -248,16 +253,17 @@ class Scaled(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.rand(WIDTH))
         self.shift = torch.rand(WIDTH)
+        self.turns = (1,)
 
     def forward(self, x):
-        return self.layer(x) * self.scale + self.shift.to(x.dtype)
+        return (self.layer(x) * self.scale + self.shift.to(x.dtype)).roll(self.turns, (1,))
 
 
 @pytest.mark.parametrize(
     "change",
     [
         *(shorter, evaluated, moved, cast, frozen, less_dropout, other_layer, other_buffer),
-        *(other_attribute, autocast, without_autocast_cache, inference, no_grad),
+        *(other_attribute, other_sizes, autocast, without_autocast_cache, inference, no_grad),
         *(input_gradients, other_strides),
     ],
     ids=lambda change: change.__name__,

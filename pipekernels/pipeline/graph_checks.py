@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 from pipekernels.pipeline.random_state import HookWatch
 from pipekernels.pipeline.task import Activation
 
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+_PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
-@functools.cache
-def _looked_at(kind: type) -> bool:
-    """Whether attributes of this type are built in: plain ones and tensors."""
-    return kind in _PLAIN or issubclass(kind, torch.Tensor)
+_looked_at: Callable[[Any], bool] = functools.cache(
+    lambda kind: kind in _PLAIN or kind is tuple or issubclass(kind, torch.Tensor)
+)
+"""Whether graphs may have attributes of a type built in. Asked of every attribute in every
+mini-batch."""
 
 
 class Layout:
@@ -49,9 +49,9 @@ class Layout:
             stack.extend(reversed(layer._modules.values()))
             entries = vars(layer)
             values = [value for value in entries.values() if _looked_at(type(value))]
-            attributes = [value for value in values if type(value) not in _PLAIN]
+            attributes = [v for v in values if type(v) not in _PLAIN and type(v) is not tuple]
             settings.append(layer)
-            settings += [v for v in values if type(v) in _PLAIN] if attributes else values
+            settings += [v for v in values if type(v) in _PLAIN or _is_plain_tuple(v)]
             for name in _HOOKS:
                 if entries.get(name):
                     self.why_not = f"{type(layer).__name__} has hooks"
@@ -71,6 +71,10 @@ class Layout:
         if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):
             self.why_not = "there are hooks on all modules"
         self.settings = tuple(settings)
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and all(type(v) in _PLAIN or _is_plain_tuple(v) for v in value)
 
 
 def torch_settings() -> tuple[Any, ...]:
