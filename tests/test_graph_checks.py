@@ -312,10 +312,11 @@ class Failing(nn.Module):
     def __init__(self, record: Record, backward: bool) -> None:
         super().__init__()
         self.arguments = record, backward
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.after = nn.Linear(WIDTH, WIDTH)  # Has its gradients when a backward fails.
 
     def forward(self, x):
-        return F.dropout(Fails.apply(self.layer(x), *self.arguments), 0.3)
+        return self.after(F.dropout(Fails.apply(self.before(x), *self.arguments), 0.3))
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -26,12 +26,9 @@ class Signature:
         self.ran = False
         """Whether one has gone by without graphs, its backward included."""
         self.watched = False
-        """Whether one has been watched since."""
+        """Whether one has been watched since: from then on graphs are used."""
         self.refused = False
         self.free: list[Slot] = []
-
-    def is_warm(self) -> bool:
-        return self.ran and self.watched
 
 
 @dataclass(eq=False)

@@ -218,7 +218,7 @@ class GraphedTask:
             signature = self._graphs.signature((kind, self._settings), inputs)
         if signature is None:
             return work(inputs, randomness)
-        if not signature.is_warm():
+        if not signature.watched:
             return self._warmed_up(signature, work, inputs, randomness)
         with self._graphs.recorder.turn() as ours:
             slot = self._slot(signature, work, inputs) if ours else None
