@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import test_graphs
 import torch
-from graph_cases import STEPS, assert_equal, data, model, pipe_of, slots, train
+from graph_cases import CAPTURED, STEPS, assert_equal, data, model, pipe_of, slots, train
 from recorded_graphs import Record, recorded
 from recorded_streams import Race, machine
 from torch import nn
@@ -179,6 +179,23 @@ def test_most_slots_and_signatures(
         "its layers' tensors or attributes are others in every mini-batch",
     ]
     assert len(pipe._engine.graphs[0]._settings) == 4
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("error:stage")
+def test_what_was_dropped_does_not_count(
+    device: torch.device, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "LIMIT", 2)
+    module, balance = model(device)
+    pipe = pipe_of(module, balance, device, chunks=1)
+    x, _ = data(device)
+    for _ in range(3):
+        for parameter in pipe.parameters():
+            parameter.data = parameter.data.clone()
+        for _ in range(CAPTURED):
+            pipe(x)
+        assert slots(pipe) == [1] * 4
 
 
 def test_copies_have_graphs_of_their_own(device: torch.device, record: Record) -> None:
