@@ -136,7 +136,7 @@ class HostsDevice(End):
         except PeerError:
             raise
         except (RuntimeError, ValueError) as error:
-            problem = str(error)
+            problem = str(error) or repr(error)
         text = torch.zeros(_PROBLEM, dtype=torch.uint8, device="cpu")
         encoded = list(problem.encode()[:_PROBLEM])
         text[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8, device="cpu")
