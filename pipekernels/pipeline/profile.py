@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -380,8 +379,11 @@ def _trace(run: _LayerRun) -> _Trace:
         lambda t: t.detach().clone().requires_grad_(t.requires_grad),
         outputs,
     )
-    roots = [get_gradient_edge(tensor) for tensor in _tensors(outputs) if tensor.requires_grad]
-    del outputs
+    wanted = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    grads: list[torch.Tensor] = []
+    root = _Root.apply(grads, *wanted) if wanted else None
+    one = torch.ones(())
+    del outputs, wanted
     # The graph is all that is left: what is alive now is what the backward needs.
     made = live.alive()
     kept = [*made, *(ref for ref in inputs if not ref.expired())]
@@ -389,11 +391,28 @@ def _trace(run: _LayerRun) -> _Trace:
     nbytes |= made
     with live:
         tensors = _tensors((run.result, run.stashed))
-        grads = [torch.ones_like(tensor) for tensor in tensors if tensor.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, grads)
+        grads += [torch.ones_like(tensor) for tensor in tensors if tensor.requires_grad]
+        if root is not None:
+            torch.autograd.backward(root, one)
     working = live.peak - sum(made.values()) + sum(nbytes[ref] for ref in lost)
     return _Trace(received, given, kept, nbytes, {**sizes, "working": working})
+
+
+class _Root(torch.autograd.Function):
+    """A scalar above tensors whose gradients are told later.
+
+    It holds their graph and not their memory, as gradient edges do; but in torch 2.6 those do not hold
+    a graph that ends in a custom function.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.grads
 
 
 def _tally(traces: Sequence[_Trace]) -> list[Bytes]:
