@@ -408,7 +408,7 @@ def test_the_layers_gradients_go_through_the_kernel(monkeypatch: pytest.MonkeyPa
     interpreted(monkeypatch)
     (comm,) = Communicator.threads(1)
 
-    def multiply(a: Tensor, b: Tensor, algorithm: str) -> Tensor:
+    def multiply(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:
         return torch.ops.pipekernels.sharded_gemm(a, b, *[None] * 5, algorithm)
 
     monkeypatch.setattr(tensor_parallel, "_product", multiply)

@@ -203,6 +203,7 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, comm: Ranks, scatter: bool, algorithm: str
     ) -> Tensor:
         ctx.comm, ctx.scatter, ctx.algorithm = comm, scatter, algorithm
+        ctx.on_gpu = x.is_cuda  # In torch 2.6 a backward that is compiled may not ask a tensor.
         ctx.save_for_backward(x, weight)
         return torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter, algorithm)
 
@@ -216,9 +217,10 @@ class _RowLinear(torch.autograd.Function):
         rows = grad.reshape(-1, weight.shape[0])  # [rows, out_features]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(rows, weight.t(), algorithm).view(x.shape)
+            grad_x = _product(rows, weight.t(), ctx.on_gpu, algorithm).view(x.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = _product(rows.t(), x.reshape(-1, x.shape[-1]).t(), algorithm)
+            flat = x.reshape(-1, x.shape[-1])
+            grad_weight = _product(rows.t(), flat.t(), ctx.on_gpu, algorithm)
         return grad_x, grad_weight, None, None, None
 
 
@@ -241,9 +243,9 @@ def _join_slices(x: Tensor, comm: Ranks, size: int) -> Tensor:
     return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
 
 
-def _product(a: Tensor, b: Tensor, algorithm: str) -> Tensor:
+def _product(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:
     """``a @ b.T`` for matrices."""
-    return sharded_gemm(a, b, algorithm=algorithm) if a.is_cuda else a @ b.t()
+    return sharded_gemm(a, b, algorithm=algorithm) if on_gpu else a @ b.t()
 
 
 def _row_linear(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
