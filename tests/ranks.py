@@ -19,10 +19,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from pipekernels import Communicator, PeerError
+
+leaves_the_group = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="torch 2.6's destroy_process_group() hangs now and then when a peer was faster",
+)
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     [

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import leaves_the_group
 
 from bench import collectives, groups, harness, report
 from bench.rank import Rank, Start, contents, expected
@@ -215,6 +216,7 @@ def test_a_system_that_is_busy_while_it_waits_is_noticed() -> None:
     assert groups.busy_while_idle(fakes) == ["spinning"]
 
 
+@leaves_the_group
 def test_ours_and_gloo_give_right_sums_in_both_dtypes() -> None:
     with groups.session(["pipekernels", "Gloo"], 2) as session:
         assert list(session) == ["pipekernels", "Gloo"]

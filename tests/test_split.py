@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import on, own_stream
-from ranks import run_processes, run_threads, traces
+from ranks import leaves_the_group, run_processes, run_threads, traces
 
 from pipekernels import Communicator, PeerError
 
@@ -99,6 +99,7 @@ def split_after_the_group(comm: Communicator) -> int:
         return int(child.all_reduce(torch.tensor([comm.rank])))
 
 
+@leaves_the_group
 def test_split_needs_no_group() -> None:
     assert run_processes(2, split_after_the_group) == [1, 1]
 

@@ -82,7 +82,7 @@ def gradients(module: nn.Module, x: torch.Tensor, split: bool) -> list[torch.Ten
     parameters = list(module.parameters())
     for keep_graph in (True, False):
         if not split:
-            torch.autograd.backward(edge, grad, retain_graph=keep_graph)
+            torch.autograd.backward([edge], [grad], retain_graph=keep_graph)
             continue
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         second_part = backward_of_inputs([edge], [grad], [leaf])
