@@ -24,30 +24,6 @@ void check_reducible(DType dtype, Reduction reduction) {
   }
 }
 
-bool isa_available(Isa isa) {
-#if defined(__x86_64__)
-  switch (isa) {
-    case Isa::kBaseline:
-      return true;
-    case Isa::kAvx2:  // The compiler may also use what the flags for these files name.
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-             __builtin_cpu_supports("f16c");
-    case Isa::kAvx512:
-      return isa_available(Isa::kAvx2) && __builtin_cpu_supports("avx512f") &&
-             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("avx512dq");
-  }
-#endif
-  return isa == Isa::kBaseline;
-}
-
-Isa best_isa() {
-  static const Isa best = isa_available(Isa::kAvx512) ? Isa::kAvx512
-                          : isa_available(Isa::kAvx2) ? Isa::kAvx2
-                                                      : Isa::kBaseline;
-  return best;
-}
-
 const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, Isa isa) {
   const ReduceKernels* const* tables = reduce_tables_baseline();
 #if defined(__x86_64__)
@@ -55,10 +31,6 @@ const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, Isa isa) {
   if (isa == Isa::kAvx512) tables = reduce_tables_avx512();
 #endif
   return tables[static_cast<int>(dtype)][static_cast<int>(reduction)];
-}
-
-const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction) {
-  return reduce_kernels(dtype, reduction, best_isa());
 }
 
 }  // namespace pipekernels

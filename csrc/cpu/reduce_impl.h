@@ -8,34 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 #include "pipekernels/reduce.h"
+#include "vectors.h"
 
 namespace pipekernels {
 namespace {
-
-template <class T>
-struct VectorOf {
-  typedef T type __attribute__((vector_size(kVectorBytes)));
-};
-template <class T>
-using Vector = typename VectorOf<T>::type;
-
-// The same bits as lanes of another type.
-template <class To, class From>
-To bits(From v) {
-  return (To)v;
-}
-
-// Which of two NaNs their sum is depends on the order in which the compiler adds them, and that on
-// the kernel. So the result of a sum is always the NaN with all bits set.
-template <class V>
-V one_nan(V v) {
-  return (V)((decltype(v == v))v | ~(v == v));
-}
 
 // ---- element types ---------------------------------------------------------------------------
 // A vector of elements widens to kParts vectors of accumulators, in an order of the type's own.
@@ -72,45 +50,9 @@ struct EvenOdd {
   }
 };
 
-struct Bf16Format {
-  using U = Vector<uint32_t>;
-  using F = Vector<float>;
-  static F from_high(U x) { return bits<F>(x); }
-  static U to_low(F v) {
-    const U x = bits<U>(v);
-    const U rounded = x + 0x7fff + (x >> 16 & 1);
-    return (v == v ? rounded : (x | 0x400000)) >> 16;
-  }
-  // In the upper half of each lane; the lower one is left over.
-  static U sum_to_high(F v) {
-    const U x = bits<U>(v);
-    return (x + 0x7fff + (x >> 16 & 1)) | bits<U>(~(v == v));
-  }
-};
 using Bf16 = EvenOdd<Bf16Format>;
 
 #if defined(__F16C__)
-
-#if defined(__AVX512F__)
-// Masked with all ones, since GCC 12 warns about the plain forms.
-inline __m512 widen_half(__m256i v) { return _mm512_maskz_cvtph_ps(0xffff, v); }
-inline __m256i narrow_half(__m512 v) {
-  return _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT);
-}
-inline __m256i low_half(__m512i v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
-inline __m256i high_half(__m512i v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
-inline __m512i join_halves(__m256i low, __m256i high) {
-  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
-}
-#else
-inline __m256 widen_half(__m128i v) { return _mm256_cvtph_ps(v); }
-inline __m128i narrow_half(__m256 v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
-inline __m128i low_half(__m256i v) { return __builtin_shufflevector(v, v, 0, 1); }
-inline __m128i high_half(__m256i v) { return __builtin_shufflevector(v, v, 2, 3); }
-inline __m256i join_halves(__m128i low, __m128i high) {
-  return __builtin_shufflevector(low, high, 0, 1, 2, 3);
-}
-#endif
 
 struct Fp16 {
   using Element = uint16_t;
@@ -131,36 +73,6 @@ struct Fp16 {
 
 #else
 
-struct Fp16Format {
-  using U = Vector<uint32_t>;
-  using F = Vector<float>;
-  static constexpr uint32_t kRebias = (127 - 15) << 23;
-
-  static F from_high(U x) {
-    const U magnitude = x >> 3 & 0x0fffe000;
-    const U normal = magnitude + kRebias;
-    const U special = normal + kRebias;  // Infinity and NaN: exponent 255.
-    // A subnormal is its mantissa in units of 2^-24: put it below the mantissa of 2^-14, subtract.
-    const U offset = U{} + (kRebias + (1u << 23));
-    const U subnormal = bits<U>(bits<F>(magnitude + offset) - bits<F>(offset));
-    const U finite = magnitude < (1u << 23) ? subnormal : normal;
-    return bits<F>((magnitude >= (31u << 23) ? special : finite) | (x & 0x80000000));
-  }
-  static U to_low(F v) {
-    const U x = bits<U>(v);
-    const U magnitude = x & 0x7fffffff;
-    const U normal = (magnitude - kRebias + 0xfff + (magnitude >> 13 & 1)) >> 13;
-    // Adding 0.5 leaves units of 2^-24 in the mantissa, rounded by the addition itself.
-    const U half = U{} + (126u << 23);
-    const U subnormal = bits<U>(bits<F>(magnitude) + bits<F>(half)) - half;
-    const U finite = magnitude < (113u << 23) ? subnormal : normal;
-    const U infinite = U{} + 0x7c00;
-    const U nan = (magnitude >> 13 & 0x3ff) | 0x7e00;
-    const U special = magnitude > 0x7f800000 ? nan : infinite;
-    return (magnitude >= (143u << 23) ? special : finite) | (x >> 16 & 0x8000);
-  }
-  static U sum_to_high(F v) { return to_low(one_nan(v)) << 16; }
-};
 using Fp16 = EvenOdd<Fp16Format>;
 
 #endif

@@ -9,6 +9,7 @@
 #include <cstddef>
 
 #include "pipekernels/dtype.h"
+#include "pipekernels/isa.h"
 
 namespace pipekernels {
 
@@ -26,16 +27,9 @@ struct ReduceKernels {
 };
 
 // The dtype and reduction are ones that check_reducible() accepts.
-const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction);
+const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, Isa isa = best_isa());
 
 // Throws std::invalid_argument unless there are kernels for it.
 void check_reducible(DType dtype, Reduction reduction);
-
-enum class Isa { kBaseline, kAvx2, kAvx512 };
-
-// The instruction set that reduce_kernels() uses on this machine.
-Isa best_isa();
-bool isa_available(Isa isa);
-const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, Isa isa);
 
 }  // namespace pipekernels

@@ -1,0 +1,29 @@
+#include "pipekernels/isa.h"
+
+namespace pipekernels {
+
+bool isa_available(Isa isa) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::kBaseline:
+      return true;
+    case Isa::kAvx2:  // The compiler may also use what the flags for these files name.
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
+    case Isa::kAvx512:
+      return isa_available(Isa::kAvx2) && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512dq");
+  }
+#endif
+  return isa == Isa::kBaseline;
+}
+
+Isa best_isa() {
+  static const Isa best = isa_available(Isa::kAvx512) ? Isa::kAvx512
+                          : isa_available(Isa::kAvx2) ? Isa::kAvx2
+                                                      : Isa::kBaseline;
+  return best;
+}
+
+}  // namespace pipekernels
