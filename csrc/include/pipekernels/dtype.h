@@ -6,7 +6,7 @@
 
 namespace pipekernels {
 
-// The first six can be reduced; all can be moved.
+// The first four can be cast to one another, the first six can be reduced; all can be moved.
 enum class DType : uint8_t {
   kFloat64,
   kFloat32,
@@ -21,6 +21,7 @@ enum class DType : uint8_t {
   kComplex64,
   kComplex128,
 };
+constexpr int kFloatingDTypes = 4;
 constexpr int kReducibleDTypes = 6;
 
 enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin };
@@ -50,6 +51,7 @@ constexpr const char* name_of(Algorithm algorithm) {
   return names[static_cast<int>(algorithm)];
 }
 
+constexpr bool is_floating(DType dtype) { return static_cast<int>(dtype) < kFloatingDTypes; }
 constexpr bool is_reducible(DType dtype) { return static_cast<int>(dtype) < kReducibleDTypes; }
 constexpr bool is_integer(DType dtype) { return dtype == DType::kInt32 || dtype == DType::kInt64; }
 

@@ -91,6 +91,28 @@ struct ElementOf<DType::kInt32> : PlainElement<uint32_t, int32_t> {};
 template <>
 struct ElementOf<DType::kInt64> : PlainElement<uint64_t, int64_t> {};
 
+// An element as one of another floating-point type, by way of float32 as Tensor.to() does it.
+template <class From, class To>
+PK_HOST_DEVICE typename To::Element convert_element(typename From::Element v) {
+  const auto single = static_cast<float>(From::widen(v));
+  return To::narrow(static_cast<typename To::Accumulator>(single));
+}
+
+// Calls body(ElementOf<dtype>()), for a floating-point dtype. Code of either side may call it.
+template <class Body>
+PK_HOST_DEVICE void with_floating_element(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return body(ElementOf<DType::kFloat64>());
+    case DType::kFloat32:
+      return body(ElementOf<DType::kFloat32>());
+    case DType::kFloat16:
+      return body(ElementOf<DType::kFloat16>());
+    default:
+      return body(ElementOf<DType::kBFloat16>());
+  }
+}
+
 // Calls body(ElementOf<dtype>()), for a dtype that can be reduced.
 template <class Body>
 void with_element(DType dtype, Body body) {

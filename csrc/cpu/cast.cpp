@@ -1,0 +1,21 @@
+#include "pipekernels/cast.h"
+
+namespace pipekernels {
+
+// One table per dtype converted from, each with one entry per dtype converted to.
+const CastKernel* const* cast_tables_baseline();
+#if defined(__x86_64__)
+const CastKernel* const* cast_tables_avx2();
+const CastKernel* const* cast_tables_avx512();
+#endif
+
+CastKernel cast_kernel(DType from, DType to, Isa isa) {
+  const CastKernel* const* tables = cast_tables_baseline();
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx2) tables = cast_tables_avx2();
+  if (isa == Isa::kAvx512) tables = cast_tables_avx512();
+#endif
+  return tables[static_cast<int>(from)][static_cast<int>(to)];
+}
+
+}  // namespace pipekernels
