@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
+#include "pipekernels/cast.h"
 #include "pipekernels/micro_batch_plan.h"
 #include "pipekernels/parallel_for.h"
 
@@ -31,6 +33,23 @@ void fill_row(char* dst, const char* src, int32_t count) {
   std::memcpy(dst, pattern, count * kUnit);
 }
 
+// Calls body(std::integral_constant<int, unit>()).
+template <class Body>
+void with_unit(int unit, const Body& body) {
+  switch (unit) {
+    case 1:
+      return body(std::integral_constant<int, 1>());
+    case 2:
+      return body(std::integral_constant<int, 2>());
+    case 4:
+      return body(std::integral_constant<int, 4>());
+    case 8:
+      return body(std::integral_constant<int, 8>());
+    default:
+      return body(std::integral_constant<int, 16>());
+  }
+}
+
 // A stride that the compiler knows makes a loop of copies a vectorised one.
 template <int kUnit>
 void copy_rows(const TiledCopy& copy, const Tile& tile) {
@@ -49,11 +68,9 @@ void copy_rows(const TiledCopy& copy, const Tile& tile) {
   }
 }
 
-// Through a buffer of one tile: each line of the source is read once and whole, each line of the
-// destination written once and whole, however their strides fall into the cache's sets.
+// Gathers a tile's rows, one after the other, column by column.
 template <int kUnit>
-void copy_transposed(const TiledCopy& copy, const Tile& tile) {
-  alignas(64) char staged[kTiles.transposed_bytes];
+void stage_columns(const TiledCopy& copy, const Tile& tile, char* staged) {
   const int64_t pitch = static_cast<int64_t>(tile.cols) * kUnit;
   for (int32_t c = 0; c < tile.cols; ++c) {
     const char* src = tile.src + c * copy.src_col;
@@ -63,6 +80,15 @@ void copy_transposed(const TiledCopy& copy, const Tile& tile) {
       copy_row<kUnit>(staged + c * kUnit, pitch, src, copy.src_row, tile.rows);
     }
   }
+}
+
+// Through a buffer of one tile: each line of the source is read once and whole, each line of the
+// destination written once and whole, however their strides fall into the cache's sets.
+template <int kUnit>
+void copy_transposed(const TiledCopy& copy, const Tile& tile) {
+  alignas(64) char staged[kTiles.transposed_bytes];
+  stage_columns<kUnit>(copy, tile, staged);
+  const int64_t pitch = static_cast<int64_t>(tile.cols) * kUnit;
   for (int32_t r = 0; r < tile.rows; ++r) {
     char* dst = tile.dst + r * copy.dst_row;
     if (copy.dst_col == kUnit) {
@@ -93,24 +119,51 @@ void copy_run(char* dst, const char* src, int64_t bytes) {
 }
 
 void copy_tile(const TiledCopy& copy, const Tile& tile) {
-  const int64_t run = static_cast<int64_t>(tile.cols) * copy.unit;
-  if (copy.src_col == copy.unit && copy.dst_col == copy.unit && run >= kLine) {
+  const int64_t run = static_cast<int64_t>(tile.cols) * copy.src_unit;
+  if (copy.src_col == copy.src_unit && copy.dst_col == copy.src_unit && run >= kLine) {
     for (int32_t r = 0; r < tile.rows; ++r) {
       copy_run(tile.dst + r * copy.dst_row, tile.src + r * copy.src_row, run);
     }
     return;
   }
-  switch (copy.unit) {
-    case 1:
-      return copy_units<1>(copy, tile);
-    case 2:
-      return copy_units<2>(copy, tile);
-    case 4:
-      return copy_units<4>(copy, tile);
-    case 8:
-      return copy_units<8>(copy, tile);
-    default:
-      return copy_units<16>(copy, tile);
+  with_unit(copy.src_unit, [&](auto unit) { copy_units<unit>(copy, tile); });
+}
+
+// Elements are cast where they lie one after the other. What does not is gathered before, and
+// scattered afterwards, a block at a time.
+void cast_tile(const TiledCopy& copy, const Tile& tile) {
+  constexpr int32_t kBlock = 256, kWidest = 16;
+  alignas(64) char staged[kTiles.transposed_bytes];
+  alignas(64) char converted[kBlock * kWidest];
+  static_assert(sizeof(staged) >= sizeof(converted));
+  const CastKernel cast = cast_kernel(copy.from, copy.to);
+  const size_t unit = copy.src_unit / size_of(copy.from);  // elements
+  const char* src = tile.src;
+  int64_t src_row = copy.src_row, src_col = copy.src_col;
+  if (copy.transposed) {
+    with_unit(copy.src_unit, [&](auto bytes) { stage_columns<bytes>(copy, tile, staged); });
+    src = staged;
+    src_row = static_cast<int64_t>(tile.cols) * copy.src_unit;
+    src_col = copy.src_unit;
+  }
+  const bool gathers = src_col != copy.src_unit, scatters = copy.dst_col != copy.dst_unit;
+  const int32_t block = gathers || scatters ? kBlock : tile.cols;
+  for (int32_t r = 0; r < tile.rows; ++r) {
+    for (int32_t c = 0; c < tile.cols; c += block) {
+      const int32_t count = std::min(block, tile.cols - c);
+      const char* from = src + r * src_row + c * src_col;
+      char* to = tile.dst + r * copy.dst_row + c * copy.dst_col;
+      if (gathers) {
+        with_unit(copy.src_unit,
+                  [&](auto bytes) { copy_row<bytes>(staged, bytes, from, src_col, count); });
+        from = staged;
+      }
+      cast(scatters ? converted : to, from, count * unit);
+      if (scatters) {
+        with_unit(copy.dst_unit,
+                  [&](auto bytes) { copy_row<bytes>(to, copy.dst_col, converted, bytes, count); });
+      }
+    }
   }
 }
 
@@ -119,7 +172,8 @@ void copy_tiles(const Plan& plan, int64_t begin, int64_t end) {
   int i = copy_of_tile(plan.copies.data(), count, begin);
   for (int64_t index = begin; index < end; ++index) {
     while (i + 1 < count && plan.copies[i + 1].first_tile <= index) ++i;
-    copy_tile(plan.copies[i], tile_at(plan.copies[i], index));
+    const TiledCopy& copy = plan.copies[i];
+    (copy.casts() ? cast_tile : copy_tile)(copy, tile_at(copy, index));
   }
 }
 

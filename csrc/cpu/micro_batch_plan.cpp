@@ -36,6 +36,17 @@ void validate(const MicroBatchCopy& request) {
     const auto dims = static_cast<int64_t>(whole.shape.size());
     if (whole.item_size <= 0)
       reject("item size " + to_string(whole.item_size) + " is not positive");
+    if (whole.cast) {
+      const auto [from, to] = *whole.cast;
+      if (!is_floating(from) || !is_floating(to)) {
+        reject(std::string("cannot cast ") + name_of(from) + " to " + name_of(to) +
+               "; both must be float64, float32, float16 or bfloat16");
+      }
+      const DType dtype = request.direction == Direction::kSplit ? from : to;
+      if (whole.item_size != static_cast<int64_t>(size_of(dtype))) {
+        reject("item size " + to_string(whole.item_size) + " of a tensor of " + name_of(dtype));
+      }
+    }
     if (whole.strides.size() != whole.shape.size()) {
       reject("a tensor has not one stride per dimension");
     }
@@ -79,17 +90,47 @@ bool reads_before(const Dimension& a, const Dimension& b) {
   return a.src > 0 && (b.src == 0 || a.src < b.src);
 }
 
-// The last dimension counts neighbouring bytes; make it count the widest units that everything is
-// aligned to.
-int32_t widen(Dimensions& dims, const char* src, const char* dst) {
-  auto bits = reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst) |
-              static_cast<uintptr_t>(dims.back().size) | 16;
-  for (size_t i = 0; i + 1 < dims.size(); ++i) bits |= dims[i].src | dims[i].dst;
-  const auto unit = static_cast<int32_t>(bits & -bits);
+// The dtypes of elements in the source and the destination, and their sizes there, or those of a
+// unit, in bytes. Bytes that are copied as they are have the same of both.
+struct Units {
+  DType from, to;
+  int64_t src, dst;
+
+  bool cast() const { return from != to; }
+  int64_t wider() const { return std::max(src, dst); }
+};
+
+Units elements_of(const WholeTensor& whole) {
+  if (!whole.cast) return {DType::kUInt8, DType::kUInt8, whole.item_size, whole.item_size};
+  const auto [from, to] = *whole.cast;
+  return {from, to, static_cast<int64_t>(size_of(from)), static_cast<int64_t>(size_of(to))};
+}
+
+// The last dimension counts neighbouring elements; make it count the widest units that everything
+// is aligned to. Returns them.
+Units widen(Dimensions& dims, const char* src, const char* dst, const Units& elements) {
+  constexpr uintptr_t kWidest = 16;
   Dimension& last = dims.back();
-  last = {last.size / unit, unit, unit};
+  uintptr_t src_bits = reinterpret_cast<uintptr_t>(src) | kWidest;
+  uintptr_t dst_bits = reinterpret_cast<uintptr_t>(dst) | kWidest;
+  for (size_t i = 0; i + 1 < dims.size(); ++i) {
+    src_bits |= dims[i].src;
+    dst_bits |= dims[i].dst;
+  }
+  const auto lowest = [](uintptr_t bits) { return static_cast<int64_t>(bits & -bits); };
+  const int64_t aligned =
+      std::min(lowest(src_bits) / elements.src, lowest(dst_bits) / elements.dst);
+  if (aligned == 0) {
+    reject(std::string("a tensor to cast from ") + name_of(elements.from) + " to " +
+           name_of(elements.to) + " is not aligned to its elements; clone() it");
+  }
+  const int64_t widest = kWidest / elements.wider();
+  int64_t count = std::min({widest, aligned, lowest(last.size | kWidest)});
+  if (elements.cast() && count < widest) count = 1;
+  const Units units{elements.from, elements.to, count * elements.src, count * elements.dst};
+  last = {last.size / count, units.src, units.dst};
   if (last.size == 1 && dims.size() > 1) dims.pop_back();
-  return unit;
+  return units;
 }
 
 // The largest power of two whose square is at most `area`.
@@ -104,25 +145,28 @@ class Planner {
   Planner(const TileShape& shape, size_t copies) : shape_(shape) { plan_.copies.reserve(copies); }
 
   // Leaves `dims` changed.
-  void add(const char* src, char* dst, int64_t item_size, Dimensions& dims) {
-    int64_t bytes = item_size;
+  void add(const char* src, char* dst, Units elements, Dimensions& dims) {
+    int64_t bytes = elements.wider();
     for (const Dimension& d : dims) bytes *= d.size;
     if (bytes == 0) return;
     plan_.bytes += bytes;
+    plan_.casts = plan_.casts || elements.cast();
     simplify(dims);
-    if (!dims.empty() && dims.back().src == item_size && dims.back().dst == item_size) {
-      dims.back() = {dims.back().size * item_size, 1, 1};
-    } else {
-      dims.push_back({item_size, 1, 1});
+    if (dims.empty() || dims.back().src != elements.src || dims.back().dst != elements.dst) {
+      dims.push_back({1, elements.src, elements.dst});
     }
-    const int32_t unit = widen(dims, src, dst);
-    emit(src, dst, unit, dims);
+    if (!elements.cast()) {
+      dims.back() = {dims.back().size * elements.src, 1, 1};
+      elements.src = elements.dst = 1;
+    }
+    const Units units = widen(dims, src, dst, elements);
+    emit(src, dst, units, dims);
   }
 
   Plan take() { return std::move(plan_); }
 
  private:
-  void emit(const char* src, char* dst, int32_t unit, Dimensions& dims) {
+  void emit(const char* src, char* dst, const Units& units, Dimensions& dims) {
     constexpr size_t kDims = 4;
     if (dims.size() > kDims) {  // peel the smallest dimension, but never the columns
       const auto smallest =
@@ -132,7 +176,7 @@ class Planner {
       dims.erase(smallest);
       for (int64_t i = 0; i < peeled.size; ++i) {
         Dimensions rest = dims;
-        emit(src + i * peeled.src, dst + i * peeled.dst, unit, rest);
+        emit(src + i * peeled.src, dst + i * peeled.dst, units, rest);
       }
       return;
     }
@@ -149,7 +193,7 @@ class Planner {
     dims.insert(dims.begin(), 2 - dims.size(), Dimension{1, 0, 0});
 
     // What one dimension falls short of goes to the other.
-    const int64_t area = (transposed ? shape_.transposed_bytes : shape_.run_bytes) / unit;
+    const int64_t area = (transposed ? shape_.transposed_bytes : shape_.run_bytes) / units.wider();
     int64_t tile_cols = std::min(cols.size, transposed ? square_side(area) : area);
     const int64_t tile_rows = std::min(rows.size, area / tile_cols);
     tile_cols = std::min(cols.size, area / tile_rows);
@@ -170,7 +214,10 @@ class Planner {
                    plan_.tiles,
                    static_cast<int32_t>(tile_rows),
                    static_cast<int32_t>(tile_cols),
-                   unit,
+                   static_cast<uint8_t>(units.src),
+                   static_cast<uint8_t>(units.dst),
+                   units.from,
+                   units.to,
                    transposed};
     plan_.tiles += copy.tiles();
     plan_.copies.push_back(copy);
@@ -193,19 +240,21 @@ Plan plan_tiles(const MicroBatchCopy& request, const TileShape& shape) {
       const WholeTensor& whole = request.wholes[t];
       const MicroBatch& part = request.micro_batches[i * tensors + t];
       const bool split = request.direction == Direction::kSplit;
+      const Units elements = elements_of(whole);
+      const int64_t part_item = split ? elements.dst : elements.src;
       dims.resize(whole.shape.size());
       for (size_t d = 0; d < dims.size(); ++d) {
         const int64_t size =
             static_cast<int64_t>(d) == request.dim ? request.sizes[i] : whole.shape[d];
         const int64_t in_whole = whole.strides[d] * whole.item_size;
-        const int64_t in_part = part.strides[d] * whole.item_size;
+        const int64_t in_part = part.strides[d] * part_item;
         dims[d] = split ? Dimension{size, in_whole, in_part} : Dimension{size, in_part, in_whole};
       }
       char* slice = whole.data + start * whole.strides[request.dim] * whole.item_size;
       if (split) {
-        planner.add(slice, part.data, whole.item_size, dims);
+        planner.add(slice, part.data, elements, dims);
       } else {
-        planner.add(part.data, slice, whole.item_size, dims);
+        planner.add(part.data, slice, elements, dims);
       }
     }
     start += request.sizes[i];

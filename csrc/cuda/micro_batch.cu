@@ -32,21 +32,22 @@ constexpr int kManyCopies = CUDART_VERSION >= 12010 ? 215 : kFewCopies;
 static_assert(sizeof(Launch<kFewCopies>) <= 4096, "the limit of kernel parameters");
 static_assert(sizeof(Launch<kManyCopies>) <= 32764, "the limit since CUDA 12.1");
 
-template <typename Unit>
+template <typename Unit, bool kCasts>
 __device__ void copy_tile(const TiledCopy& copy, const Tile& tile, char* memory) {
   if (!copy.transposed) {
-    copy_rows<Unit>(copy, tile, threadIdx.x, kThreads);
+    copy_rows<Unit, kCasts>(copy, tile, threadIdx.x, kThreads);
     return;
   }
   auto* staged = reinterpret_cast<Unit*>(memory);
   __syncthreads();  // the previous tile has left shared memory
   stage_columns(copy, tile, staged, threadIdx.x, kThreads);
   __syncthreads();
-  write_rows(copy, tile, static_cast<const Unit*>(staged), threadIdx.x, kThreads);
+  write_rows<Unit, kCasts>(copy, tile, staged, threadIdx.x, kThreads);
 }
 
 // A block takes one tile at a time; all its threads see the same tile, so branches do not diverge.
-template <int kCapacity>
+// A kernel that can cast is one of its own, as it is a large one.
+template <int kCapacity, bool kCasts>
 __global__ void __launch_bounds__(kThreads)
     copy_micro_batches_kernel(const __grid_constant__ Launch<kCapacity> launch) {
   __shared__ __align__(16) char memory[staged_bytes(kTiles.transposed_bytes)];
@@ -54,21 +55,21 @@ __global__ void __launch_bounds__(kThreads)
        index += gridDim.x) {
     const TiledCopy& copy = launch.copies[copy_of_tile(launch.copies, launch.count, index)];
     const Tile tile = tile_at(copy, index);
-    switch (copy.unit) {
+    switch (copy.src_unit) {
       case 1:
-        copy_tile<uint8_t>(copy, tile, memory);
+        copy_tile<uint8_t, kCasts>(copy, tile, memory);
         break;
       case 2:
-        copy_tile<uint16_t>(copy, tile, memory);
+        copy_tile<uint16_t, kCasts>(copy, tile, memory);
         break;
       case 4:
-        copy_tile<uint32_t>(copy, tile, memory);
+        copy_tile<uint32_t, kCasts>(copy, tile, memory);
         break;
       case 8:
-        copy_tile<uint64_t>(copy, tile, memory);
+        copy_tile<uint64_t, kCasts>(copy, tile, memory);
         break;
       default:
-        copy_tile<Unit16>(copy, tile, memory);
+        copy_tile<Unit16, kCasts>(copy, tile, memory);
         break;
     }
   }
@@ -84,7 +85,11 @@ void launch(const Plan& plan, size_t begin, size_t end, cudaStream_t stream) {
   parameters.end_tile = plan.copies[end - 1].first_tile + plan.copies[end - 1].tiles();
   const int64_t tiles = parameters.end_tile - parameters.first_tile;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, 1 << 20));
-  copy_micro_batches_kernel<kCapacity><<<blocks, kThreads, 0, stream>>>(parameters);
+  if (plan.casts) {
+    copy_micro_batches_kernel<kCapacity, true><<<blocks, kThreads, 0, stream>>>(parameters);
+  } else {
+    copy_micro_batches_kernel<kCapacity, false><<<blocks, kThreads, 0, stream>>>(parameters);
+  }
   const cudaError_t status = cudaGetLastError();
   if (status != cudaSuccess) {
     throw std::runtime_error(std::string("copy_micro_batches_cuda: ") + cudaGetErrorString(status));

@@ -1,6 +1,6 @@
 // Splitting and concatenating against an element-by-element oracle, over random shapes, strides and
-// alignments; the tiles that CUDA blocks take as well; loops on torch's threads, under concurrency
-// and fork.
+// alignments, with and without casts; the tiles that CUDA blocks take as well; loops on torch's
+// threads, under concurrency and fork.
 #include "pipekernels/micro_batch.h"
 
 #include <sys/wait.h>
@@ -11,11 +11,13 @@
 #include <chrono>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <thread>
 
 #include "check.h"
+#include "pipekernels/elements.h"
 #include "pipekernels/micro_batch_plan.h"
 #include "pipekernels/micro_batch_tile.h"
 #include "pipekernels/parallel_for.h"
@@ -48,7 +50,8 @@ struct Tensor {
   std::vector<char> memory;
   int64_t offset;  // bytes
 
-  Tensor(Integers shape_in, int64_t item, bool contiguous, Random& random)
+  // On addresses that no element needs to be aligned to, unless `aligned`.
+  Tensor(Integers shape_in, int64_t item, bool contiguous, bool aligned, Random& random)
       : shape(std::move(shape_in)), strides(shape.size()), item_size(item) {
     std::vector<size_t> order(shape.size());
     std::iota(order.rbegin(), order.rend(), size_t{0});
@@ -59,7 +62,7 @@ struct Tensor {
       strides[d] = stride;
       stride *= std::max<int64_t>(shape[d], 1);
     }
-    offset = uniform(random, 0, 1) * item_size + (uniform(random, 0, 9) == 0 ? 1 : 0);
+    offset = uniform(random, 0, 1) * item_size + (!aligned && uniform(random, 0, 9) == 0 ? 1 : 0);
     memory.resize(stride * item_size + 2 * item_size + 1);
   }
 
@@ -80,12 +83,32 @@ struct Tensor {
   }
 };
 
+void copy_element(const std::optional<Cast>& cast, const char* from, char* to, int64_t size) {
+  if (!cast || cast->from == cast->to) {
+    std::memcpy(to, from, size);
+    return;
+  }
+  with_floating_element(cast->from, [&](auto source) {
+    with_floating_element(cast->to, [&](auto target) {
+      using From = decltype(source);
+      using To = decltype(target);
+      typename From::Element element;
+      std::memcpy(&element, from, sizeof(element));
+      const auto converted = convert_element<From, To>(element);
+      std::memcpy(to, &converted, sizeof(converted));
+    });
+  });
+}
+
+// Tensors, and their micro-batches. Those that a split casts from one dtype to another, a
+// concatenation casts back.
 struct Case {
   Integers sizes;
   int64_t dim = 0;
   std::vector<Tensor> wholes, parts;
+  std::vector<std::optional<Cast>> casts;  // of each tensor, in a split
 
-  Case(Random& random, int64_t max_size) {
+  Case(Random& random, int64_t max_size, bool casting) {
     dim = uniform(random, 0, 2);
     for (int64_t i = uniform(random, 1, 4); i > 0; --i) sizes.push_back(uniform(random, 0, 3));
     const int64_t batch = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
@@ -93,21 +116,38 @@ struct Case {
       Integers shape(uniform(random, dim + 1, 6));
       for (int64_t& size : shape) size = uniform(random, 1, shape.size() > 3 ? 3 : max_size);
       shape[dim] = batch;
-      wholes.emplace_back(shape, int64_t{1} << uniform(random, 0, 4), uniform(random, 0, 1),
-                          random);
+      int64_t item_size = int64_t{1} << uniform(random, 0, 4);
+      casts.emplace_back();
+      if (casting && uniform(random, 0, 4) > 0) {
+        const auto dtype = [&] {
+          return static_cast<DType>(uniform(random, 0, kFloatingDTypes - 1));
+        };
+        casts.back() = Cast{dtype(), dtype()};
+        item_size = size_of(casts.back()->from);
+      }
+      wholes.emplace_back(shape, item_size, uniform(random, 0, 1), casting, random);
     }
     for (const int64_t size : sizes) {
-      for (const Tensor& whole : wholes) {
-        Integers shape = whole.shape;
+      for (size_t t = 0; t < wholes.size(); ++t) {
+        Integers shape = wholes[t].shape;
         shape[dim] = size;
-        parts.emplace_back(shape, whole.item_size, uniform(random, 0, 1), random);
+        const int64_t item_size = casts[t] ? size_of(casts[t]->to) : wholes[t].item_size;
+        parts.emplace_back(shape, item_size, uniform(random, 0, 1), casting, random);
       }
     }
   }
 
+  std::optional<Cast> cast(Direction direction, size_t t) const {
+    if (direction == Direction::kSplit || !casts[t]) return casts[t];
+    return Cast{casts[t]->to, casts[t]->from};
+  }
+
   MicroBatchCopy request(Direction direction) {
     MicroBatchCopy copy{direction, dim, sizes, {}, {}};
-    for (Tensor& w : wholes) copy.wholes.push_back({w.data(), w.item_size, w.shape, w.strides});
+    for (size_t t = 0; t < wholes.size(); ++t) {
+      Tensor& w = wholes[t];
+      copy.wholes.push_back({w.data(), w.item_size, w.shape, w.strides, cast(direction, t)});
+    }
     for (Tensor& p : parts) copy.micro_batches.push_back({p.data(), p.strides});
     return copy;
   }
@@ -133,7 +173,8 @@ struct Case {
           char* in_whole = wholes[t].data() + (slice.at(k) - slice.data()) + begin;
           char* in_part = part.at(k);
           const bool split = direction == Direction::kSplit;
-          std::memcpy(split ? in_part : in_whole, split ? in_whole : in_part, part.item_size);
+          copy_element(cast(direction, t), split ? in_whole : in_part, split ? in_part : in_whole,
+                       part.item_size);
         }
       }
       start += sizes[i];
@@ -150,14 +191,20 @@ struct Case {
 template <typename Unit>
 void copy_tile(const TiledCopy& copy, const Tile& tile, std::vector<char>& memory, int threads) {
   if (!copy.transposed) {
-    for (int i = 0; i < threads; ++i) copy_rows<Unit>(copy, tile, i, threads);
+    for (int i = 0; i < threads; ++i) {
+      copy.casts() ? copy_rows<Unit, true>(copy, tile, i, threads)
+                   : copy_rows<Unit, false>(copy, tile, i, threads);
+    }
     return;
   }
   CHECK(((tile.cols - 1) * staged_pitch(tile) + tile.rows) * sizeof(Unit) <= memory.size());
   std::vector<Unit> staged(memory.size() / sizeof(Unit));
   for (int i = 0; i < threads; ++i) stage_columns(copy, tile, staged.data(), i, threads);
   const Unit* read = staged.data();
-  for (int i = 0; i < threads; ++i) write_rows(copy, tile, read, i, threads);
+  for (int i = 0; i < threads; ++i) {
+    copy.casts() ? write_rows<Unit, true>(copy, tile, read, i, threads)
+                 : write_rows<Unit, false>(copy, tile, read, i, threads);
+  }
 }
 
 // Copies a plan tile by tile as CUDA blocks do, one thread of them after another.
@@ -169,17 +216,20 @@ void copy_by_tiles(const Plan& plan, const TileShape& shape, int threads) {
     const TiledCopy& copy = plan.copies[copy_of_tile(plan.copies.data(), count, index)];
     const Tile tile = tile_at(copy, index);
     CHECK(tile.rows >= 1 && tile.cols >= 1);
-    const int64_t tile_bytes = static_cast<int64_t>(tile.rows) * tile.cols * copy.unit;
+    const int64_t tile_bytes =
+        static_cast<int64_t>(tile.rows) * tile.cols * std::max(copy.src_unit, copy.dst_unit);
     CHECK(tile_bytes <= (copy.transposed ? shape.transposed_bytes : shape.run_bytes));
     for (int32_t r = 0; r < tile.rows; ++r) {
       for (int32_t c = 0; c < tile.cols; ++c) {
         const char* src = tile.src + r * copy.src_row + c * copy.src_col;
         const char* dst = tile.dst + r * copy.dst_row + c * copy.dst_col;
-        CHECK(reinterpret_cast<uintptr_t>(src) % copy.unit == 0);
-        CHECK(reinterpret_cast<uintptr_t>(dst) % copy.unit == 0);
+        CHECK(reinterpret_cast<uintptr_t>(src) % copy.src_unit == 0);
+        CHECK(reinterpret_cast<uintptr_t>(dst) % copy.dst_unit == 0);
       }
     }
-    switch (copy.unit) {
+    bytes += tile_bytes;
+    CHECK(plan.casts || !copy.casts());
+    switch (copy.src_unit) {
       case 1:
         copy_tile<uint8_t>(copy, tile, memory, threads);
         break;
@@ -196,15 +246,14 @@ void copy_by_tiles(const Plan& plan, const TileShape& shape, int threads) {
         copy_tile<Unit16>(copy, tile, memory, threads);
         break;
     }
-    bytes += tile_bytes;
   }
   CHECK(bytes == plan.bytes);  // together with the right result: every unit once
 }
 
-void test_against_oracle() {
+void test_against_oracle(bool casting) {
   Random random(1);
   for (int round = 0; round < 1500; ++round) {
-    Case ours(random, round % 10 == 0 ? 90 : 12);
+    Case ours(random, round % 10 == 0 ? 90 : 12, casting);
     for (const Direction direction : {Direction::kSplit, Direction::kConcat}) {
       ours.fill(random);
       Case expected = ours, tiled = ours;
@@ -281,7 +330,7 @@ void test_offsets_beyond_32_bits() {
       CHECK(tile.src == address(whole) + 4 * (row * strides[0] + col * strides[1]));
       if (index == plan.tiles - 1) {
         const int64_t last = (tile.rows - 1) * copy.dst_row + (tile.cols - 1) * copy.dst_col;
-        CHECK(reinterpret_cast<uintptr_t>(tile.dst) + last + copy.unit == parts + kBytes);
+        CHECK(reinterpret_cast<uintptr_t>(tile.dst) + last + copy.dst_unit == parts + kBytes);
       }
     }
   }
@@ -402,7 +451,7 @@ void check_rejected(const MicroBatchCopy& request) {
 }
 
 void test_rejects() {
-  char data[16] = {};
+  alignas(4) char data[16] = {};
   const MicroBatchCopy good{
       Direction::kSplit, 0, {1, 1}, {{data, 4, {2}, {1}}}, {{data + 8, {1}}, {data + 12, {1}}}};
   copy_micro_batches(good, 1);
@@ -427,12 +476,22 @@ void test_rejects() {
   bad = good;
   bad.wholes[0].item_size = 0;
   check_rejected(bad);
+  bad = good;
+  bad.wholes[0].cast = Cast{DType::kFloat32, DType::kInt32};
+  check_rejected(bad);
+  bad.wholes[0].cast = Cast{DType::kFloat16, DType::kFloat32};  // not of 4 bytes
+  check_rejected(bad);
+  bad.wholes[0].cast = Cast{DType::kFloat32, DType::kFloat16};
+  copy_micro_batches(bad, 1);
+  bad.micro_batches[1].data += 1;
+  check_rejected(bad);
 }
 
 }  // namespace
 
 int main() {
-  test_against_oracle();
+  test_against_oracle(false);
+  test_against_oracle(true);
   test_walk();
   test_offsets_beyond_32_bits();
   test_many_copies();

@@ -2,9 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "pipekernels/dtype.h"
+
 namespace pipekernels {
+
+// A conversion of elements from the source's dtype to the destination's, both of them floating.
+struct Cast {
+  DType from, to;
+};
 
 // A tensor to split, or to concatenate into. Strides are in elements; `data` is its first element.
 struct WholeTensor {
@@ -12,6 +20,7 @@ struct WholeTensor {
   int64_t item_size;  // bytes
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
+  std::optional<Cast> cast = {};  // else bytes are copied, whatever they mean
 };
 
 // One micro-batch of one tensor: the whole tensor's shape, but for the size along the batch
@@ -31,8 +40,9 @@ struct MicroBatchCopy {
   std::vector<MicroBatch> micro_batches;  // of micro-batch i and tensor t: at i * wholes.size() + t
 };
 
-// Both copy bytes, so any dtype will do. Destinations must not overlap each other or a source.
-// Throw std::invalid_argument when ranks, sizes or counts do not fit together.
+// What is not cast may have any dtype. Elements are cast as cast.h does it. Destinations must not
+// overlap each other or a source. Throw std::invalid_argument when ranks, sizes, counts or dtypes
+// do not fit together, or the elements of a cast are not aligned to their size.
 
 // On the CPU, with at most `threads` threads; small copies stay on the calling one.
 void copy_micro_batches(const MicroBatchCopy& request, int threads);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "pipekernels/dtype.h"
 #include "pipekernels/host_device.h"
 #include "pipekernels/micro_batch.h"
 
@@ -11,8 +12,9 @@ namespace pipekernels {
 
 // A strided copy of [outer 0, outer 1, rows, cols] units, cut into tiles of tile_rows x tile_cols.
 // A unit is the widest power of two up to 16 bytes to which all addresses and strides are aligned.
-// Strides are in bytes. Columns are the destination's fastest dimension; rows are the source's
-// fastest one if that is another.
+// Where elements are cast, a unit has two sizes; it is as many elements as are 16 bytes on their
+// wider side, if all is aligned to that, or else one element. Strides are in bytes. Columns are the
+// destination's fastest dimension; rows are the source's fastest one if that is another.
 struct TiledCopy {
   const char* src;
   char* dst;
@@ -24,9 +26,11 @@ struct TiledCopy {
   int64_t row_tiles, col_tiles;
   int64_t first_tile;  // tiles of a plan are numbered through all of its copies
   int32_t tile_rows, tile_cols;
-  int32_t unit;
-  int32_t transposed;  // rows are the source's fastest dimension: tiles are read along them
+  uint8_t src_unit, dst_unit;  // bytes
+  DType from, to;              // the elements' in the source and the destination; the same: no cast
+  int32_t transposed;          // rows are the source's fastest dimension: tiles are read along them
 
+  PK_HOST_DEVICE bool casts() const { return from != to; }
   int64_t tiles() const { return outer_size[0] * outer_size[1] * row_tiles * col_tiles; }
 };
 
@@ -73,7 +77,8 @@ struct TileShape {
 struct Plan {
   std::vector<TiledCopy> copies;  // empty tensors and micro-batches have none
   int64_t tiles = 0;
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // of a cast: in the wider dtype
+  bool casts = false;
 };
 
 // Throws std::invalid_argument when the request does not fit together.

@@ -1,38 +1,14 @@
-// How the threads of a CUDA block copy one tile of a plan. On the CPU the same functions run thread
-// after thread, in the tests.
+// How the threads of a CUDA block copy, or cast, one tile of a plan. On the CPU the same functions
+// run thread after thread, in the tests.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "pipekernels/host_device.h"
 #include "pipekernels/micro_batch_plan.h"
+#include "pipekernels/micro_batch_unit.h"
 
 namespace pipekernels {
-
-struct alignas(16) Unit16 {
-  uint32_t words[4];
-};
-
-template <typename Unit>
-PK_HOST_DEVICE inline Unit load_unit(const char* place) {
-#ifdef __CUDA_ARCH__
-  return *reinterpret_cast<const Unit*>(place);  // one access, as `place` is aligned to its size
-#else
-  Unit unit;
-  std::memcpy(&unit, place, sizeof(unit));
-  return unit;
-#endif
-}
-
-template <typename Unit>
-PK_HOST_DEVICE inline void store_unit(char* place, const Unit& unit) {
-#ifdef __CUDA_ARCH__
-  *reinterpret_cast<Unit*>(place) = unit;
-#else
-  std::memcpy(place, &unit, sizeof(unit));
-#endif
-}
 
 // Every `step`-th place of a table with so many columns, row by row, from place `first` on. Divides
 // only to begin: with a division per place, a GPU would be limited by arithmetic and not by memory.
@@ -81,7 +57,7 @@ PK_HOST_DEVICE inline void move_units(int32_t rows, int32_t cols, int32_t thread
 }
 
 // Straight from source to destination, for copies that are not transposed.
-template <typename Unit>
+template <typename Unit, bool kCasts>
 PK_HOST_DEVICE inline void copy_rows(const TiledCopy& copy, const Tile& tile, int32_t thread,
                                      int32_t threads) {
   move_units<Unit>(
@@ -90,7 +66,8 @@ PK_HOST_DEVICE inline void copy_rows(const TiledCopy& copy, const Tile& tile, in
         return load_unit<Unit>(tile.src + row * copy.src_row + col * copy.src_col);
       },
       [&](int32_t row, int32_t col, const Unit& unit) {
-        store_unit(tile.dst + row * copy.dst_row + col * copy.dst_col, unit);
+        char* place = tile.dst + row * copy.dst_row + col * copy.dst_col;
+        store_arriving<kCasts>(copy, place, unit);
       });
 }
 
@@ -118,7 +95,7 @@ PK_HOST_DEVICE inline void stage_columns(const TiledCopy& copy, const Tile& tile
 }
 
 // After all threads have staged.
-template <typename Unit>
+template <typename Unit, bool kCasts>
 PK_HOST_DEVICE inline void write_rows(const TiledCopy& copy, const Tile& tile, const Unit* staged,
                                       int32_t thread, int32_t threads) {
   const int32_t pitch = staged_pitch(tile);
@@ -126,7 +103,8 @@ PK_HOST_DEVICE inline void write_rows(const TiledCopy& copy, const Tile& tile, c
       tile.rows, tile.cols, thread, threads,
       [&](int32_t row, int32_t col) { return staged[col * pitch + row]; },
       [&](int32_t row, int32_t col, const Unit& unit) {
-        store_unit(tile.dst + row * copy.dst_row + col * copy.dst_col, unit);
+        char* place = tile.dst + row * copy.dst_row + col * copy.dst_col;
+        store_arriving<kCasts>(copy, place, unit);
       });
 }
 
