@@ -109,24 +109,22 @@ Units elements_of(const WholeTensor& whole) {
 // The last dimension counts neighbouring elements; make it count the widest units that everything
 // is aligned to. Returns them.
 Units widen(Dimensions& dims, const char* src, const char* dst, const Units& elements) {
-  constexpr uintptr_t kWidest = 16;
   Dimension& last = dims.back();
-  uintptr_t src_bits = reinterpret_cast<uintptr_t>(src) | kWidest;
-  uintptr_t dst_bits = reinterpret_cast<uintptr_t>(dst) | kWidest;
+  auto src_bits = reinterpret_cast<uintptr_t>(src), dst_bits = reinterpret_cast<uintptr_t>(dst);
   for (size_t i = 0; i + 1 < dims.size(); ++i) {
     src_bits |= dims[i].src;
     dst_bits |= dims[i].dst;
   }
-  const auto lowest = [](uintptr_t bits) { return static_cast<int64_t>(bits & -bits); };
-  const int64_t aligned =
-      std::min(lowest(src_bits) / elements.src, lowest(dst_bits) / elements.dst);
-  if (aligned == 0) {
+  const auto aligned = [&](int64_t count) {
+    return ((src_bits & (count * elements.src - 1)) | (dst_bits & (count * elements.dst - 1)) |
+            (last.size & (count - 1))) == 0;
+  };
+  int64_t count = 16 / elements.wider();
+  while (count > 1 && !aligned(count)) count = elements.cast() ? 1 : count / 2;
+  if (!aligned(count)) {
     reject(std::string("a tensor to cast from ") + name_of(elements.from) + " to " +
            name_of(elements.to) + " is not aligned to its elements; clone() it");
   }
-  const int64_t widest = kWidest / elements.wider();
-  int64_t count = std::min({widest, aligned, lowest(last.size | kWidest)});
-  if (elements.cast() && count < widest) count = 1;
   const Units units{elements.from, elements.to, count * elements.src, count * elements.dst};
   last = {last.size / count, units.src, units.dst};
   if (last.size == 1 && dims.size() > 1) dims.pop_back();

@@ -268,6 +268,43 @@ void test_against_oracle(bool casting) {
   }
 }
 
+// Every cast of the widest units: of runs of elements, and of one unit after the other, where the
+// source has its first two dimensions swapped.
+void test_wide_casts() {
+  for (int i = 0; i < kFloatingDTypes * kFloatingDTypes; ++i) {
+    const Cast cast{static_cast<DType>(i / kFloatingDTypes),
+                    static_cast<DType>(i % kFloatingDTypes)};
+    if (cast.from == cast.to) continue;
+    const auto from = static_cast<int64_t>(size_of(cast.from));
+    const auto to = static_cast<int64_t>(size_of(cast.to));
+    const int64_t unit = 16 / std::max(from, to);
+    constexpr int64_t kRows = 21, kCols = 10;
+    alignas(16) char source[kRows * kCols * 16], target[sizeof(source)], expected[sizeof(source)];
+    for (size_t b = 0; b < sizeof(source); ++b) source[b] = static_cast<char>(b % 61);
+    for (const bool swapped : {false, true}) {
+      const Integers strides =
+          swapped ? Integers{unit, kRows * unit, 1} : Integers{kCols * unit, unit, 1};
+      MicroBatchCopy request{Direction::kSplit, 0, {kRows}, {}, {}};
+      request.wholes.push_back({source, from, {kRows, kCols, unit}, strides, cast});
+      request.micro_batches.push_back({target, {kCols * unit, unit, 1}});
+      for (int64_t k = 0; k < kRows * kCols * unit; ++k) {
+        const int64_t row = k / unit / kCols, col = k / unit % kCols;
+        copy_element(cast, source + from * (row * strides[0] + col * strides[1] + k % unit),
+                     expected + to * k, to);
+      }
+      const TileShape shape{256, 1024};
+      const Plan plan = plan_tiles(request, shape);
+      CHECK(plan.copies.size() == 1 && plan.copies[0].src_unit == unit * from);
+      CHECK(plan.copies[0].transposed == swapped);
+      copy_by_tiles(plan, shape, 7);
+      CHECK(std::memcmp(target, expected, to * kRows * kCols * unit) == 0);
+      std::memset(target, 0, sizeof(target));
+      copy_micro_batches(request, 1);
+      CHECK(std::memcmp(target, expected, to * kRows * kCols * unit) == 0);
+    }
+  }
+}
+
 // Every place of every small table, by every number of threads.
 void test_walk() {
   for (int32_t cols = 1; cols <= 12; ++cols) {
@@ -492,6 +529,7 @@ void test_rejects() {
 int main() {
   test_against_oracle(false);
   test_against_oracle(true);
+  test_wide_casts();
   test_walk();
   test_offsets_beyond_32_bits();
   test_many_copies();
