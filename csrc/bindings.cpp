@@ -105,9 +105,32 @@ void mark_changed(py::handle tensor) {
   PyErr_Clear();  // Inference tensors have no version.
 }
 
+// Its code, or -1 for one that can neither be cast nor reduced.
+int dtype_of(const pipekernels::dlpack::Tensor& tensor) {
+  using namespace pipekernels;
+  if (tensor.type_lanes != 1) return -1;
+  switch (tensor.type_code << 8 | tensor.type_bits) {
+    case dlpack::kFloat << 8 | 64:
+      return static_cast<int>(DType::kFloat64);
+    case dlpack::kFloat << 8 | 32:
+      return static_cast<int>(DType::kFloat32);
+    case dlpack::kFloat << 8 | 16:
+      return static_cast<int>(DType::kFloat16);
+    case dlpack::kBfloat << 8 | 16:
+      return static_cast<int>(DType::kBFloat16);
+    case dlpack::kInt << 8 | 32:
+      return static_cast<int>(DType::kInt32);
+    case dlpack::kInt << 8 | 64:
+      return static_cast<int>(DType::kInt64);
+    default:
+      return -1;
+  }
+}
+
 struct TensorView {
   char* data;
   int64_t item_size;
+  int dtype;  // as dtype_of()
   Integers shape, strides;
 };
 
@@ -118,31 +141,52 @@ TensorView view_of(py::handle tensor) {
       return Integers(values, values + described.dims);
     };
     return {static_cast<char*>(described.data) + described.offset,
-            described.type_bits * described.type_lanes / 8, copy(described.shape),
-            copy(described.strides)};
+            described.type_bits * described.type_lanes / 8, dtype_of(described),
+            copy(described.shape), copy(described.strides)};
   }
+  const auto name = py::str(tensor.attr("dtype")).cast<std::string>();
+  int dtype = pipekernels::kReducibleDTypes - 1;
+  const auto is_its_name = [&] {
+    return name == std::string("torch.") + name_of(static_cast<pipekernels::DType>(dtype));
+  };
+  while (dtype >= 0 && !is_its_name()) --dtype;
   return {reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>()),
-          tensor.attr("element_size")().cast<int64_t>(), tensor.attr("shape").cast<Integers>(),
-          tensor.attr("stride")().cast<Integers>()};
+          tensor.attr("element_size")().cast<int64_t>(), dtype,
+          tensor.attr("shape").cast<Integers>(), tensor.attr("stride")().cast<Integers>()};
 }
 
 // ---- micro-batches
 // -------------------------------------------------------------------------------
 
+pipekernels::Cast cast(int from, int to) {
+  if (from < 0 || to < 0) {
+    throw std::invalid_argument(
+        "a tensor and its micro-batches may differ in dtype if both are float64, float32, float16 "
+        "or bfloat16, not otherwise");
+  }
+  return {static_cast<pipekernels::DType>(from), static_cast<pipekernels::DType>(to)};
+}
+
+// Where dtypes of a tensor and its micro-batches differ, elements are cast.
 pipekernels::MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
                                              const py::list& micro_batches) {
   pipekernels::MicroBatchCopy request;
   request.direction = split ? pipekernels::Direction::kSplit : pipekernels::Direction::kConcat;
   request.dim = dim;
+  std::vector<int> dtypes;  // of the whole tensors
   for (const py::handle tensor : wholes) {
-    auto [data, item_size, shape, strides] = view_of(tensor);
+    auto [data, item_size, dtype, shape, strides] = view_of(tensor);
     request.wholes.push_back({data, item_size, std::move(shape), std::move(strides)});
+    dtypes.push_back(dtype);
   }
   if (request.wholes.empty()) throw std::invalid_argument("there are 0 tensors; give at least one");
   size_t t = 0;  // Which of the tensors of a micro-batch is next.
   for (const py::handle tensor : micro_batches) {
-    auto [data, item_size, shape, strides] = view_of(tensor);
+    auto [data, item_size, dtype, shape, strides] = view_of(tensor);
     if (t == 0) request.sizes.push_back(shape.at(dim));
+    if (dtype != dtypes[t]) {
+      request.wholes[t].cast = split ? cast(dtypes[t], dtype) : cast(dtype, dtypes[t]);
+    }
     if (shape.at(dim) != request.sizes.back()) {
       throw std::invalid_argument("the tensors of micro-batch " +
                                   std::to_string(request.sizes.size() - 1) +
@@ -262,28 +306,6 @@ void check_signals() {
 
 void* address(uintptr_t pointer) { return reinterpret_cast<void*>(pointer); }
 
-// Its code, or -1 for one that cannot be reduced.
-int reducible_dtype(const pipekernels::dlpack::Tensor& tensor) {
-  using namespace pipekernels;
-  if (tensor.type_lanes != 1) return -1;
-  switch (tensor.type_code << 8 | tensor.type_bits) {
-    case dlpack::kFloat << 8 | 64:
-      return static_cast<int>(DType::kFloat64);
-    case dlpack::kFloat << 8 | 32:
-      return static_cast<int>(DType::kFloat32);
-    case dlpack::kFloat << 8 | 16:
-      return static_cast<int>(DType::kFloat16);
-    case dlpack::kBfloat << 8 | 16:
-      return static_cast<int>(DType::kBFloat16);
-    case dlpack::kInt << 8 | 32:
-      return static_cast<int>(DType::kInt32);
-    case dlpack::kInt << 8 | 64:
-      return static_cast<int>(DType::kInt64);
-    default:
-      return -1;
-  }
-}
-
 // The number of elements, or -1 if they do not lie as they are counted.
 int64_t dense_elements(const pipekernels::dlpack::Tensor& tensor) {
   int64_t count = 1;
@@ -313,7 +335,7 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
     const py::handle tensor = arguments[0];
     dlpack::Tensor described;
     if (!describe(tensor, described) || described.device_type != dlpack::kCpu) Py_RETURN_FALSE;
-    const int dtype = reducible_dtype(described);
+    const int dtype = dtype_of(described);
     const int64_t elements = dense_elements(described);
     if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
     const auto reduction = static_cast<Reduction>(PyLong_AsLong(arguments[1]));

@@ -15,8 +15,8 @@ def use_tensors(
 ) -> None: ...
 
 # ---- micro-batches ----
-# micro_batches: all tensors of the first micro-batch first. The CUDA function exists if
-# build_info()["cuda"].
+# micro_batches: all tensors of the first micro-batch first. Where a tensor and its micro-batches
+# differ in dtype, elements are cast. The CUDA function exists if build_info()["cuda"].
 
 def are_plain(tensors: list[Tensor], /) -> bool: ...
 def micro_batches_fit(dim: int, tensors: int, micro_batches: list[Tensor], /) -> bool: ...

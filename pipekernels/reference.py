@@ -14,18 +14,25 @@ from torch import Tensor
 
 
 def split_micro_batches(
-    tensors: Sequence[Tensor], chunks: int, dim: int
+    tensors: Sequence[Tensor], chunks: int, dim: int, dtype: torch.dtype | None = None
 ) -> list[tuple[Tensor, ...]]:
-    """One tuple of contiguous copies per micro-batch."""
+    """One tuple of contiguous copies per micro-batch, floating-point ones in ``dtype`` if given."""
     count = max(1, min(chunks, tensors[0].shape[dim]))
-    slices = [t.tensor_split(count, dim) for t in tensors]
+    slices = [_cast(t, dtype).tensor_split(count, dim) for t in tensors]
     copies = [[s.clone(memory_format=torch.contiguous_format) for s in group] for group in slices]
     return list(zip(*copies, strict=True))
 
 
-def concat_micro_batches(micro_batches: Sequence[Sequence[Tensor]], dim: int) -> tuple[Tensor, ...]:
+def concat_micro_batches(
+    micro_batches: Sequence[Sequence[Tensor]], dim: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """The inverse of :func:`split_micro_batches`."""
-    return tuple(torch.cat(parts, dim) for parts in zip(*micro_batches, strict=True))
+    groups = zip(*micro_batches, strict=True)
+    return tuple(torch.cat([_cast(part, dtype) for part in parts], dim) for parts in groups)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 # ---- collectives ----

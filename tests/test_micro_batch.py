@@ -1,4 +1,5 @@
-"""Splitting into micro-batches and concatenating them: exact copies, whatever shape, stride and dtype."""
+"""Splitting into micro-batches and concatenating them: exact copies, whatever shape, stride and dtype,
+or what ``Tensor.to`` casts them to."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
+FLOATING = DTYPES[:4]  # What can be cast.
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -50,6 +52,16 @@ def assert_same(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         assert torch.equal(a.unsqueeze(-1).view(torch.uint8), b.unsqueeze(-1).view(torch.uint8))
 
 
+def assert_cast(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Bit for bit but for NaNs, which are none the worse for other bits, and contiguous."""
+    for a, b in zip(ours, expected, strict=True):
+        assert a.dtype == b.dtype and a.is_contiguous()
+        a = a.cpu()
+        nan = b.isnan()
+        assert torch.equal(a.isnan(), nan)
+        assert_same([a[~nan]], [b[~nan]])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 def test_every_dtype(dtype: torch.dtype, dim: int, device: torch.device) -> None:
@@ -60,7 +72,7 @@ def test_every_dtype(dtype: torch.dtype, dim: int, device: torch.device) -> None
 
 
 @st.composite
-def layouts(draw: st.DrawFn, batch: int, dim: int) -> dict[str, Any]:
+def layouts(draw: st.DrawFn, batch: int, dim: int, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
     """How to make one tensor with ``batch`` entries in dimension ``dim``."""
     dims = draw(st.integers(dim + 1, 5))
     shape = draw(st.lists(st.integers(1, 9), min_size=dims, max_size=dims))
@@ -71,7 +83,7 @@ def layouts(draw: st.DrawFn, batch: int, dim: int) -> dict[str, Any]:
         "step": draw(st.integers(1, 2)),
         "offset": draw(st.integers(0, 3)),
         "expand": draw(st.sampled_from([None, *range(dims)])),
-        "dtype": draw(st.sampled_from(DTYPES)),
+        "dtype": draw(st.sampled_from(dtypes)),
     }
 
 
@@ -90,18 +102,23 @@ def lay_out(plan: dict[str, Any], device: torch.device) -> Tensor:
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[list[dict[str, Any]], int, int]:
+def groups(
+    draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES
+) -> tuple[list[dict[str, Any]], int, int]:
     dim, batch = draw(st.integers(0, 3)), draw(st.integers(0, 17))
-    plans = draw(st.lists(layouts(batch, dim), min_size=1, max_size=3))
+    plans = draw(st.lists(layouts(batch, dim, dtypes), min_size=1, max_size=3))
     return plans, draw(st.integers(1, 9)), dim
 
 
-@settings(
+many_examples = settings(
     max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+
+
+@many_examples
 @given(group=groups())
 def test_any_layout(group: tuple[list[dict[str, Any]], int, int], device: torch.device) -> None:
     plans, chunks, dim = group
@@ -116,6 +133,55 @@ def test_any_layout(group: tuple[list[dict[str, Any]], int, int], device: torch.
     assert_same(joined, [t.contiguous() for t in tensors])
 
 
+@many_examples
+@given(
+    group=groups([*FLOATING, torch.int64, torch.bool, torch.complex64]),
+    dtype=st.sampled_from(FLOATING),
+)
+def test_casts_of_any_layout(
+    group: tuple[list[dict[str, Any]], int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    plans, chunks, dim = group
+    tensors = [lay_out(plan, device) for plan in plans]
+    on_cpu = [t.cpu() for t in tensors]
+    ours = split_micro_batches(tensors, chunks, dim, dtype=dtype)
+    expected = reference.split_micro_batches(on_cpu, chunks, dim, dtype)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert_cast(mine, theirs)
+    strided = [t.tensor_split(len(ours), dim) for t in tensors]
+    joined = concat_micro_batches(list(zip(*strided, strict=True)), dim, dtype=dtype)
+    assert_cast(joined, reference.concat_micro_batches([on_cpu], dim, dtype))
+
+
+@pytest.mark.parametrize("to", FLOATING, ids=str)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_casts_of_runs(dtype: torch.dtype, to: torch.dtype, device: torch.device) -> None:
+    """Long and short ones, aligned and not, with any bits: subnormals, infinities, halves of units."""
+    x = random_tensor((9, 40, 64), dtype, device)
+    for view in (x, x[:, :, 1:], x[..., :3], x.transpose(0, 1), x.transpose(1, 2)):
+        for dim in (0, 1):
+            expected = reference.split_micro_batches([view.cpu()], 4, dim, to)
+            parts = split_micro_batches(view, 4, dim, dtype=to)
+            assert_cast(parts, [row[0] for row in expected])  # type: ignore[arg-type]
+            parts = view.tensor_split(4, dim)
+            whole = concat_micro_batches(parts, dim, dtype=to)
+            assert_cast([whole], [view.cpu().to(to).contiguous()])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("to", FLOATING[1:], ids=str)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_casts_round_once_more_than_needed_as_torch_does(
+    dtype: torch.dtype, to: torch.dtype, device: torch.device
+) -> None:
+    """Halfway between neighbours, and so close to it that float32 rounds float64 to halfway."""
+    bits = random_tensor((20_000,), torch.int16 if to.itemsize == 2 else torch.int32, "cpu")
+    low, high = bits.view(to).double(), (bits + 1).view(to).double()
+    middle = (low + high) / 2
+    x = torch.cat([low, middle, middle * (1 + 2**-30), middle * (1 - 2**-30)]).to(dtype)
+    parts = split_micro_batches(x.to(device), 3, dtype=to)
+    assert_cast([torch.cat(parts)], [x.to(to)])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("shape", [(1024, 700), (700, 1024), (33, 5, 4099)])
 def test_large_enough_for_threads(shape: tuple[int, ...], device: torch.device) -> None:
     x = random_tensor(shape, torch.float32, device)
@@ -124,6 +190,9 @@ def test_large_enough_for_threads(shape: tuple[int, ...], device: torch.device) 
             parts = split_micro_batches(view, 5, dim)
             assert_same(parts, [row[0] for row in reference.split_micro_batches([view], 5, dim)])
             assert_same([concat_micro_batches(parts, dim)], [view.contiguous()])
+            half = split_micro_batches(view, 5, dim, dtype=torch.float16)
+            on_cpu = reference.split_micro_batches([view.cpu()], 5, dim, torch.float16)
+            assert_cast(half, [row[0] for row in on_cpu])  # type: ignore[arg-type]
 
 
 def test_more_micro_batches_than_one_launch_holds(device: torch.device) -> None:
@@ -131,6 +200,10 @@ def test_more_micro_batches_than_one_launch_holds(device: torch.device) -> None:
     parts = split_micro_batches([x, x.t().contiguous().t()], 600)
     assert_same([p[0] for p in parts], list(x.split(1)))
     assert_same([p[1] for p in parts], list(x.split(1)))
+    index = torch.arange(600, device=device)
+    mixed = split_micro_batches([x, index], 600, dtype=torch.float64)
+    assert_cast([p[0] for p in mixed], list(x.cpu().double().split(1)))
+    assert_same([p[1] for p in mixed], list(index.split(1)))
 
 
 def test_more_elements_than_32_bits_count(device: torch.device) -> None:
@@ -180,6 +253,8 @@ def test_conjugate_and_negative_views(device: torch.device) -> None:
     for view in (z.conj(), z.conj().imag):
         assert torch.equal(torch.cat(split_micro_batches(view, 2)), view)
         assert torch.equal(concat_micro_batches([view, view]), torch.cat([view, view]))
+    negated = torch.cat(split_micro_batches(z.conj().imag, 2, dtype=torch.float64))
+    assert torch.equal(negated, -z.imag.double())
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -223,6 +298,34 @@ def test_gradients_where_only_some_tensors_need_one(device: torch.device) -> Non
     assert a.grad is not None and torch.equal(a.grad, weight[:2]) and b.grad is None
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_of_casts_have_the_inputs_dtype(mixed: bool, device: torch.device) -> None:
+    x = torch.randn(5, 2, device=device, requires_grad=True)
+    y = torch.randn(5, 3, device=device, dtype=torch.float64 if mixed else None, requires_grad=True)
+    z = torch.randn(5, 3, device=device, dtype=torch.complex64, requires_grad=True)
+    index = torch.arange(5, device=device)
+    parts = split_micro_batches([x, index, y, z], 2, dtype=torch.bfloat16)
+    assert [t.dtype for t in parts[1]] == [torch.bfloat16, torch.int64, torch.bfloat16, z.dtype]
+    whole = concat_micro_batches(parts, dtype=torch.float32)
+    weights = [torch.randn_like(whole[t], requires_grad=True) for t in (0, 2, 3)]
+    loss = sum((w * whole[t]).sum().abs() for t, w in zip((0, 2, 3), weights, strict=True))
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, (x, y, z), create_graph=True)
+    expected = torch.autograd.grad(
+        sum(
+            (w * (t if t is z else t.bfloat16().float())).sum().abs()
+            for t, w in zip((x, y, z), weights, strict=True)
+        ),
+        (x, y, z),
+        create_graph=True,
+    )
+    for grad, other, tensor in zip(grads, expected, (x, y, z), strict=True):
+        assert grad.dtype == tensor.dtype and torch.equal(grad, other)
+    towards = [torch.randn_like(grad) for grad in grads]
+    again = torch.autograd.grad(grads, weights, towards)
+    assert all(map(torch.equal, again, torch.autograd.grad(expected, weights, towards)))
+
+
 def test_a_leaf_may_be_modified_in_place_after_the_split(device: torch.device) -> None:
     x = torch.ones(4, 2, device=device, requires_grad=True)
     parts = split_micro_batches(x, 2)
@@ -232,13 +335,14 @@ def test_a_leaf_may_be_modified_in_place_after_the_split(device: torch.device) -
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_registration(needs_grad: bool, device: torch.device) -> None:
+def test_registration(needs_grad: bool, dtype: torch.dtype | None, device: torch.device) -> None:
     x = torch.randn(5, 4, device=device, requires_grad=needs_grad)
     index = torch.arange(5, device=device)
     registered = torch.ops.pipekernels
-    torch.library.opcheck(registered.split_micro_batches.default, ([x, index], [3, 2], 0))
-    torch.library.opcheck(registered.concat_micro_batches.default, ([x[:2], x[2:]], 1, 0))
+    torch.library.opcheck(registered.split_micro_batches.default, ([x, index], [3, 2], 0, dtype))
+    torch.library.opcheck(registered.concat_micro_batches.default, ([x[:2], x[2:]], 1, 0, dtype))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -269,10 +373,13 @@ def test_fake_tensors_made_of_real_ones() -> None:
         assert all(isinstance(p, FakeTensor) for p in parts)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph(dynamic: bool, device: torch.device) -> None:
+def test_compiles_into_one_graph(
+    dynamic: bool, dtype: torch.dtype | None, device: torch.device
+) -> None:
     def model(x: Tensor, y: Tensor) -> Tensor:
-        rows = split_micro_batches((x, y), 3)
+        rows = split_micro_batches((x, y), 3, dtype=dtype)
         whole = concat_micro_batches([a * 2 + b for a, b in rows])
         assert isinstance(whole, Tensor)
         return whole
@@ -283,7 +390,7 @@ def test_compiles_into_one_graph(dynamic: bool, device: torch.device) -> None:
         y = torch.randn(batch, 4, device=device)
         out = compiled(x, y)
         out.sum().backward()
-        assert torch.equal(out, x * 2 + y)
+        assert torch.equal(out, x.to(out.dtype) * 2 + y) and out.dtype == (dtype or x.dtype)
         assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2))
 
 
@@ -292,6 +399,7 @@ def test_fake_tensors_need_no_memory() -> None:
     parts = split_micro_batches(x, 3, dim=1)
     assert [p.shape for p in parts] == [(1 << 20, 349526), (1 << 20, 349525), (1 << 20, 349525)]
     assert concat_micro_batches(parts, dim=1).shape == x.shape  # type: ignore[union-attr]
+    assert split_micro_batches(x, 3, dtype=torch.float16)[0].dtype == torch.float16  # type: ignore[union-attr]
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -341,6 +449,31 @@ def test_concat_errors(parts: Any, dim: int, error: type[Exception], message: st
         concat_micro_batches(parts, dim)
 
 
+CAST_ERRORS: list[tuple[Any, Any, str]] = [
+    (X, torch.int32, "dtype must be float64, float32, float16 or bfloat16, got torch.int32"),
+    (X, "float16", "got float16"),
+    (X.to(torch.float8_e4m3fn), torch.float16, "tensor 0 has dtype torch.float8_e4m3fn"),
+]
+
+
+@pytest.mark.parametrize(("tensor", "dtype", "message"), CAST_ERRORS)
+def test_cast_errors(tensor: Tensor, dtype: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        split_micro_batches(tensor, 2, dtype=dtype)
+    with pytest.raises(TypeError, match=re.escape(message)):
+        concat_micro_batches([tensor], dtype=dtype)
+
+
+def test_elements_that_are_not_aligned_are_not_cast() -> None:
+    x = torch.frombuffer(bytearray(17), dtype=torch.float32, offset=1)
+    assert torch.equal(torch.cat(split_micro_batches(x, 2)), x)
+    with pytest.raises(ValueError, match=re.escape("not aligned to its elements; clone() it")):
+        split_micro_batches(x, 2, dtype=torch.float64)
+    assert torch.equal(
+        torch.cat(split_micro_batches(x.clone(), 2, dtype=torch.float64)), x.double()
+    )
+
+
 @pytest.mark.parametrize(
     ("wholes", "parts", "message"),
     [
@@ -358,6 +491,13 @@ def test_the_extension_refuses_what_does_not_fit(
         _backend.load().copy_micro_batches(True, 0, *arguments, 1)
 
 
+def test_the_extension_casts_only_between_floating_types() -> None:
+    x = torch.zeros(4)
+    for other in (x.int(), x.bool()):
+        with pytest.raises(ValueError, match="both"):
+            _backend.load().copy_micro_batches(True, 0, [x], [other], 1)
+
+
 def test_tensors_that_dlpack_does_not_describe() -> None:
     """The extension reads them by their attributes: subclasses, and all tensors before torch 2.10."""
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(5))]
@@ -365,3 +505,11 @@ def test_tensors_that_dlpack_does_not_describe() -> None:
     assert all(type(part) is Tensor for row in parts for part in row)
     for parameter, whole in zip(parameters, concat_micro_batches(parts), strict=True):
         assert torch.equal(whole, parameter)
+    for parameter, whole in zip(
+        parameters, concat_micro_batches(parts, dtype=torch.bfloat16), strict=True
+    ):
+        assert torch.equal(whole, parameter.bfloat16())
+    mixed = [parameters[0], torch.nn.Parameter(torch.arange(5), requires_grad=False)]
+    first, second = split_micro_batches(mixed, 2, dtype=torch.float64)
+    assert torch.equal(torch.cat([first[0], second[0]]), parameters[0].double())
+    assert torch.equal(torch.cat([first[1], second[1]]), mixed[1])

@@ -27,7 +27,11 @@ def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
 
 
 def split_micro_batches(
-    tensors: Tensor | Sequence[Tensor], chunks: int, dim: int = 0
+    tensors: Tensor | Sequence[Tensor],
+    chunks: int,
+    dim: int = 0,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor] | list[tuple[Tensor, ...]]:
     """Copy ``tensors`` into contiguous micro-batches along dimension ``dim``.
 
@@ -36,13 +40,17 @@ def split_micro_batches(
             along ``dim``. Any strides.
         chunks: how many micro-batches are wanted; a smaller batch gives as many as it has entries.
         dim: the batch dimension; negative ones count from the end.
+        dtype: float64, float32, float16 or bfloat16, which all floating-point tensors are cast to on
+            the way, as ``tensor.to(dtype)`` does it. Tensors of other kinds, such as token ids and
+            masks, keep theirs. Gradients come back in the dtype of the input.
 
     Returns:
         One entry per micro-batch (sizes: :func:`micro_batch_sizes`): a tensor if one was given, else
         a tuple of tensors. None shares memory with the input or with another.
 
     Raises:
-        TypeError: something other than strided tensors, or integers, was given.
+        TypeError: something other than strided tensors, or integers, was given; ``dtype`` or, with
+            it, that of a floating-point tensor is another one.
         ValueError: ``chunks`` below 1, ``dim`` out of range, sizes along ``dim`` or devices that
             differ, no tensor, or a tensor without dimensions.
         RuntimeError: CUDA tensors with an extension built without CUDA.
@@ -61,14 +69,18 @@ def split_micro_batches(
                 f"all tensors must have the same size along dimension {dim}: tensor 0 has {batch}, "
                 f"tensor {i} has {tensor.shape[dim]}"
             )
-    flat = _SPLIT(group, micro_batch_sizes(batch, chunks), dim)
+    _check_casts(group, dtype)
+    flat = _SPLIT(group, micro_batch_sizes(batch, chunks), dim, dtype)
     if single:
         return flat
     return [tuple(flat[i : i + len(group)]) for i in range(0, len(flat), len(group))]
 
 
 def concat_micro_batches(
-    micro_batches: Sequence[Tensor] | Sequence[Sequence[Tensor]], dim: int = 0
+    micro_batches: Sequence[Tensor] | Sequence[Sequence[Tensor]],
+    dim: int = 0,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Concatenate micro-batches along dimension ``dim``: the inverse of :func:`split_micro_batches`.
 
@@ -77,12 +89,14 @@ def concat_micro_batches(
             as in every other entry, which agree in their size along ``dim``. Apart from that size,
             the k-th tensor has the same shape, dtype and device in all of them. Any strides.
         dim: the batch dimension; negative ones count from the end.
+        dtype: as in :func:`split_micro_batches`.
 
     Returns:
         A contiguous tensor, or a tuple of them if entries are sequences.
 
     Raises:
-        TypeError: something other than strided tensors was given, or dtypes differ.
+        TypeError: something other than strided tensors was given, or dtypes differ; ``dtype`` or,
+            with it, that of a floating-point tensor is none that can be cast.
         ValueError: no micro-batch, ``dim`` out of range, or shapes, lengths or devices that differ.
         RuntimeError: CUDA tensors with an extension built without CUDA.
     """
@@ -106,7 +120,8 @@ def concat_micro_batches(
     if torch.compiler.is_compiling() or not _backend.load().micro_batches_fit(dim, width, flat):
         for i, row in enumerate(rows):
             _check_fits(rows[0], row, dim, i)
-    wholes = _CONCAT(flat, width, dim)
+    _check_casts(rows[0], dtype)
+    wholes = _CONCAT(flat, width, dim, dtype)
     return wholes[0] if single else tuple(wholes)
 
 
@@ -180,25 +195,46 @@ def _check_fits(first: list[Tensor], row: list[Tensor], dim: int, index: int) ->
             )
 
 
+def _check_casts(group: list[Tensor], dtype: torch.dtype | None) -> None:
+    if dtype is None:
+        return
+    if dtype not in _FLOATING:
+        raise TypeError(f"dtype must be {_FLOATING_NAMES}, got {dtype}")
+    for i, tensor in enumerate(group):
+        if tensor.is_floating_point() and tensor.dtype not in _FLOATING:
+            raise TypeError(
+                f"tensor {i} has dtype {tensor.dtype}, and only {_FLOATING_NAMES} are cast to "
+                f"{dtype}; use .to({dtype}) first"
+            )
+
+
 # ---- the operations --------------------------------------------------------------------------------
 
 _DEVICES = ("cpu", "cuda")
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FLOATING_NAMES = "float64, float32, float16 or bfloat16"
 
 
-def _new(like: Tensor, dim: int, size: int) -> Tensor:
-    """An empty tensor, but for its size along ``dim`` like another."""
+def _new(like: Tensor, dim: int, size: int, dtype: torch.dtype | None) -> Tensor:
+    """An empty tensor, but for its size along ``dim``, and ``dtype`` if that is cast, like another."""
     shape = list(like.shape)
     shape[dim] = size
-    return like.new_empty(shape)
+    if dtype is None or not like.is_floating_point():
+        return like.new_empty(shape)
+    return like.new_empty(shape, dtype=dtype)
 
 
-def _new_micro_batches(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Tensor]:
-    return [_new(tensor, dim, size) for size in sizes for tensor in tensors]
+def _new_micro_batches(
+    tensors: Sequence[Tensor], sizes: Sequence[int], dim: int, dtype: torch.dtype | None
+) -> list[Tensor]:
+    return [_new(tensor, dim, size, dtype) for size in sizes for tensor in tensors]
 
 
-def _new_wholes(micro_batches: Sequence[Tensor], tensors: int, dim: int) -> list[Tensor]:
+def _new_wholes(
+    micro_batches: Sequence[Tensor], tensors: int, dim: int, dtype: torch.dtype | None
+) -> list[Tensor]:
     batch = sum([part.shape[dim] for part in micro_batches[::tensors]])
-    return [_new(part, dim, batch) for part in micro_batches[:tensors]]
+    return [_new(part, dim, batch, dtype) for part in micro_batches[:tensors]]
 
 
 def _copy(split: bool, dim: int, wholes: list[Tensor], parts: list[Tensor]) -> None:
@@ -213,24 +249,31 @@ def _copy(split: bool, dim: int, wholes: list[Tensor], parts: list[Tensor]) -> N
         native.copy_micro_batches_cuda(split, dim, wholes, parts, stream)
 
 
-def _split(tensors: list[Tensor], sizes: list[int], dim: int) -> list[Tensor]:
-    parts = _new_micro_batches(tensors, sizes, dim)
+def _split(
+    tensors: list[Tensor], sizes: list[int], dim: int, dtype: torch.dtype | None
+) -> list[Tensor]:
+    parts = _new_micro_batches(tensors, sizes, dim, dtype)
     _copy(True, dim, tensors, parts)
     return parts
 
 
-def _concat(micro_batches: list[Tensor], tensors: int, dim: int) -> list[Tensor]:
-    wholes = _new_wholes(micro_batches, tensors, dim)
+def _concat(
+    micro_batches: list[Tensor], tensors: int, dim: int, dtype: torch.dtype | None
+) -> list[Tensor]:
+    wholes = _new_wholes(micro_batches, tensors, dim, dtype)
     _copy(False, dim, wholes, micro_batches)
     return wholes
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sizes: list[int], dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, sizes: list[int], dim: int, dtype: torch.dtype | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.dim = dim
-        ctx.wanted = ctx.needs_input_grad[2:]
-        parts = _SPLIT(list(tensors), sizes, dim)
+        ctx.wanted = ctx.needs_input_grad[3:]
+        ctx.dtype = _dtype_back(tensors, ctx.wanted, dtype)
+        parts = _SPLIT(list(tensors), sizes, dim, dtype)
         ctx.mark_non_differentiable(*_unwanted(parts, ctx.wanted))
         return tuple(parts)
 
@@ -238,18 +281,21 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.wanted
         parts = [g for i, g in enumerate(grads) if wanted[i % len(wanted)]]
-        wholes = iter(_CONCAT(parts, sum(wanted), ctx.dim))
-        return None, None, *(next(wholes) if w else None for w in wanted)
+        wholes = iter(_CONCAT(parts, sum(wanted), ctx.dim, ctx.dtype))
+        return None, None, None, *(next(wholes) if w else None for w in wanted)
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensors: int, dim: int, *micro_batches: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, tensors: int, dim: int, dtype: torch.dtype | None, *micro_batches: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.dim = dim
         ctx.sizes = [part.shape[dim] for part in micro_batches[::tensors]]
-        needs = ctx.needs_input_grad[2:]
+        needs = ctx.needs_input_grad[3:]
         ctx.wanted = [any(needs[t::tensors]) for t in range(tensors)]
-        wholes = _CONCAT(list(micro_batches), tensors, dim)
+        ctx.dtype = _dtype_back(micro_batches, ctx.wanted, dtype)
+        wholes = _CONCAT(list(micro_batches), tensors, dim, dtype)
         ctx.mark_non_differentiable(*_unwanted(wholes, ctx.wanted))
         return tuple(wholes)
 
@@ -257,13 +303,24 @@ class _Concat(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.wanted
         wholes = [g for g, w in zip(grads, wanted, strict=True) if w]
-        parts = iter(_SPLIT(wholes, ctx.sizes, ctx.dim))
-        return None, None, *(next(parts) if w else None for _ in ctx.sizes for w in wanted)
+        parts = iter(_SPLIT(wholes, ctx.sizes, ctx.dim, ctx.dtype))
+        return None, None, None, *(next(parts) if w else None for _ in ctx.sizes for w in wanted)
 
 
 def _unwanted(results: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
     """The results whose tensor (``wanted`` has one entry for each) needs no gradient."""
     return [result for i, result in enumerate(results) if not wanted[i % len(wanted)]]
+
+
+def _dtype_back(
+    tensors: Sequence[Tensor], wanted: Sequence[bool], dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """What a backward casts to. Where ``tensors`` differ, nothing is: autograd does it then."""
+    if dtype is None:
+        return None
+    pairs = zip(tensors, wanted, strict=False)  # Those of the first micro-batch stand for all.
+    given = {tensor.dtype for tensor, w in pairs if w and tensor.is_floating_point()}
+    return given.pop() if len(given) == 1 else None
 
 
 def _needs_grad(tensors: Sequence[Tensor]) -> bool:
@@ -327,13 +384,14 @@ class _Operation:
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")
 _SPLIT = _Operation(
-    "split_micro_batches(Tensor[] tensors, SymInt[] sizes, int dim) -> Tensor[]",
+    "split_micro_batches(Tensor[] tensors, SymInt[] sizes, int dim, ScalarType? dtype) -> Tensor[]",
     _split,
     _new_micro_batches,
     _Split,
 )
 _CONCAT = _Operation(
-    "concat_micro_batches(Tensor[] micro_batches, int tensors, int dim) -> Tensor[]",
+    "concat_micro_batches(Tensor[] micro_batches, int tensors, int dim, ScalarType? dtype)"
+    " -> Tensor[]",
     _concat,
     _new_wholes,
     _Concat,
