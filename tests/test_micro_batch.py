@@ -170,7 +170,7 @@ def test_casts_of_runs(dtype: torch.dtype, to: torch.dtype, device: torch.device
 
 @pytest.mark.parametrize("to", FLOATING[1:], ids=str)
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_casts_round_once_more_than_needed_as_torch_does(
+def test_casts_round_as_torch_does(
     dtype: torch.dtype, to: torch.dtype, device: torch.device
 ) -> None:
     """Halfway between neighbours, and so close to it that float32 rounds float64 to halfway."""

@@ -4,15 +4,16 @@ Device time is that of the kernels alone. The bandwidth counts every byte read a
 is a device-to-device copy of as many bytes between two tensors that exist. What is smaller than the L2
 cache stays there, for all candidates. Call time is what a caller
 waits for, allocations and launches included. ``torch`` is ``chunk(8, dim)`` with ``contiguous()`` of every
-part, and ``torch.cat`` of every tensor's parts; along dimension 0 its split copies nothing.
+part, and ``torch.cat`` of every tensor's parts; along dimension 0 its split copies nothing. Where elements
+are cast on the way, it is ``.to()`` of every part, and ``.to()`` of what ``torch.cat`` gives.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,69 +25,88 @@ from pipekernels.ops import concat_micro_batches, split_micro_batches
 CHUNKS = 8
 CONDITIONS = {
     "micro-batches": CHUNKS,
-    "bandwidth": "2 x bytes / device time",
+    "bandwidth": "bytes read and written / device time",
     "timing": "candidates in turn, medians; device time by events around queued work, call time until "
     "the device is idle",
 }
 MIB = 1 << 20
 
 
-def cases(quick: bool) -> dict[str, tuple[int, list[tuple[int, ...]], str]]:
-    """Batch dimension, shapes and dtype, by description."""
+class Case(NamedTuple):
+    """What is split, and concatenated again."""
+
+    dim: int  # -1: the first one of tensors that lie in memory with their last dimension first
+    shapes: list[tuple[int, ...]]
+    dtype: str
+    cast: str | None = None  # the micro-batches' dtype, if that is another
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    """By description."""
 
     def sized(mib: int, dtype: str, *rest: int) -> tuple[int, ...]:
         """So many MiB, ``rest`` being the sizes of all dimensions but the first."""
         rows = mib * MIB // (math.prod(rest) * getattr(torch, dtype).itemsize)
         return (min(rows, 8) if quick else rows, *rest)
 
-    found: dict[str, tuple[int, list[tuple[int, ...]], str]] = {}
+    found: dict[str, Case] = {}
     for mib in (64, 256, 1024):
-        found[f"{mib} MiB, dim 0"] = 0, [sized(mib, "bfloat16", 4096)], "bfloat16"
-        found[f"{mib} MiB, dim 1"] = 1, [sized(mib, "bfloat16", 64, 256)], "bfloat16"
+        found[f"{mib} MiB, dim 0"] = Case(0, [sized(mib, "bfloat16", 4096)], "bfloat16")
+        found[f"{mib} MiB, dim 1"] = Case(1, [sized(mib, "bfloat16", 64, 256)], "bfloat16")
     return {
         **found,
-        "256 MiB, dim 1, runs of 512 bytes": (1, [sized(256, "float32", 32, 32)], "float32"),
-        "256 MiB, dim 2": (2, [sized(256, "float32", 8, 64, 128)], "float32"),
-        "256 MiB, dim 1, odd": (1, [sized(256, "bfloat16", 64, 255)], "bfloat16"),
-        "8 x 64 MiB, dim 1": (1, [sized(64, "float32", 32, 1024)] * 8, "float32"),
-        "8 x 1 MiB, dim 1": (1, [sized(1, "float32", 32, 256)] * 8, "float32"),
-        "8 x 64 KiB, dim 1": (1, [(8, 32, 64)] * 8, "float32"),
-        "256 MiB, transposed": (-1, [sized(256, "float32", 8192)], "float32"),
-        "256 MiB of bfloat16, transposed": (-1, [sized(256, "bfloat16", 8192)], "bfloat16"),
+        "256 MiB, dim 1, runs of 512 bytes": Case(1, [sized(256, "float32", 32, 32)], "float32"),
+        "256 MiB, dim 2": Case(2, [sized(256, "float32", 8, 64, 128)], "float32"),
+        "256 MiB, dim 1, odd": Case(1, [sized(256, "bfloat16", 64, 255)], "bfloat16"),
+        "8 x 64 MiB, dim 1": Case(1, [sized(64, "float32", 32, 1024)] * 8, "float32"),
+        "8 x 1 MiB, dim 1": Case(1, [sized(1, "float32", 32, 256)] * 8, "float32"),
+        "8 x 64 KiB, dim 1": Case(1, [(8, 32, 64)] * 8, "float32"),
+        "256 MiB, transposed": Case(-1, [sized(256, "float32", 8192)], "float32"),
+        "256 MiB of bfloat16, transposed": Case(-1, [sized(256, "bfloat16", 8192)], "bfloat16"),
+        "256 MiB, dim 1, float32 to bfloat16 and back": Case(
+            1, [sized(256, "float32", 64, 256)], "float32", "bfloat16"
+        ),
     }
 
 
-def make(
-    case: tuple[int, list[tuple[int, ...]], str], device: torch.device
-) -> tuple[list[Tensor], int]:
-    """The tensors, with random contents, and their batch dimension. A dimension of -1 stands for the
-    first one of a tensor that lies in memory with its last dimension first."""
-    dim, shapes, dtype = case
-    tensors = [torch.randn(shape, device=device).to(getattr(torch, dtype)) for shape in shapes]
-    if dim == -1:
+def make(case: Case, device: torch.device) -> tuple[list[Tensor], int]:
+    """The tensors, with random contents, and their batch dimension."""
+    dtype = getattr(torch, case.dtype)
+    tensors = [torch.randn(shape, device=device).to(dtype) for shape in case.shapes]
+    if case.dim == -1:
         return [tensor.t() for tensor in tensors], 0
-    return tensors, dim
+    return tensors, case.dim
 
 
-def measure(
-    case: tuple[int, list[tuple[int, ...]], str], direction: str, args: argparse.Namespace
-) -> Row:
+def measure(case: Case, direction: str, args: argparse.Namespace) -> Row:
     """Device and call times of a case, ours, torch's and a copy's."""
     device = args.device
     tensors, dim = make(case, device)
-    parts = split_micro_batches(tensors, CHUNKS, dim)
-    whole = torch.cat([tensor.flatten() for tensor in tensors])
-    copy = torch.empty_like(whole)
+    there = getattr(torch, case.cast) if case.cast else None
+    back = tensors[0].dtype if case.cast else None
+    parts = split_micro_batches(tensors, CHUNKS, dim, dtype=there)
+    size = sum(t.nbytes for group in (tensors, *parts) for t in group) // 2
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+
+    def part_by_torch(part: Tensor) -> Tensor:
+        if there is None:
+            return part.contiguous()
+        return part.to(there, memory_format=torch.contiguous_format)
+
+    def whole_by_torch(group: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat(group, dim)
+        return whole if back is None else whole.to(back)
 
     def by_torch() -> Any:
         if direction == "split":
-            return [[part.contiguous() for part in t.chunk(CHUNKS, dim)] for t in tensors]
-        return [torch.cat(group, dim) for group in zip(*parts, strict=True)]
+            return [[part_by_torch(part) for part in t.chunk(CHUNKS, dim)] for t in tensors]
+        return [whole_by_torch(group) for group in zip(*parts, strict=True)]
 
     def ours() -> Any:
         if direction == "split":
-            return split_micro_batches(tensors, CHUNKS, dim)
-        return concat_micro_batches(parts, dim)
+            return split_micro_batches(tensors, CHUNKS, dim, dtype=there)
+        return concat_micro_batches(parts, dim, dtype=back)
 
     mine = ours() if direction == "concat" else zip(*ours(), strict=True)
     theirs = by_torch()
@@ -98,7 +118,7 @@ def measure(
     del mine, theirs
 
     rounds, sample = (2, 0.0) if args.quick else (11, SAMPLE)
-    candidates = {"ours": ours, "torch": by_torch, "copy": lambda: copy.copy_(whole)}
+    candidates = {"ours": ours, "torch": by_torch, "copy": lambda: copy.copy_(source)}
     found = compare(candidates, device, rounds=rounds, sample=sample)
     calls = compare(
         {"ours": ours, "torch": by_torch},
@@ -107,7 +127,6 @@ def measure(
         seconds=call_seconds,
         sample=sample,
     )
-    size = whole.numel() * whole.itemsize
     median = found["ours"]["median"]
     return {
         "bytes": size,

@@ -30,7 +30,7 @@ def check(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def copies(device: torch.device) -> None:
-    """Micro-batches: units of every width, rows and transposed, tiles that are not full."""
+    """Micro-batches: units of every width, rows and transposed, tiles that are not full; casts."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128):
         whole = torch.arange(131 * 67, device=device).remainder(251).to(dtype).view(131, 67)
         for view in (whole, whole.t(), whole[1:, 1:], whole[:0]):
@@ -42,6 +42,11 @@ def copies(device: torch.device) -> None:
                     check(f"split {dtype} {tuple(view.shape)} {dim}", part, row[0])  # type: ignore[arg-type]
                 joined = concat_micro_batches(parts, dim)
                 check("concat", joined, view.contiguous())  # type: ignore[arg-type]
+                if not view.is_floating_point():
+                    continue
+                for to in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+                    cast = concat_micro_batches(parts, dim, dtype=to)
+                    check(f"cast to {to}", cast, view.to(to).contiguous())  # type: ignore[arg-type]
 
 
 def side_by_side(device: torch.device) -> bool:
