@@ -42,17 +42,18 @@ def split_micro_batches(
         dim: the batch dimension; negative ones count from the end.
         dtype: float64, float32, float16 or bfloat16, which all floating-point tensors are cast to on
             the way, as ``tensor.to(dtype)`` does it. Tensors of other kinds, such as token ids and
-            masks, keep theirs. Gradients come back in the dtype of the input.
+            masks, keep theirs. Gradients come back in the dtypes of the input.
 
     Returns:
         One entry per micro-batch (sizes: :func:`micro_batch_sizes`): a tensor if one was given, else
         a tuple of tensors. None shares memory with the input or with another.
 
     Raises:
-        TypeError: something other than strided tensors, or integers, was given; ``dtype`` or, with
-            it, that of a floating-point tensor is another one.
+        TypeError: something other than strided tensors, or integers, was given; ``dtype``, or with it
+            that of a floating-point tensor, is none of those four.
         ValueError: ``chunks`` below 1, ``dim`` out of range, sizes along ``dim`` or devices that
-            differ, no tensor, or a tensor without dimensions.
+            differ, no tensor, a tensor without dimensions, or one to cast whose memory is not aligned
+            to its elements.
         RuntimeError: CUDA tensors with an extension built without CUDA.
     """
     single = isinstance(tensors, Tensor)
@@ -95,9 +96,10 @@ def concat_micro_batches(
         A contiguous tensor, or a tuple of them if entries are sequences.
 
     Raises:
-        TypeError: something other than strided tensors was given, or dtypes differ; ``dtype`` or,
-            with it, that of a floating-point tensor is none that can be cast.
-        ValueError: no micro-batch, ``dim`` out of range, or shapes, lengths or devices that differ.
+        TypeError: something other than strided tensors was given, or dtypes differ; ``dtype``, or with
+            it that of a floating-point tensor, is none that can be cast.
+        ValueError: no micro-batch, ``dim`` out of range, shapes, lengths or devices that differ, or a
+            tensor to cast whose memory is not aligned to its elements.
         RuntimeError: CUDA tensors with an extension built without CUDA.
     """
     entries = list(micro_batches)
