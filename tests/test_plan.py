@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from devices import on
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
 
 from pipekernels import (
     ColumnParallelLinear,
@@ -94,6 +97,77 @@ def test_a_layer_with_two_names_stays_one() -> None:
     tensor_parallelize(twice, {"0": "column"}, comm)
     assert type(twice[0]) is ColumnParallelLinear
     assert twice[0] is twice[2]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+def test_encoders_of_pytorch_call_their_layers_in_evaluation_mode_too(
+    training: bool, masked: bool
+) -> None:
+    """There they give all weights to one kernel otherwise, which would take a part for the whole."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2).double().train(training)
+    copies = [copy.deepcopy(plain) for _ in range(2)]
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    padded = torch.tensor([[False, False, True], [False, False, False]]) if masked else None
+    kept = torch.ones(2, 3, dtype=torch.bool) if padded is None else ~padded
+    with torch.no_grad():
+        expected = plain(x, src_key_padding_mask=padded)
+
+    def on_rank(comm: Communicator) -> None:
+        sharded = copies[comm.rank]
+        tensor_parallelize(sharded, {"*.linear1": "column", "*.linear2": "row"}, comm)
+        with torch.no_grad():
+            y = sharded(x, src_key_padding_mask=padded)
+        torch.testing.assert_close(y[kept], expected[kept])
+
+    run_threads(2, on_rank)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda module, args, result: result * 2)
+    return linear
+
+
+def overridden(linear: nn.Linear) -> nn.Linear:
+    linear.forward = lambda x: x
+    return linear
+
+
+def adapted(linear: nn.Linear) -> nn.Linear:
+    linear.lora_a = nn.Parameter(torch.zeros(2, 4))
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (parametrizations.weight_norm, "parametrizations.weight.original0"),
+        (partial(prune.l1_unstructured, name="weight", amount=2), "weight_mask, weight_orig"),
+        (adapted, "state of its own \\(lora_a\\)"),
+        (hooked, "hooks"),
+        (overridden, "a forward of its own"),
+    ],
+)
+def test_a_layer_that_is_more_than_its_weight_and_bias_is_refused(
+    change: Callable[[nn.Linear], nn.Linear], what: str
+) -> None:
+    (comm,) = Communicator.threads(1)
+    layer = change(nn.Linear(4, 4))
+    holder = nn.Sequential(layer)
+    with pytest.raises(TypeError, match=f"linear has .*{what}.* lost; remove it first"):
+        RowParallelLinear.from_linear(layer, comm)
+    with pytest.raises(TypeError, match=f"'0'.*({what}|ParametrizedLinear)"):
+        tensor_parallelize(holder, {"0": "row"}, comm)
+    assert holder[0] is layer
+    with pytest.raises(TypeError, match="a forward of its own"):
+        RowParallelLinear.from_linear(Scaled(4, 4), comm)
 
 
 def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:

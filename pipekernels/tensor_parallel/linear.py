@@ -75,11 +75,15 @@ class _ShardedLinear(nn.Module):
             kwargs: the remaining keyword arguments of the class, without ``device`` and ``dtype``.
 
         Raises:
-            TypeError: ``linear`` is no ``nn.Linear``.
+            TypeError: ``linear`` is no ``nn.Linear``, or has more than its weight, its bias and
+                the forward of that class: a parametrization, an adapter, hooks.
             ValueError: as for the constructor.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        more = more_than_linear(linear)
+        if more is not None:
+            raise TypeError(f"linear has {more}, which would be lost; {REMEDY}")
         has_bias = linear.bias is not None
         layer = cls(
             linear.in_features, linear.out_features, has_bias, comm=comm, device="meta", **kwargs
@@ -339,6 +343,24 @@ class ColumnParallelLinear(_ShardedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
+
+
+REMEDY = (
+    "remove it first (parametrize.remove_parametrizations, remove_weight_norm, prune.remove, "
+    "handle.remove()), or leave this layer as it is"
+)
+
+
+def more_than_linear(linear: nn.Linear) -> str | None:
+    """What ``linear`` has beyond its weight, its bias and the forward of ``nn.Linear``, and would not
+    have in parts; None if nothing."""
+    names = linear.state_dict().keys() - {"weight", "bias"}
+    if names:
+        return f"state of its own ({', '.join(sorted(names))})"
+    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
+        return "a forward of its own"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "hooks" if any(getattr(linear, kind) for kind in hooks) else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,7 +9,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pipekernels.tensor_parallel.linear import (
+    REMEDY,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    more_than_linear,
+)
 
 KINDS: dict[str, Any] = {"row": RowParallelLinear, "column": ColumnParallelLinear}
 
@@ -26,6 +31,9 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     told the count of this rank (``attention.num_heads //= comm.world_size``, say), and the world
     size must divide it.
 
+    In evaluation mode PyTorch's ``nn.TransformerEncoderLayer`` hands the weights of its layers to
+    one kernel; where some of them are replaced, it calls them in all modes.
+
     Args:
         model: the full model, the same on every rank; any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
@@ -39,7 +47,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
         ``load_state_dict`` takes on any world size.
 
     Raises:
-        TypeError: a pattern matches a module that is no plain ``nn.Linear``.
+        TypeError: a pattern matches a module that is no plain ``nn.Linear``, or one with more than
+            its weight and bias: a parametrization, an adapter, hooks (register them afterwards).
         ValueError: a pattern matches nothing or the model itself, or patterns that match one layer
             disagree; a kind that does not exist; a layer with fewer features than there are ranks;
             one whose weight belongs to another module too. The model is unchanged then.
@@ -54,6 +63,7 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
         for name, child in parent._modules.items():
             if isinstance(child, nn.Linear) and child in sharded:
                 parent._modules[name] = sharded[child]
+    _call_the_layers(model, set(sharded.values()))
     return model
 
 
@@ -76,6 +86,12 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, str]:
                     f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only nn.Linear "
                     "can be sharded; use a narrower pattern"
                 )
+            more = more_than_linear(module)
+            if more is not None:
+                raise TypeError(
+                    f"{pattern!r} matches {name!r}, which has {more}; a shard would lose that, so "
+                    f"{REMEDY}"
+                )
             if kinds.setdefault(module, kind) != kind:
                 raise ValueError(f"the plan makes {name!r} both {kinds[module]!r} and {kind!r}")
     if unused:
@@ -84,6 +100,18 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, str]:
             "model.named_modules()"
         )
     return kinds
+
+
+def _call_the_layers(model: nn.Module, sharded: set[nn.Module]) -> None:
+    """Keeps PyTorch's encoders from giving the weights of ``sharded`` layers to a kernel that takes
+    them for whole ones."""
+    for module in model.modules():
+        if sharded.isdisjoint(module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # Neither of the two that the kernel knows.
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # Only that kernel takes nested ones.
 
 
 def _check_sharing(model: nn.Module, kinds: dict[nn.Linear, str]) -> None:
