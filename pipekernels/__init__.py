@@ -1,6 +1,6 @@
 """Pipeline and tensor parallelism for PyTorch, on CPUs and CUDA GPUs, with its own kernels."""
 
-from pipekernels import balance, ops, skip
+from pipekernels import balance, batchnorm, ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
 from pipekernels.pipeline import (
@@ -44,6 +44,7 @@ __all__ = [
     "Timeline",
     "__version__",
     "balance",
+    "batchnorm",
     "execute_pipeline",
     "execute_pipeline_step",
     "get_device",

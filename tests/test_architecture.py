@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "_cache": set(),
     "reference": set(),
     "balance": {"balance", "ops", "pipeline"},
+    "batchnorm": {"pipeline"},
     "skip": {"pipeline"},
 }
 

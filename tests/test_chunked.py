@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from pipekernels import NoChunk, parallelize_pipeline
+from pipekernels.batchnorm import convert_deferred_batch_norm
 from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 
 WIDTH = 5
 

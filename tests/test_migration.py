@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -44,6 +45,11 @@ def test_every_section_has_a_program() -> None:
         "Stage objects": 1,
         "SPMD pipelines": 1,
     }
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(pipekernels(?:\.\w+)+)`", PAGE))))
+def test_names_that_others_turn_into(name: str) -> None:
+    assert pkgutil.resolve_name(name)
 
 
 # An SPMD program needs ranks; test_spmd.py has them.

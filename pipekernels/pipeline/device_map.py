@@ -126,8 +126,8 @@ def parallelize_pipeline(
     dimension 0, in any nesting; they are concatenated. Objects that are no tensors must be equal
     for all micro-batches. A mean over the batch, such as a loss, is that of a micro-batch inside
     the model, and scalars are refused: compute it outside. Layers that look across the batch see
-    micro-batches; ``convert_deferred_batch_norm(model)`` first keeps BatchNorm's running statistics
-    those of the whole batch. Gradients are the unwrapped model's. An input that requires a gradient
+    micro-batches; :func:`pipekernels.batchnorm.convert_deferred_batch_norm` first keeps BatchNorm's
+    running statistics those of the whole batch. Gradients are the unwrapped model's. An input that requires a gradient
     must not be modified in place.
 
     Args:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from pipekernels.comm import Communicator
 from pipekernels.ops.graphs import Memory, has_graphs
 from pipekernels.ops.streams import has_streams
 from pipekernels.pipeline.graphs import StageGraphs
@@ -76,7 +77,13 @@ class Engine:
         # Stages that share a layer would run it, and accumulate into its parameters, in an order
         # left to timing.
         layers = [id(layer) for stage in partitions for layer in stage.modules()]
-        self.may_use_lanes = on_cpu and not self.graphs and len(layers) == len(set(layers))
+        self.may_use_lanes = (
+            on_cpu
+            and not self.graphs
+            and len(layers) == len(set(layers))
+            # Ranks must call collectives in one order, and lanes know none between stages.
+            and not any(_has_communicator(stage) for stage in partitions)
+        )
         # Forwards that draw random numbers where no lane can see it stay on one thread.
         self.hidden_randomness = False
         self.pace = Pace()
@@ -166,6 +173,14 @@ class Engine:
             self.give_back(self._parameters)
         structure = batch.structure.on(self.devices[0])
         return Run(self, schedule, scatter, wants_grad, structure, parameters, checkpoint)
+
+
+def _has_communicator(stage: nn.Module) -> bool:
+    return any(
+        isinstance(attribute, Communicator)
+        for layer in stage.modules()
+        for attribute in vars(layer).values()
+    )
 
 
 class _Unlocked:

@@ -56,6 +56,9 @@ class Pipe(nn.Module):
     gets random numbers of its own, so results with a fixed seed do not depend on timing and
     recomputation repeats its forward.
 
+    Ranks of a communicator must call its collectives in the same order. So a pipe with a layer that
+    has one, such as a ``RowParallelLinear``, runs on one thread; on CPUs its stages do not overlap.
+
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
     threads must not read or change the pipe's parameters.
 
