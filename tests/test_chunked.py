@@ -201,6 +201,66 @@ def test_an_argument_that_cannot_be_split() -> None:
         model(torch.ones(2, 1), packed)
 
 
+class Layer:
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+
+
+class Cache:
+    """As Hugging Face's: a plain object that a model fills and goes on with."""
+
+    def __init__(self) -> None:
+        self.layers = [Layer()]
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[0]
+        layer.keys = keys if layer.keys is None else torch.cat([layer.keys, keys], dim=1)
+        return layer.keys.sum(1)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_is_not_filled_by_one_micro_batch_after_another(filled: bool) -> None:
+    model = chunked(Function(lambda x, cache: cache.update(x)), 2)
+    cache, x = Cache(), torch.ones(4, 3)
+    if filled:
+        cache.update(x)
+    with pytest.raises(TypeError, match="type Cache cannot be split into micro-batches.*chunks=1"):
+        model(x, cache=cache)
+    assert torch.equal(model(x[:1], cache=Cache()), x[:1].sum(1))
+
+
+def test_a_cache_that_the_model_returns_is_refused() -> None:
+    model = chunked(Function(lambda x: (x, Cache())), 2)
+    with pytest.raises(ValueError, match="type Cache at the same place.*use_cache=False"):
+        model(torch.ones(4, 3))
+
+
+def test_objects_without_tensors_are_given_to_every_micro_batch() -> None:
+    class Options:
+        scale, names, layer = 2.0, ("a",), nn.Linear(1, 1)
+
+        def __init__(self) -> None:
+            self.function, self.kind, self.itself = len, Cache, self
+
+    options = Options()
+    model = chunked(Function(lambda x, o: x * o.scale), 2)
+    assert torch.equal(model(torch.ones(4, 3), options), torch.full((4, 3), 2.0))
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x * mask
+
+
+def test_keyword_arguments_count_in_the_order_of_the_parameters() -> None:
+    """The batch must not depend on how a caller orders them."""
+    x, mask = torch.randn(4, 3), torch.randn(3)
+    model = chunked(Masked(), 2)
+    assert torch.equal(model(mask=mask, x=x), x * mask)
+    named = chunked(Function(lambda **named: named["x"] * named["mask"]), 2)  # They have no order.
+    assert torch.equal(named(x=x, mask=mask), x * mask)
+
+
 def test_an_input_that_needs_a_gradient_must_not_be_modified_in_place() -> None:
     model = chunked(nn.ReLU(inplace=True), 2)
     x = torch.ones(4, 2, requires_grad=True) * 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from pipekernels import (
+    NoChunk,
     get_device,
     move_to_device,
     parallelize_module,
@@ -142,6 +144,12 @@ def test_move_to_device_copies_only_what_must_move() -> None:
     result = move_to_device((torch.ones(1), log, module), "meta")
     assert result[1] is log
     assert result[2] is module and module.weight.device == CPU
+
+
+def test_what_micro_batches_are_given_whole_moves_too() -> None:
+    marked = NoChunk(torch.ones(2))
+    assert move_to_device(marked, "meta").tensor.device == META
+    assert move_to_device([marked], "cpu")[0] is marked
 
 
 def test_move_to_device_is_differentiable(device: torch.device) -> None:
@@ -298,6 +306,33 @@ def test_the_callers_map_is_not_changed() -> None:
     assert mapping == {"blocks": ["cpu", "cpu"], "": "cpu"} and mapping["blocks"] is value
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_what_a_caller_may_pass_can_be_looked_up(chunks: int) -> None:
+    """Hugging Face's Trainer drops the columns of a data set that the forward does not name."""
+    model = Model()
+    expected = inspect.signature(model.forward)
+    for module in (model, copy.deepcopy(model)):
+        parallelize_pipeline(module, {"": "cpu"}, chunks=chunks)
+        assert inspect.signature(module.forward) == expected
+
+
+class Counter(nn.Module):
+    """Moves more than parameters and buffers, as torchmetrics' metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        self.count = fn(self.count)
+        return super()._apply(fn)
+
+
+def test_a_module_that_moves_itself() -> None:
+    model = parallelize_pipeline(nn.Sequential(nn.Linear(2, 2), Counter()), {"1": "meta"})
+    assert model[1].count.device == META and model[0].weight.device == CPU
+
+
 # ---- and back ----
 
 
@@ -427,9 +462,14 @@ def held_twice() -> nn.Module:
     return nn.Sequential(act, nn.Linear(3, 3), act)
 
 
+def scripted() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)))
+
+
 @pytest.mark.parametrize(
     ("build", "mapping", "options", "error", "message"),
     [
+        (scripted, {"": "meta", "1": "meta"}, {}, TypeError, "Module takes no hooks.*place the"),
         (Model, {"haed": "cpu"}, {}, ValueError, "names 'haed', and the model has no such module"),
         (Model, {"head.scale": "cpu"}, {}, ValueError, "names 'head.scale'"),
         (Model, {"head": ("cpu",)}, {}, ValueError, "'head' is mapped to 1 devices.*a pair"),
@@ -457,6 +497,11 @@ def test_errors_change_nothing(
         parallelize_pipeline(model, mapping, **options)
     assert [snapshot(module) for module in model.modules()] == before
     assert {tensor.device for tensor in model.state_dict().values()} == {CPU}
+
+
+def test_a_model_that_is_no_module() -> None:
+    with pytest.raises(TypeError, match="model must be an nn.Module, not function"):
+        parallelize_pipeline(lambda x: x, {"": "cpu"})
 
 
 def test_tied_weights_on_one_device() -> None:

@@ -14,6 +14,10 @@ from pipekernels.pipeline.nested import leaves, map_leaves
 from pipekernels.pipeline.structure import NoChunk
 
 
+DEPTH = 4
+"""How far down tensors are looked for in an object that is no container: a cache may have layers."""
+
+
 def forward_in_chunks(
     module: nn.Module,
     forward: Callable[..., Any],
@@ -21,12 +25,14 @@ def forward_in_chunks(
     kwargs: Mapping[str, Any],
     *,
     chunks: int,
+    order: Sequence[str] = (),
 ) -> Any:
     """``forward(*args, **kwargs)``, from ``min(chunks, batch)`` calls on micro-batches.
 
     The batch is dimension 0 of the first tensor among the arguments that has a dimension. Every
     tensor of that size in dimension 0 is split, nested ones too; every call gets the rest
-    unchanged, and the tensor in a ``NoChunk`` whole. With a single micro-batch, or without such a tensor, ``forward`` is simply called.
+    unchanged, and the tensor in a ``NoChunk`` whole. With a single micro-batch, or without such a
+    tensor, ``forward`` is simply called.
 
     Otherwise results are joined: tensors along dimension 0, where each brings the rows of its
     micro-batch or a multiple of them; an object that all calls return, or hashable ones that are
@@ -38,12 +44,14 @@ def forward_in_chunks(
         args: positional arguments.
         kwargs: keyword arguments.
         chunks: the most micro-batches; their sizes differ by at most one.
+        order: names of keyword arguments that come first, however the caller orders them.
 
     Raises:
-        TypeError: an argument holds tensors but is neither a tensor nor a known container.
+        TypeError: an argument holds tensors, from the beginning or since a micro-batch, but is
+            neither a tensor nor a known container.
         ValueError: results that cannot be joined.
     """
-    inputs = (tuple(args), dict(kwargs))
+    inputs = (tuple(args), {name: kwargs[name] for name in order if name in kwargs} | dict(kwargs))
     found = leaves(inputs)
     tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     batch = tensors[0].size(0) if tensors else 0
@@ -52,12 +60,12 @@ def forward_in_chunks(
         if len(sizes) == 1:
             whole_args, whole_kwargs = _micro_batch(inputs, {}, 0)
             return forward(*whole_args, **whole_kwargs)
-        for leaf in found:
-            _deny_opaque(leaf)
         # By identity: attention layers ask whether query and key are one object.
         parts = {id(t): t.split(sizes) for t in tensors if t.size(0) == batch}
         results = []
         for m in range(len(sizes)):
+            for leaf in found:
+                _deny_opaque(leaf)
             part_args, part_kwargs = _micro_batch(inputs, parts, m)
             results.append(forward(*part_args, **part_kwargs))
     return map_leaves(lambda *pieces: _join(pieces, sizes), *results)
@@ -73,11 +81,26 @@ def _micro_batch(inputs: Any, parts: Mapping[int, Sequence[torch.Tensor]], m: in
 
 
 def _deny_opaque(leaf: Any) -> None:
-    if hasattr(leaf, "to") and not isinstance(leaf, (torch.Tensor, nn.Module)):
+    if isinstance(leaf, (torch.Tensor, NoChunk, nn.Module)):
+        return
+    if hasattr(leaf, "to") or _holds_tensors(leaf, DEPTH):
         raise TypeError(
             f"an argument of type {type(leaf).__name__} cannot be split into micro-batches; pass "
             "its tensors, in tuples, lists, dicts or dataclasses, or use chunks=1"
         )
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    """Whether an attribute of an object does, as of a key-value cache, or of an object in one."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    return any(
+        _holds_tensors(inner, depth - 1)
+        for attribute in vars(value).values()
+        for inner in leaves(attribute)
+    )
 
 
 def _join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -93,7 +116,8 @@ def _join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     types = ", ".join(sorted({type(piece).__name__ for piece in pieces}))
     raise ValueError(
         f"the module's results cannot be joined: its micro-batches returned different objects of "
-        f"type {types} at the same place; return tensors, or the same object for all micro-batches"
+        f"type {types} at the same place; return tensors, or the same object for all micro-batches "
+        "(a cache can often be switched off, as by use_cache=False)"
     )
 
 

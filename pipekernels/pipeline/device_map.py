@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from pipekernels.ops.streams import has_streams
 from pipekernels.pipeline.chunked import forward_in_chunks
 from pipekernels.pipeline.nested import map_leaves
 from pipekernels.pipeline.override import Override
+from pipekernels.pipeline.structure import NoChunk
 
 Device = torch.device | str | int
 Placement = Device | tuple[Device, Device] | list[Device]
@@ -65,6 +67,9 @@ def _moved(device: torch.device, leaf: Any) -> Any:
         if on_edge and leaf.device != device and leaf.layout is torch.strided:
             return p2p_copy(leaf, device)
         return leaf.to(device)
+    if isinstance(leaf, NoChunk):
+        tensor = _moved(device, leaf.tensor)
+        return leaf if tensor is leaf.tensor else NoChunk(tensor)
     if hasattr(leaf, "to") and not isinstance(leaf, nn.Module):
         return leaf.to(device)
     return leaf
@@ -118,13 +123,15 @@ def parallelize_pipeline(
     ``.item()`` does, or on CPUs alone, where ``Pipe`` has lanes.
 
     What is split is dimension 0 of the first tensor among the arguments and of every other tensor
-    of that size there, nested ones too; all else is given to each micro-batch unchanged. A tensor
-    that is not to be split although its size agrees, such as a square mask, gets a leading
-    dimension of 1.
+    of that size there, nested ones too; all else is given to each micro-batch unchanged. Keyword
+    arguments count in the order of the forward's parameters. A tensor that is not to be split
+    although its size agrees, such as a square mask, is given as ``NoChunk(tensor)``, or with a
+    leading dimension of 1.
 
     The model may return tensors with the batch, or a multiple of it (``[batch * tokens, ...]``), in
     dimension 0, in any nesting; they are concatenated. Objects that are no tensors must be equal
-    for all micro-batches. A mean over the batch, such as a loss, is that of a micro-batch inside
+    for all micro-batches. So a model cannot be given, nor return, a cache of the keys and values of
+    its batch (``use_cache=False`` for those of Hugging Face). A mean over the batch, such as a loss, is that of a micro-batch inside
     the model, and scalars are refused: compute it outside. Layers that look across the batch see
     micro-batches; :func:`pipekernels.batchnorm.convert_deferred_batch_norm` first keeps BatchNorm's
     running statistics those of the whole batch. Gradients are the unwrapped model's. An input that requires a gradient
@@ -141,26 +148,33 @@ def parallelize_pipeline(
         ValueError: a name that the model does not have, or two names of one module; a value that is
             neither a device nor a pair; a parameter or buffer shared by modules on different
             devices; ``chunks`` below 1. Nothing has been changed then.
+        TypeError: ``model`` is no ``nn.Module``, or a module to be placed a ``ScriptModule``.
         RuntimeError: ``model`` or a module in it is parallelized already.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be an integer of at least 1")
     modules = dict(model.named_modules(remove_duplicate=False))
     placed = {name: _pair(name, value) for name, value in module_to_device.items()}
     _check(modules, placed)
     called = _called(modules, placed)
+    _deny_scripted(called)
     homes = _homes(modules, placed)
     _deny_sharing_across_devices(modules, homes)
     for name, module in modules.items():
         home = homes[name]
         if home is not None:
             # Its own tensors only: with the root, the whole model would go to one device first.
-            module._apply(lambda tensor, home=home: tensor.to(home), recurse=False)
+            # One that overrides this need not know recurse, and needs it only with modules inside.
+            recurse = {"recurse": False} if module._modules else {}
+            module._apply(lambda tensor, home=home: tensor.to(home), **recurse)
     for module, (processing, output) in called.items():
         _attach(module, processing, output)
     if chunks > 1:
         undo = vars(model).setdefault(_UNDO, [])
-        undo.append(Override(model, "forward", partial(forward_in_chunks, chunks=chunks)))
+        in_chunks = partial(forward_in_chunks, chunks=chunks, order=_parameters(model.forward))
+        undo.append(Override(model, "forward", in_chunks))
     return model
 
 
@@ -225,6 +239,22 @@ def _called(
                 f"{called[module]}; a module has one place"
             )
     return called
+
+
+def _deny_scripted(called: Iterable[nn.Module]) -> None:
+    for module in called:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"a {type(module).__name__} takes no hooks, so nothing can follow it to its device; "
+                "place the module that it was made from, or one that calls it"
+            )
+
+
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(forward).parameters)
+    except ValueError:  # One that is not written in Python may have none.
+        return ()
 
 
 def _homes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,13 @@ class Override:
             # Not a bound method: torch.compile would look its name up again, and find this object.
             original = partial(getattr(type(module), self._name), module)
         return self._function(module, original, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The original's: callers such as Hugging Face's Trainer look up what they may pass."""
+        module = self._owner()
+        original = self._former or getattr(type(module), self._name).__get__(module)
+        return inspect.signature(original)
 
     def remove(self) -> None:
         module = self._owner()
