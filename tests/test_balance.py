@@ -380,6 +380,11 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
         ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
         ({"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
         ({"sample": ()}, TypeError, "not an empty tuple"),
+        (
+            {"module": nn.Sequential(nn.ReLU(), nn.Linear(2, 2, device="meta"))},
+            ValueError,
+            "layer 1 has weights on the meta device.*to_empty",
+        ),
     ],
 )
 def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -10,7 +10,8 @@ The interface is fairscale's and torchgpipe's::
     pipe = Pipe(module, balance, chunks=8)
 
 Profiling leaves the module as it is: parameters and their ``.grad``, buffers, training mode, devices;
-and the state of torch's random number generators. It runs copies of the layers, one at a time.
+and the state of torch's random number generators. It runs copies of the layers, one at a time. Layers
+with collectives cannot be measured: balance first, then shard them.
 """
 
 from __future__ import annotations

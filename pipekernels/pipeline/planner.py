@@ -16,7 +16,7 @@ from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.lanes import intra_op_threads
-from pipekernels.pipeline.partition import check_partitions, cuts, layers
+from pipekernels.pipeline.partition import cuts, layers
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.profile import (
     Device,
@@ -163,6 +163,9 @@ def plan_pipeline(
       thread, or splits GPipe's backwards, where that is faster;
     * skips and messages under way between lanes, and the allocator's rounding.
 
+    Layers with collectives cannot be measured: ranks would run them a different number of times. So
+    plan first, then ``tensor_parallelize``.
+
     Memory is an estimate from above: stages of one device are taken to reach their peaks at the
     same time, gradients of parameters to be there from the start, and what two stages share, an
     activation or a parameter, counts twice.
@@ -183,15 +186,28 @@ def plan_pipeline(
         timeout: seconds to spend on timing layers.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
-        ValueError: an argument is out of its range, there are fewer layers than devices, or nothing
-            fits into ``memory_limit``; then the error names the smallest peak found.
+        TypeError: ``module`` is no ``nn.Sequential``, there is no tensor in ``sample``, or
+            ``devices`` or ``schedules`` is a single name.
+        ValueError: an argument is out of its range, there are fewer layers than devices, weights are
+            on the meta device, or nothing fits into ``memory_limit``; then the error names the
+            smallest peak found.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+    for name, names in (("devices", devices), ("schedules", schedules)):
+        if isinstance(names, str):
+            raise TypeError(f"{name} is {names!r}; give a list, such as [{names!r}]")
     batch = batch_size(sample)
     chosen = _devices(devices, len(layers(module)))
-    check_partitions(len(layers(module)), len(chosen))
+    if not 1 <= len(chosen) <= len(layers(module)):
+        raise ValueError(
+            f"there are {len(chosen)} devices for {len(layers(module))} layers; give at least one "
+            "device, and at most one per layer"
+        )
+    if memory_limit is not None and not (
+        isinstance(memory_limit, (int, float)) and memory_limit > 0
+    ):
+        raise ValueError(f"memory_limit is {memory_limit!r}; it must be a positive number of bytes")
     if max_chunks is None:
         max_chunks = CHUNKS_PER_LANE * len(chosen)
     if max_chunks < 1 or batch < 1:
@@ -236,8 +252,8 @@ def settings(
                     found.append(setting)
     if not found:
         raise ValueError(
-            f"no schedule is left to choose from for {layers} layers on {lanes} lanes; "
-            f"take some of {', '.join(SCHEDULES)}"
+            f"no schedule is left to choose from for {layers} layers on {lanes} lanes; take some of "
+            f"{', '.join(SCHEDULES)}, of which 'interleaved' needs {STAGES_PER_LANE} layers per lane"
         )
     return found
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -260,7 +260,13 @@ def _chain(module: nn.Sequential, sample: Any, device: torch.device) -> Iterator
     skips: dict[Key, Any] = {}
     # A namespace is the same for all layers that use it, so it must not be copied with each.
     namespaces = {ns for layer in layers(module) for ns, _ in _skips(layer, "stashable")}
-    for layer in layers(module):
+    for index, layer in enumerate(layers(module)):
+        weights = chain(layer.parameters(), layer.buffers())
+        if device.type != "meta" and any(tensor.is_meta for tensor in weights):
+            raise ValueError(
+                f"layer {index} has weights on the meta device, which are nothing to measure on "
+                f"{device}; give them memory first (module.to_empty(device=...)) and some values"
+            )
         duplicate = copy.deepcopy(layer, {id(ns): ns for ns in namespaces}).to(device)
         if not module.training:
             duplicate.train()
