@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, reference
+from pipekernels import (
+    CollectiveBarrier,
+    ColumnParallelLinear,
+    Communicator,
+    RowParallelLinear,
+    reference,
+)
 from pipekernels.ops.tensor_parallel import reduce_from_ranks, row_linear
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -157,6 +164,30 @@ def test_column_parallel(
             close(layer.bias.grad, part(exact, 0, comm), part(magnitude, 0, comm), case.rows)
 
     run_threads(world_size, on(device, on_rank))
+
+
+def test_what_the_rust_layer_documents() -> None:
+    """Rust's RowParallelLinear: Y_t = X_t W_t, then an all-reduce; grad_X_t = grad_Y W_t^T, with no
+    collective, so that a rank whose peers have left can go through its backward."""
+    case = Case(torch.float64)
+    barrier = CollectiveBarrier(2)
+
+    def forward(rank: int) -> tuple[RowParallelLinear, Tensor, Tensor]:
+        layer = RowParallelLinear.from_linear(case.linear, barrier.communicator(rank))
+        assert (layer.rank, layer.world_size) == (rank, 2)
+        x = part(case.x, -1, layer.comm).clone().requires_grad_()
+        return layer, x, layer(x)
+
+    with ThreadPoolExecutor(2) as ranks:
+        (layer, x, y), (other, _, same) = ranks.map(forward, range(2))
+    assert torch.equal(y, same)
+    close(y, case.y, case.y_magnitude, IN + 2)
+    other.comm.close()
+    y.backward(case.grad)
+    expected = case.grad @ layer.weight
+    close(x.grad, expected, case.grad.abs() @ layer.weight.abs(), 2 * OUT)
+    assert torch.equal(torch.cat([layer.weight, other.weight], 1), case.linear.weight)
+    assert torch.equal(layer.bias, case.linear.bias)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3), (2, 0, 3)])

@@ -43,6 +43,7 @@ def test_every_section_has_a_program() -> None:
         "torch.distributed.pipeline.sync.Pipe": 2,
         "Device maps": 1,
         "Stage objects": 1,
+        "Row-parallel layers": 1,
         "SPMD pipelines": 1,
     }
 
@@ -53,7 +54,10 @@ def test_names_that_others_turn_into(name: str) -> None:
 
 
 # An SPMD program needs ranks; test_spmd.py has them.
-@pytest.mark.parametrize("title", [title for title in SECTIONS if title != "SPMD pipelines"])
+OF_A_PIPE = [title for title in SECTIONS if title not in ("SPMD pipelines", "Row-parallel layers")]
+
+
+@pytest.mark.parametrize("title", OF_A_PIPE)
 def test_programs_give_what_the_plain_model_gives(title: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4).double() for _ in range(4)]
@@ -63,6 +67,15 @@ def test_programs_give_what_the_plain_model_gives(title: str, tmp_path: Path) ->
     expected = names["model"](names["input"])
     output = run(programs(title)[0], names, tmp_path)["output"]
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+
+
+def test_a_row_parallel_layer_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(5, 3).double()
+    names = {"linear": linear, "input": torch.randn(4, 5, dtype=torch.float64)}
+    done = run(programs("Row-parallel layers")[0], names, tmp_path)
+    assert torch.equal(done["output"], done["the_same"])
+    torch.testing.assert_close(done["output"], linear(names["input"]), rtol=0, atol=1e-12)
 
 
 def test_state_dicts_whose_layers_are_numbered_by_stage(tmp_path: Path) -> None:
