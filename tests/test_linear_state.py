@@ -73,6 +73,8 @@ def test_full_state_dict_round_trip(world_size: int, device: torch.device) -> No
         other.load_state_dict(state, assign=True)
         assert torch.equal(other[0].weight, model[0].weight)
         assert other[0].weight.untyped_storage().nbytes() == other[0].weight.nbytes
+        with pytest.raises(RuntimeError, match="0.weight"):
+            model.load_state_dict({**state, "0.weight": 3})
         wrong = {**state, "0.weight": torch.zeros(IN + 1, 5)}
         with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
             model.load_state_dict(wrong)

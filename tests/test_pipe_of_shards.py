@@ -32,9 +32,7 @@ def pipe_on_rank(comm: Communicator, schedule: str | None) -> None:
     Pace.choose = unlike_the_other_rank  # type: ignore[method-assign]
     torch.manual_seed(0)
     sharded = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).double()
-    pipe = Pipe(
-        tensor_parallelize(sharded, PLAN, comm), [2, 2, 2], devices=["cpu"] * 3, chunks=6
-    )
+    pipe = Pipe(tensor_parallelize(sharded, PLAN, comm), [2, 2, 2], devices=["cpu"] * 3, chunks=6)
     for _ in range(5):
         pipe.zero_grad()
         if schedule is None:

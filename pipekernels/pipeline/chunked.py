@@ -13,7 +13,6 @@ from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.nested import leaves, map_leaves
 from pipekernels.pipeline.structure import NoChunk
 
-
 DEPTH = 4
 """How far down tensors are looked for in an object that is no container: a cache may have layers."""
 

@@ -277,8 +277,8 @@ def _check_module(module: object, what: str) -> None:
 
 
 def _check_count(num_microbatches: object) -> None:
-    is_integer = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
-    if not is_integer or num_microbatches < 1:
+    m = num_microbatches
+    if isinstance(m, bool) or not isinstance(m, int) or m < 1:
         raise ValueError(
             f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1"
         )

@@ -151,7 +151,7 @@ class _ShardedLinear(nn.Module):
         # Replacing entries is safe: load_state_dict hands every module a dict of its own.
         for name in self._shard_dims:
             value = state_dict.get(prefix + name)
-            if value is not None and tuple(value.shape) == self._full_shape(name):
+            if isinstance(value, Tensor) and tuple(value.shape) == self._full_shape(name):
                 state_dict[prefix + name] = self._shard(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

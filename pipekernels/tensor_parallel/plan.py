@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -34,6 +34,10 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     In evaluation mode PyTorch's ``nn.TransformerEncoderLayer`` hands the weights of its layers to
     one kernel; where some of them are replaced, it calls them in all modes.
 
+    Gradients of parameters that are not sharded are whole on every rank. So a norm over all gradients,
+    as ``torch.nn.utils.clip_grad_norm_`` takes it, differs between ranks, which would then scale
+    those parameters differently: add the squares of the sharded ones up over the ranks first.
+
     Args:
         model: the full model, the same on every rank; any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
@@ -58,7 +62,7 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
             raise ValueError(f"plan[{pattern!r}] must be 'column' or 'row', got {kind!r}")
     kinds = _match(model, plan)
     _check_sharing(model, kinds)
-    sharded = {layer: KINDS[kind].from_linear(layer, comm) for layer, kind in kinds.items()}
+    sharded = {layer: _shard(layer, *kind, comm) for layer, kind in kinds.items()}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, nn.Linear) and child in sharded:
@@ -67,9 +71,16 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     return model
 
 
-def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, str]:
-    """The layers to replace, and by what."""
-    kinds: dict[nn.Linear, str] = {}
+def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Module:
+    try:
+        return KINDS[kind].from_linear(layer, comm)
+    except ValueError as error:
+        raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
+
+
+def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, tuple[str, str]]:
+    """The layers to replace, each with its name and what it becomes."""
+    kinds: dict[nn.Linear, tuple[str, str]] = {}
     unused = set(plan)
     for name, module in model.named_modules(remove_duplicate=False):
         for pattern, kind in plan.items():
@@ -92,8 +103,9 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, str]:
                     f"{pattern!r} matches {name!r}, which has {more}; a shard would lose that, so "
                     f"{REMEDY}"
                 )
-            if kinds.setdefault(module, kind) != kind:
-                raise ValueError(f"the plan makes {name!r} both {kinds[module]!r} and {kind!r}")
+            known = kinds.setdefault(module, (name, kind))[1]
+            if known != kind:
+                raise ValueError(f"the plan makes {name!r} both {known!r} and {kind!r}")
     if unused:
         raise ValueError(
             f"no module's name matches {', '.join(map(repr, sorted(unused)))}; see the names in "
@@ -114,7 +126,7 @@ def _call_the_layers(model: nn.Module, sharded: set[nn.Module]) -> None:
             module.use_nested_tensor = False  # Only that kernel takes nested ones.
 
 
-def _check_sharing(model: nn.Module, kinds: dict[nn.Linear, str]) -> None:
+def _check_sharing(model: nn.Module, sharded: Container[nn.Module]) -> None:
     """A weight that another module uses as well, as tied embeddings do, cannot be cut up for one."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -122,7 +134,7 @@ def _check_sharing(model: nn.Module, kinds: dict[nn.Linear, str]) -> None:
             owners.setdefault(parameter, []).append((name, module))
     for using in owners.values():
         names = [name for name, _ in using]
-        if len(using) > 1 and any(module in kinds for _, module in using):
+        if len(using) > 1 and any(module in sharded for _, module in using):
             raise ValueError(
                 f"{' and '.join(map(repr, names))} share a parameter; untie them first"
             )
