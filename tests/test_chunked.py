@@ -201,6 +201,17 @@ def test_an_argument_that_cannot_be_split() -> None:
         model(torch.ones(2, 1), packed)
 
 
+class Columns(dict):
+    """Of a class of its own, as data loaders make them."""
+
+
+def test_dicts_of_any_class_are_split_and_joined() -> None:
+    model = chunked(Function(lambda columns: Columns(y=columns["x"] * columns["w"])), 2)
+    x, w = torch.randn(5, 2), torch.randn(5, 1)
+    output = model(Columns(x=x, w=w))
+    assert type(output) is Columns and torch.equal(output["y"], x * w)
+
+
 class Layer:
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None

@@ -42,6 +42,14 @@ _pytree.register_pytree_node(
 )
 
 
+class Options(dict):
+    """Of a class that pytree does not know, and whose constructor takes something else."""
+
+    def __init__(self, a: object, **rest: object) -> None:
+        super().__init__(a=a, **rest)
+        self.note = "kept"
+
+
 def double(leaf: object) -> object:
     return leaf * 2 if isinstance(leaf, int) else leaf
 
@@ -59,6 +67,7 @@ def double(leaf: object) -> object:
         (Plain(Plain([1])), Plain(Plain([2]))),
         (Slotted(1), Slotted(2)),
         (Output(a=1, b=(2,)), Output(a=2, b=(4,))),
+        (Options(1, b=[2]), Options(2, b=[4])),
         ((), ()),
     ],
 )
@@ -75,9 +84,20 @@ def test_dataclasses_are_rebuilt_without_their_constructor() -> None:
     assert value.x == [1] and value.total == 7
 
 
-@pytest.mark.parametrize("value", [["a"], {"k": [()]}, Plain("a"), Point("x", ["y"]), [], "text"])
+@pytest.mark.parametrize(
+    "value", [["a"], {"k": [()]}, Options("a"), Plain("a"), Point("x", ["y"]), [], "text"]
+)
 def test_what_does_not_change_is_not_copied(value: object) -> None:
     assert map_leaves(double, value) is value
+
+
+def test_dicts_of_any_class_keep_their_attributes_and_are_walked_together() -> None:
+    value = Options(1)
+    value.note = "mine"
+    result = map_leaves(lambda *row: row, value, Options(2))
+    assert type(result) is Options and result == {"a": (1, 2)} and result.note == "mine"
+    assert value == {"a": 1}
+    assert map_leaves(lambda *row: row, value, Options(2, b=3)) == (value, Options(2, b=3))
 
 
 def test_only_the_containers_on_the_way_to_a_change_are_copied() -> None:

@@ -50,8 +50,8 @@ def get_device(device: Device) -> torch.device:
 def move_to_device(data: Any, device: Device) -> Any:
     """``data`` with every tensor in it on ``device``, differentiably.
 
-    Tuples, lists, dicts, dataclasses and containers that torch's pytree knows are rebuilt around
-    the copies; where nothing is to be moved, they are returned themselves. Objects of other kinds
+    Tuples, lists, dicts of any class, dataclasses and containers that torch's pytree knows are
+    rebuilt around the copies; where nothing is to be moved, they are returned themselves. Objects of other kinds
     with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by it; all
     else, modules included, stays as it is.
 

@@ -16,9 +16,9 @@ def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
     """``value`` with each of its leaves replaced by ``function(leaf, *leaves)``, where ``leaves``
     are those at the same place in ``others``.
 
-    Containers are dataclasses and what torch's pytree knows: tuples, named tuples, lists, dicts,
-    and the classes that libraries register there, such as the model outputs of Hugging Face. All
-    else is a leaf.
+    Containers are dataclasses, dicts of any class, and what torch's pytree knows: tuples, named
+    tuples, lists, and the classes that libraries register there, such as the model outputs of
+    Hugging Face. All else is a leaf.
 
     A container none of whose leaves changes is returned itself, not a copy: a module may be given a
     list to append to.
@@ -58,8 +58,9 @@ def _mapped(function: Callable[..., Any], value: Any, others: Sequence[Any]) -> 
             if not any(changed for _, changed in mapped):
                 return value, False
             return tree_unflatten([new for new, _ in mapped], spec), True
-        if _are_alike_dataclasses(value, others):
-            return _with_fields_mapped(function, value, others)
+        entries = _entries_of_alike(value, others)
+        if entries is not None:
+            return _with_entries_mapped(function, value, entries)
     new = function(value, *others)
     return new, new is not value
 
@@ -75,27 +76,40 @@ def _one_level(value: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(value, is_leaf=inside)
 
 
-def _are_alike_dataclasses(value: Any, others: Sequence[Any]) -> bool:
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and all(type(other) is type(value) for other in others)
-    )
+def _entries(value: Any) -> dict[Any, Any] | None:
+    """The fields of a dataclass, or the items of a dict of a class that pytree does not know."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value if isinstance(value, dict) else None
 
 
-def _with_fields_mapped(
-    function: Callable[..., Any], value: Any, others: Sequence[Any]
+def _entries_of_alike(value: Any, others: Sequence[Any]) -> list[dict[Any, Any]] | None:
+    """The entries of ``value`` and of the others; None if it has none, or they are not alike."""
+    found: list[dict[Any, Any]] = []
+    for item in (value, *others):
+        entries = _entries(item) if type(item) is type(value) else None
+        if entries is None or (found and entries.keys() != found[0].keys()):
+            return None
+        found.append(entries)
+    return found
+
+
+def _with_entries_mapped(
+    function: Callable[..., Any], value: Any, entries: Sequence[dict[Any, Any]]
 ) -> tuple[Any, bool]:
     mapped = {}
-    for field in dataclasses.fields(value):
-        row = [getattr(item, field.name) for item in (value, *others)]
-        new, changed = _mapped(function, row[0], row[1:])
+    for key in entries[0]:
+        first, *rest = (item[key] for item in entries)
+        new, changed = _mapped(function, first, rest)
         if changed:
-            mapped[field.name] = new
+            mapped[key] = new
     if not mapped:
         return value, False
-    # Not dataclasses.replace: that runs __init__, which need not take what the fields hold by now.
+    # Not through the constructor, which need not take what there is by now.
     result = copy.copy(value)
-    for name, new in mapped.items():
-        object.__setattr__(result, name, new)  # a frozen one too
+    for key, new in mapped.items():
+        if isinstance(result, dict):
+            result[key] = new
+        else:
+            object.__setattr__(result, key, new)  # A frozen one too.
     return result, True
