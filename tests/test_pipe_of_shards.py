@@ -3,22 +3,47 @@ have to meet in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 import torch
 from ranks import run_processes
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from pipekernels import Communicator, Pipe, tensor_parallelize
 from pipekernels.pipeline.pace import Pace, Way
 
-PLAN = {"[024]": "column", "[135]": "row"}
 
-
-def pipe_on_rank(comm: Communicator, schedule: str | None) -> None:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).double()
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).double()
+
+
+def by_pipekernels(comm: Communicator) -> nn.Sequential:
+    return tensor_parallelize(model(), {"[024]": "column", "[135]": "row"}, comm)
+
+
+def by_torch(comm: Communicator) -> nn.Sequential:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (comm.world_size,))
+    plan = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(6)}
+    return parallelize_module(model(), mesh, plan)
+
+
+def of_this_rank(grad: Tensor) -> Tensor:
+    return grad.to_local() if hasattr(grad, "to_local") else grad
+
+
+def pipe_on_rank(
+    comm: Communicator, shard: Callable[[Communicator], nn.Sequential], schedule: str | None
+) -> None:
+    plain = model()
     x = torch.randn(12, 8, dtype=torch.float64)
     expected = plain(x).square().mean()
     expected.backward()
@@ -30,9 +55,7 @@ def pipe_on_rank(comm: Communicator, schedule: str | None) -> None:
         return ways[comm.rank]
 
     Pace.choose = unlike_the_other_rank  # type: ignore[method-assign]
-    torch.manual_seed(0)
-    sharded = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).double()
-    pipe = Pipe(tensor_parallelize(sharded, PLAN, comm), [2, 2, 2], devices=["cpu"] * 3, chunks=6)
+    pipe = Pipe(shard(comm), [2, 2, 2], devices=["cpu"] * 3, chunks=6)
     for _ in range(5):
         pipe.zero_grad()
         if schedule is None:
@@ -42,11 +65,20 @@ def pipe_on_rank(comm: Communicator, schedule: str | None) -> None:
             loss = pipe.train_step(x, x, lambda y, _: y.square().mean(), schedule=schedule)
         torch.testing.assert_close(loss, expected)
         for i, layer in enumerate(pipe):
-            dim = 0 if i % 2 == 0 else 1
-            own = plain[i].weight.grad.tensor_split(2, dim)[comm.rank]
-            torch.testing.assert_close(layer.weight.grad, own)
+            own = plain[i].weight.grad.tensor_split(2, dim=i % 2)[comm.rank]
+            torch.testing.assert_close(of_this_rank(layer.weight.grad), own)
 
 
-@pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
-def test_a_pipe_of_sharded_layers(schedule: str | None) -> None:
-    run_processes(2, pipe_on_rank, schedule)
+@pytest.mark.parametrize(
+    ("shard", "schedule"),
+    [
+        (by_pipekernels, None),
+        (by_pipekernels, "1f1b"),
+        (by_pipekernels, "zb-h1"),
+        (by_torch, None),
+    ],
+)
+def test_a_pipe_of_sharded_layers(
+    shard: Callable[[Communicator], nn.Sequential], schedule: str | None
+) -> None:
+    run_processes(2, pipe_on_rank, shard, schedule)

@@ -82,7 +82,7 @@ class Engine:
             and not self.graphs
             and len(layers) == len(set(layers))
             # Ranks must call collectives in one order, and lanes know none between stages.
-            and not any(_has_communicator(stage) for stage in partitions)
+            and not any(_has_collectives(stage) for stage in partitions)
         )
         # Forwards that draw random numbers where no lane can see it stay on one thread.
         self.hidden_randomness = False
@@ -175,8 +175,9 @@ class Engine:
         return Run(self, schedule, scatter, wants_grad, structure, parameters, checkpoint)
 
 
-def _has_communicator(stage: nn.Module) -> bool:
-    return any(
+def _has_collectives(stage: nn.Module) -> bool:
+    """Whether a layer has a communicator, or parameters on a mesh (``DTensor``)."""
+    return any(hasattr(parameter, "device_mesh") for parameter in stage.parameters()) or any(
         isinstance(attribute, Communicator)
         for layer in stage.modules()
         for attribute in vars(layer).values()

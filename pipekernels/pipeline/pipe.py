@@ -56,8 +56,9 @@ class Pipe(nn.Module):
     gets random numbers of its own, so results with a fixed seed do not depend on timing and
     recomputation repeats its forward.
 
-    Ranks of a communicator must call its collectives in the same order. So a pipe with a layer that
-    has one, such as a ``RowParallelLinear``, runs on one thread; on CPUs its stages do not overlap.
+    Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its stages
+    do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has parameters
+    that are ``DTensor``. Layers that hide their collectives otherwise do not belong in a pipe on CPUs.
 
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
     threads must not read or change the pipe's parameters.
