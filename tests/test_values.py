@@ -157,3 +157,18 @@ def test_one_micro_batch_still_lists_what_is_no_tensor() -> None:
 
     pipe = Pipe(nn.Sequential(Name()), [1], devices=["cpu"], chunks=1)
     assert pipe(torch.zeros(2, 2))[1:] == (["name"], None)
+
+
+def test_several_arguments_and_a_layer_that_occurs_twice(place: torch.device) -> None:
+    class Difference(nn.Module):
+        def forward(self, a, b):
+            return a - b
+
+    relu, a, b = nn.ReLU(), torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]])
+    pipe = Pipe(nn.Sequential(Difference(), relu, Minus(), relu), [4], devices=[place], chunks=2)
+    assert torch.equal(pipe(a, b), torch.tensor([[0.0], [0.0]]))
+
+
+class Minus(nn.Module):
+    def forward(self, x):
+        return -x

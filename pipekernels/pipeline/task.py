@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels.pipeline import checkpoint
 from pipekernels.pipeline.entry import Entry
+from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.skip import Key, carried, has_skips
 from pipekernels.pipeline.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.structure import Arguments, Structure, take_apart
@@ -275,7 +276,7 @@ class Task:
         for index, stage in self.stages:
             with randomness(index):
                 if isinstance(value, Arguments):
-                    first, *rest = stage.children()
+                    first, *rest = layers(stage)  # children() leaves out a layer's second place
                     value = first(*value.args, **value.kwargs)
                     for layer in rest:
                         value = layer(value)
