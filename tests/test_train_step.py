@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipekernels import Pipe
+from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.schedule import SCHEDULES
 
 LANES: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
@@ -216,7 +217,7 @@ def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch
     ],
 )
 def test_bad_arguments(
-    arguments: dict[str, Any], error: type[Exception], message: str, force_way: Any
+    arguments: dict[str, Any], error: type[Exception], message: str, way: Way
 ) -> None:
     force_way("lanes")
     given: dict[str, Any] = {"target": torch.randn(4, 3).double(), "loss_fn": F.mse_loss}

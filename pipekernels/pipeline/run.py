@@ -56,6 +56,7 @@ class Run:
         parameters: list[StageParameters] | None,
         checkpoint: str,
     ) -> None:
+        lanes = schedule.lanes(len(engine.stages))  # Raises whatever way is taken.
         self.grad = parameters is not None
         self.sizes = scatter.sizes
         self._engine = engine
@@ -112,7 +113,6 @@ class Run:
         # show in the bits.
         self._threads = torch.get_num_threads()
         if engine.may_use_lanes:
-            lanes = schedule.lanes(len(engine.stages))
             self._threads = max(1, self._threads // min(lanes, micro_batches))
         # The last attribute, so that it outlives the tapes: with its end it takes back what they used.
         self._transport = Transport(engine.with_streams)

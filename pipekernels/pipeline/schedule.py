@@ -177,11 +177,7 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     Raises:
         ValueError: ``stages`` is no multiple of ``lanes``.
     """
-    if lanes < 1 or stages % lanes:
-        raise ValueError(
-            f"{stages} stages cannot be dealt out to {lanes} lanes alike; "
-            "their number must be a multiple of the lanes'"
-        )
+    _check_deal(lanes, stages)
     rounds = stages // lanes  # Stages per lane.
     count = max(1, micro_batches // lanes)
     bounds = [group * micro_batches // count for group in range(count + 1)]
@@ -203,6 +199,14 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
             actions += forwards[warm_up + i : warm_up + i + 1]
         program.append(actions)
     return Program(program)
+
+
+def _check_deal(lanes: int, stages: int) -> None:
+    if lanes < 1 or stages % lanes:
+        raise ValueError(
+            f"{stages} stages cannot be dealt out to {lanes} lanes alike; "
+            "their number must be a multiple of the lanes'"
+        )
 
 
 @dataclass(frozen=True)
@@ -238,8 +242,14 @@ class Schedule:
         return self.name == "gpipe"
 
     def lanes(self, stages: int) -> int:
-        """How many lanes run ``stages`` stages."""
-        return min(self.interleave or stages, stages)
+        """How many lanes run ``stages`` stages.
+
+        Raises:
+            ValueError: the stages cannot be dealt out to the lanes alike.
+        """
+        lanes = min(self.interleave or stages, stages)
+        _check_deal(lanes, stages)
+        return lanes
 
     def program(self, stages: int, micro_batches: int, *, split: bool = False) -> Program:
         """The program; ``split``: with backwards in two parts."""
