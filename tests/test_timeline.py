@@ -84,3 +84,12 @@ def test_a_timeline_shows_the_time_of_the_device(device: torch.device) -> None:
     slow = [e.end - e.start for e in phase.events if e.action.stage == 0]
     assert len(slow) == 2 and min(slow) > 0.01
     assert phase.makespan >= sum(slow)
+
+
+def test_a_timeline_within_another() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
+    with pipe.timeline() as outer:
+        with pipe.timeline() as inner:
+            pipe(torch.ones(1, 2))
+        pipe(torch.ones(1, 2))
+    assert len(inner.phases) == len(outer.phases) == 1

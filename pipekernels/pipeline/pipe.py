@@ -235,13 +235,14 @@ class Pipe(nn.Module):
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """Record what runs when, on which stage, while the body runs."""
+        """Record what runs when, on which stage, while the body runs. A timeline around this one
+        does not record meanwhile."""
         timeline = Timeline()
-        self._engine.timeline = timeline
+        outer, self._engine.timeline = self._engine.timeline, timeline
         try:
             yield timeline
         finally:
-            self._engine.timeline = None
+            self._engine.timeline = outer
 
     def to_sequential(self) -> nn.Sequential:
         """The wrapped model again: its layers, under their own names, on the devices where they are
