@@ -11,12 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from pipekernels import Pipe
+from pipekernels.pipeline import lanes
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.pace import Way
 
@@ -239,3 +241,33 @@ def test_intra_op_threads_are_given_back() -> None:
         assert torch.get_num_threads() == before + 1
         raise KeyError
     assert torch.get_num_threads() == before
+
+
+def test_ctrl_c_while_work_is_handed_out(
+    force_way: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_way("lanes")
+    submit, calls = lanes._Worker.submit, []
+
+    def interrupted(self: lanes._Worker, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        submit(self, *args)
+
+    monkeypatch.setattr(lanes._Worker, "submit", interrupted)
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            pipe(torch.ones(4, 2))
+        except KeyboardInterrupt as error:
+            caught.append(error)
+        pipe(torch.ones(4, 2))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive() and len(caught) == 1

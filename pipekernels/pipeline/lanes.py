@@ -21,18 +21,18 @@ Job = Callable[[], None]
 
 class _Worker:
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Job, list[None], SimpleQueue[None]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Job, set[_Worker], SimpleQueue[None]]] = SimpleQueue()
         threading.Thread(target=self._run, name="pipekernels-lane", daemon=True).start()
 
-    def submit(self, job: Job, ended: list[None], done: SimpleQueue[None]) -> None:
-        """Run ``job``, then add to ``ended`` and put a token on ``done``."""
+    def submit(self, job: Job, ended: set[_Worker], done: SimpleQueue[None]) -> None:
+        """Run ``job``, then add this worker to ``ended`` and put a token on ``done``."""
         self._jobs.put((job, ended, done))
 
     def _run(self) -> None:
         while True:
             job, ended, done = self._jobs.get()
             job()
-            ended.append(None)
+            ended.add(self)
             done.put(None)
             # Nothing of a finished pass may stay alive in a sleeping worker.
             del job, ended, done
@@ -88,8 +88,12 @@ def run_together(
 
     def on_worker(job: Job) -> Job:
         variables = contextvars.copy_context()
+        begun: list[None] = []
 
         def run() -> None:
+            if begun:
+                return
+            begun.append(None)
             # A worker keeps the count: it has no other use. set_num_threads works on the calling
             # thread.
             if torch.get_num_threads() != threads:
@@ -99,21 +103,25 @@ def run_together(
         return run
 
     done: SimpleQueue[None] = SimpleQueue()
-    ended: list[None] = []
-    workers = [_borrow() for _ in jobs[:-1]]
+    ended: set[_Worker] = set()
+    work = [(_borrow(), on_worker(job)) for job in jobs[:-1]]
+
+    def submit_all() -> None:
+        for worker, job in work:
+            worker.submit(job, ended, done)
+
     try:
-        for worker, job in zip(workers, jobs[:-1], strict=True):
-            worker.submit(on_worker(job), ended, done)
+        submit_all()
         with intra_op_threads(threads):
             jobs[-1]()
     except BaseException as error:  # noqa: BLE001 - handed on, after the other jobs have ended
         interrupted(error)
-    # Counted by the workers: an exception may reach this thread between taking a token and counting
-    # it.
-    while len(ended) < len(workers):
+        submit_all()  # Perhaps not all were; none runs twice.
+    # Noted by the workers: an exception may reach this thread between taking a token and noting it.
+    while len(ended) < len(work):
         try:
             done.get()
         except BaseException as error:  # noqa: BLE001
             interrupted(error)
     with _idle_lock:
-        _idle.extend(workers)
+        _idle.extend(worker for worker, _ in work)
