@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipekernels import Pipe
 from pipekernels.pipeline.pace import Way
@@ -142,3 +144,59 @@ def test_task_seeds_differ() -> None:
     assert len(seeds) == 64 * 256
     # torch's CPU generator looks at 32 bits of a seed.
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 64 * 256
+
+
+class Recomputed(nn.Module):
+    """Checkpoints itself."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.layers(x)
+        return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: bool) -> None:
+    """They read and set the state of the process's generator, so they stay on one thread."""
+    module = nn.Sequential(nn.Linear(8, 8), Recomputed(use_reentrant), Recomputed(use_reentrant))
+    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        pipe.zero_grad()
+        pipe(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    runs = [gradients()]
+    assert pipe._engine.hidden_randomness
+    runs += [gradients() for _ in range(8)]
+    for layer in module[1:]:
+        layer.use_reentrant = None
+    expected = gradients()
+    for run in runs:
+        assert all(torch.equal(a, b) for a, b in zip(run, expected, strict=True))
+
+
+def test_a_pipe_within_a_pipe() -> None:
+    def work() -> None:
+        inner = Pipe(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), [2, 1],
+            devices=["cpu"] * 2, chunks=2,
+        )  # fmt: skip
+        layers = nn.Sequential(nn.Dropout(0.5), inner, nn.Linear(8, 8)).double()
+        outer = Pipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2)
+        runs.extend(results(outer, 3) for _ in range(8))
+        assert outer._engine.hidden_randomness
+
+    runs: list[list[torch.Tensor]] = []
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=60)  # One lock for both: they must not wait for each other.
+    assert len(runs) == 8
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))

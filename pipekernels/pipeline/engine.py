@@ -84,7 +84,7 @@ class Engine:
             # Ranks must call collectives in one order, and lanes know none between stages.
             and not any(_has_collectives(stage) for stage in partitions)
         )
-        # Forwards that draw random numbers where no lane can see it stay on one thread.
+        # Layers that draw random numbers where no lane can see it stay on one thread.
         self.hidden_randomness = False
         self.pace = Pace()
         self.timeline: Timeline | None = None
@@ -149,6 +149,11 @@ class Engine:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         torch.autograd.backward([targets[i] for i in present], [grads[i] for i in present])
         return losses.total()
+
+    def note_hidden_randomness(self) -> None:
+        """Keep to one thread from the next mini-batch on: random numbers are drawn where no lane
+        could keep them apart."""
+        self.hidden_randomness = True
 
     def give_back(self, parameters: list[StageParameters]) -> None:
         """Take over the aliases of a run that has ended."""

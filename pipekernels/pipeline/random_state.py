@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 # One process-wide generator, one lock around every use of it by lanes, whatever pipe they belong
-# to.
-_generator_lock = threading.Lock()
+# to. Reentrant: a function drawn by a pipe inside another is seen by both.
+_generator_lock = threading.RLock()
 
 
 def task_seed(base: int, stage: int, micro_batch: int) -> int:
@@ -122,6 +122,26 @@ class HookWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class DrawWatch(TorchFunctionMode):
+    """Calls ``found`` for every random function that is called meanwhile, on its own thread."""
+
+    def __init__(self, found: Callable[[], None]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        draws = _RANDOM.get(func)
+        if draws is not None and draws(args, kwargs or {}):
+            self._found()
+        return func(*args, **(kwargs or {}))
+
+
 class LaneRandom(HookWatch):
     """Gives the random functions of one task, on its own thread, the stream of numbers that belongs
     to ``seed``.
@@ -184,7 +204,10 @@ class RunRandom:
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
-        self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        # Unseen by a pipe around this one, which takes it for randomness that lanes cannot keep apart,
+        # and rightly: the generator is seeded here without its lock.
+        with torch._C.DisableTorchFunction():
+            self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._seeders = [generator.manual_seed for generator in _generators(devices)]
 
     def inline(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:

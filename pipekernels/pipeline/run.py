@@ -19,7 +19,7 @@ from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
 from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.parameters import StageParameters, accumulated, installed, unique
-from pipekernels.pipeline.random_state import HookWatch, RunRandom, preserved
+from pipekernels.pipeline.random_state import DrawWatch, HookWatch, RunRandom, preserved
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
 from pipekernels.pipeline.skip import Key
@@ -76,6 +76,8 @@ class Run:
         self._key = self._pace_key(schedule)
         # A function, no method: that would keep the run, and its micro-batches, in a reference cycle.
         self._draw: Callable[[Run, int, int], AbstractContextManager[Any]] = Run._inline
+        # Entered where graphs are gone through backwards.
+        self._in_autograd: AbstractContextManager[Any] = nullcontext()
         self._way = self._chosen_way()
         self._tasks: Sequence[Task | GraphedTask] = engine.tasks
         if self._way == "inline" and engine.chain is not None and engine.timeline is None:
@@ -105,8 +107,6 @@ class Run:
         self._homes: dict[tuple[int, int], list[torch.device]] = {}
         self._skip_homes: dict[tuple[Key, int], torch.device] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
-        # Entered where autograd's threads are waited for.
-        self._in_autograd: AbstractContextManager[Any] = nullcontext()
         self._released = False
         self._seconds = 0.0
         # Intra-op threads are shared out alike on lanes and inline, so that the way taken cannot
@@ -305,7 +305,7 @@ class Run:
         with intra_op_threads(self._threads):
             assert self._engine.chain is not None
             grads = [outputs.grads(m) if tape.roots else () for m, tape in enumerate(tapes)]
-            with self._transport.on(self._engine.chain.device):
+            with self._transport.on(self._engine.chain.device), self._in_autograd:
                 results = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
             self._input_grads = results
             if self._homes:
@@ -433,6 +433,9 @@ class Run:
             return "inline"
         if engine.pace.is_new(self._key):
             self._draw = Run._audited
+            # A layer that recomputes its forward puts back the state of the process's generator,
+            # which on lanes would be anybody's.
+            self._in_autograd = DrawWatch(engine.note_hidden_randomness)
         way = engine.pace.choose(self._key, self._ways)
         if engine.hidden_randomness:
             return "inline"
@@ -465,7 +468,7 @@ class Run:
         if watch.saw_tensor_hooks:
             self._may_split = False
         if not watch.saw_everything():
-            self._engine.hidden_randomness = True
+            self._engine.note_hidden_randomness()
 
 
 class _Results:
