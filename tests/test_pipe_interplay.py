@@ -83,3 +83,84 @@ def test_a_thousand_pipes_leave_nothing_behind(way: Way) -> None:
     gc.collect()
     assert not alive
     assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_backward_in_autocast(checkpoint: str, force_way: Callable[[Way], None]) -> None:
+    """It is autocast whatever thread runs it; the forward that it repeats is not."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    x, grads = torch.randn(8, 8), []
+    for way in ("inline", "lanes"):
+        for mode in ("never", checkpoint):
+            force_way(way)
+            pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+            module.zero_grad()
+            loss = pipe(x).square().sum()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss.backward()
+            grads.append([p.grad for p in module.parameters()])
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
+
+
+def test_what_watches_the_caller_sees_everything(way: Way) -> None:
+    module = mlp().float()
+    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    x = torch.randn(6, 4)
+    with FlopCounterMode(display=False) as expected:
+        torch.cat([module(part) for part in x.chunk(2)]).sum().backward()
+    with FlopCounterMode(display=False) as counted:
+        pipe(x).sum().backward()
+    assert counted.get_total_flops() == expected.get_total_flops()
+
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        pytest.skip("torch 2.6 does not tell whether there are hooks on saved tensors")
+    threads: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.cat([module(part) for part in x.chunk(2)])
+        saved = len(threads)
+        pipe(x)
+    assert len(threads) == 2 * saved
+
+
+class Normalised(nn.Linear):
+    """Gives its weight new values in new memory, and reads what its owner has noted there."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data / self.weight.data.norm()
+        return super().forward(input) * self.weight.gain
+
+
+def test_parameters_that_a_layer_changes_and_marks(way: Way) -> None:
+    module = nn.Sequential(Normalised(3, 3), nn.Linear(3, 3)).double()
+    module[0].weight.gain = 2.0
+    reference = copy.deepcopy(module)
+    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2)
+    reference[0].weight.gain = 2.0
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for _ in range(2):
+        for model in (pipe, reference):
+            model(x).square().sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.1 * p.grad)
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
+    assert_same_gradients(module, reference)
+
+
+def test_a_parameter_replaced_before_the_backward(way: Way) -> None:
+    module = mlp()
+    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    loss, old, bias = pipe(torch.randn(6, 4).double()).sum(), module[0].weight, torch.ones(6)
+    module[0].weight = new = nn.Parameter(torch.zeros_like(old))
+    module[0].bias.data = bias.double()
+    loss.backward()
+    assert module[0].weight is new and new.grad is None and old.grad is not None
+    assert torch.equal(module[0].bias, bias.double())

@@ -95,8 +95,6 @@ class Engine:
         # beginning of a backward of this pipe, which gets the lock meanwhile. Other steps do not.
         self.unlocked = _Unlocked(self.lock)
         self._turns = threading.RLock()
-        # Whose aliases are in place, the latest last.
-        self.in_place: list[Sequence[StageParameters]] = []
         self._parameters = [StageParameters(stage) for stage in partitions]
         # Of runs that have ended.
         self._spare: list[list[StageParameters]] = []

@@ -40,7 +40,7 @@ from pipekernels.pipeline.graph_slots import (
     versions_of,
     write,
 )
-from pipekernels.pipeline.parameters import StageParameters
+from pipekernels.pipeline.parameters import StageParameters, installed
 from pipekernels.pipeline.split_backward import WeightBackward
 from pipekernels.pipeline.task import Activation, Grads, Randomness, Tape, Task
 
@@ -264,11 +264,8 @@ class GraphedTask:
 
         def captured() -> tuple[Activation, Activation | None, Tape | None]:
             memory = replace(inputs, tensors=tuple(map(torch.empty_like, inputs.tensors)))
-            leaves.install()
-            try:
+            with installed([leaves]):
                 return memory, *work(memory, _unseeded)
-            finally:
-                leaves.remove()
 
         found = self._graphs.capture(captured, signature)
         if found is None:

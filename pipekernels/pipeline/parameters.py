@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 
 def _make_alias(parameter: nn.Parameter, detached: torch.Tensor) -> nn.Parameter:
-    if type(parameter) is nn.Parameter:
-        return nn.Parameter(detached)
-    alias = detached.requires_grad_()
-    return alias  # type: ignore[return-value]  # a subclass of Parameter keeps its type
+    # A subclass of Parameter keeps its type.
+    plain = type(parameter) is nn.Parameter
+    alias: Any = nn.Parameter(detached) if plain else detached.requires_grad_()
+    alias.__dict__ = parameter.__dict__  # What the user's code has noted there, now and later.
+    return alias
 
 
 def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
@@ -78,37 +80,36 @@ class StageParameters:
                 self.pairs[key] = pair
                 self._slots.append((layer._parameters, name, *pair))
 
+    def found(self) -> list[tuple[nn.Parameter | None, int]]:
+        """What is in the aliases' places, and where the aliases' memory is."""
+        return [(owner.get(name), alias.data_ptr()) for owner, name, _, alias in self._slots]
+
     def install(self) -> None:
         for owner, name, _, alias in self._slots:
             owner[name] = alias
 
-    def remove(self) -> None:
-        for owner, name, parameter, _ in self._slots:
-            owner[name] = parameter
+    def remove(self, found: Sequence[tuple[nn.Parameter | None, int]]) -> None:
+        """Put back what was :meth:`found`."""
+        for (owner, name, parameter, alias), (before, memory) in zip(
+            self._slots, found, strict=True
+        ):
+            owner[name] = before
+            if alias.data_ptr() != memory:
+                parameter.data = alias.data  # A layer has given its parameter other memory.
 
 
 @contextmanager
-def installed(
-    stages: Sequence[StageParameters], in_place: list[Sequence[StageParameters]]
-) -> Iterator[None]:
-    """Have the aliases of all ``stages`` in place while the body runs.
-
-    Args:
-        stages: their parameters.
-        in_place: those that are in place already, the latest last; they come back afterwards.
-    """
-    in_place.append(stages)
+def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
+    """Have the aliases of all ``stages`` in place while the body runs. What was there comes back
+    afterwards: the parameters, aliases of another run, or what the user has put there since."""
+    found = [parameters.found() for parameters in stages]
     try:
         for parameters in stages:
             parameters.install()
         yield
     finally:
-        for parameters in stages:
-            parameters.remove()
-        in_place.pop()
-        if in_place:
-            for parameters in in_place[-1]:
-                parameters.install()
+        for parameters, before in zip(stages, found, strict=True):
+            parameters.remove(before)
 
 
 def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:

@@ -397,7 +397,7 @@ class Run:
         return self._transport.phase() if self._engine.with_streams else nullcontext()
 
     def _installed(self) -> AbstractContextManager[None]:
-        return installed(self._parameters, self._engine.in_place)
+        return installed(self._parameters)
 
     def _note_time(self, seconds: float, *, last: bool) -> None:
         """Add a phase's time; a run that a backward may follow counts together with it."""
