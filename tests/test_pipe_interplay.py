@@ -6,11 +6,13 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from ranks import run_processes
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator, Pipe
 from pipekernels.pipeline.pace import Way

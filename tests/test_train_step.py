@@ -224,3 +224,27 @@ def test_bad_arguments(
     given.update(arguments)
     with pytest.raises(error, match=message):
         pipe_of(model()).train_step(torch.randn(4, 5).double(), **given)
+
+
+class Precise(nn.Linear):
+    """Stays out of autocast, and so should its backward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input.float())
+
+
+def test_backwards_do_without_the_callers_autocast(force_way: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Precise(8, 8), Precise(8, 8))
+    x = torch.randn(8, 8)
+    module(x).square().sum().backward()
+    expected = gradients(module)
+    for way in ("inline", "lanes"):
+        force_way(way)
+        module.zero_grad()
+        pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pipe.train_step(x, None, lambda y: y.square().sum(), loss_reduction="sum")
+        for a, b in zip(gradients(module), expected, strict=True):
+            torch.testing.assert_close(a, b)  # in float32; bfloat16 has 8 bits

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 
 class CallerContext:
@@ -16,11 +18,11 @@ class CallerContext:
 
     def __init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = [
-            (device_type, torch.get_autocast_dtype(device_type))
+        self.autocast = {
+            device_type: torch.get_autocast_dtype(device_type)
             for device_type in ("cpu", "cuda")
             if torch.is_autocast_enabled(device_type)
-        ]
+        }
         self.cache_autocast = torch.is_autocast_cache_enabled()
         device = torch.get_default_device()
         self.default_device = None if device.type == "cpu" else device
@@ -33,8 +35,38 @@ class CallerContext:
                 stack.enter_context(torch.inference_mode())
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
-            for device_type, dtype in self.autocast:
-                stack.enter_context(
-                    torch.autocast(device_type, dtype=dtype, cache_enabled=self.cache_autocast)
-                )
+            for device_type in ("cpu", "cuda"):
+                dtype = self.autocast.get(device_type)
+                if dtype is not None:
+                    stack.enter_context(
+                        torch.autocast(device_type, dtype=dtype, cache_enabled=self.cache_autocast)
+                    )
+                elif torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
             yield
+
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Run the body, on the thread that made this object, without its autocast."""
+        with ExitStack() as stack:
+            for device_type in self.autocast:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            yield
+
+
+# Not in torch 2.6, which does not tell.
+_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def is_observed() -> bool:
+    """Whether the caller has put up something on its thread that is to see all operations, or all that
+    graphs save, and would not see what other threads do: a mode, as for counting operations, or hooks
+    on saved tensors, as for keeping them elsewhere."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._len_torch_function_stack() > 0:
+        # The default device is carried.
+        modes = _get_current_function_mode_stack()
+        if any(not isinstance(mode, DeviceContext) for mode in modes):
+            return True
+    return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is not None

@@ -13,7 +13,7 @@ import torch
 
 from pipekernels.pipeline import executor
 from pipekernels.pipeline.checkpoint import checkpointed
-from pipekernels.pipeline.context import CallerContext
+from pipekernels.pipeline.context import CallerContext, is_observed
 from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
@@ -164,7 +164,8 @@ class Run:
                     self._backward_at_once(outputs, keep_graph)
                 else:
                     backward = partial(self._backward, outputs, keep_graph)
-                    self._execute(self._program.backwards, backward, nullcontext, last=True)
+                    around = nullcontext if self._way == "inline" else CallerContext().applied
+                    self._execute(self._program.backwards, backward, around, last=True)
             if not keep_graph:
                 engine.give_back(self._parameters)
         return results.inputs, results.parameters
@@ -185,6 +186,7 @@ class Run:
         if self._engine.with_streams:
             self._in_autograd = self._engine.unlocked
         with (
+            self._context.without_autocast(),
             self._phase(),
             self._accumulating() as results,
             preserved(self._engine.devices),
@@ -428,7 +430,8 @@ class Run:
     def _chosen_way(self) -> Way:
         """Also decides where random numbers come from: ``_draw``."""
         engine = self._engine
-        self._measured = engine.may_use_lanes and min(len(engine.stages), len(self._scatter)) > 1
+        several = min(len(engine.stages), len(self._scatter)) > 1
+        self._measured = engine.may_use_lanes and several and not is_observed()
         if not self._measured:
             return "inline"
         if engine.pace.is_new(self._key):
