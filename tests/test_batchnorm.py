@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -91,3 +92,26 @@ def test_conversion_keeps_parameters_and_keys_and_refuses_bad_chunks() -> None:
         convert_deferred_batch_norm(module, 0)
     with pytest.raises(ValueError, match="at least 2"):
         DeferredBatchNorm(3)(torch.zeros(3))
+
+
+def test_another_thread_waits_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
+    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
+    x = torch.randn(4, 2)
+    begun = threading.Event()
+    pipe[1].register_forward_hook(
+        lambda *_: begun.set() if threading.current_thread() is other else None
+    )
+    other = threading.Thread(target=pipe, args=(x,))
+    commit = DeferredBatchNorm.commit
+
+    def slow(self: DeferredBatchNorm) -> None:
+        if threading.current_thread() is not other:
+            other.start()
+            assert not begun.wait(1)
+        commit(self)
+
+    monkeypatch.setattr(DeferredBatchNorm, "commit", slow)
+    pipe(x)
+    other.join(timeout=60)
+    assert begun.is_set() and pipe[0].num_batches_tracked == 2

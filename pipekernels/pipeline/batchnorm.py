@@ -3,7 +3,7 @@ into."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,10 +100,11 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 @contextmanager
-def committed(module: nn.Module) -> Iterator[None]:
-    """Commit every DeferredBatchNorm in ``module`` after the body, the forward of one mini-batch,
+def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Commit every DeferredBatchNorm in ``modules`` after the body, the forward of one mini-batch,
     or discard."""
-    norms = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
+    layers = dict.fromkeys(layer for module in modules for layer in module.modules())
+    norms = [layer for layer in layers if isinstance(layer, DeferredBatchNorm)]
     try:
         yield
     except BaseException:

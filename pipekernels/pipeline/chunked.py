@@ -55,7 +55,7 @@ def forward_in_chunks(
     tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     batch = tensors[0].size(0) if tensors else 0
     sizes = micro_batch_sizes(batch, chunks)
-    with committed(module):
+    with committed([module]):
         if len(sizes) == 1:
             whole_args, whole_kwargs = _micro_batch(inputs, {}, 0)
             return forward(*whole_args, **whole_kwargs)

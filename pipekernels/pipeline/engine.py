@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from pipekernels.comm import Communicator
 from pipekernels.ops.graphs import Memory, has_graphs
 from pipekernels.ops.streams import has_streams
+from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.graphs import StageGraphs
 from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.pace import Pace
@@ -42,6 +44,7 @@ class Engine:
         partitions: the stages.
         devices: one per stage.
         cuda_graphs: whether to capture the stages on CUDA devices.
+        deferred_batch_norm: whether there are layers whose statistics are committed per mini-batch.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Engine:
         devices: Sequence[torch.device],
         *,
         cuda_graphs: bool = False,
+        deferred_batch_norm: bool = False,
     ) -> None:
         self.stages = list(partitions)
         self.devices = list(devices)
@@ -86,6 +90,7 @@ class Engine:
         )
         # Layers that draw random numbers where no lane can see it stay on one thread.
         self.hidden_randomness = False
+        self._deferred_batch_norm = deferred_batch_norm
         self.pace = Pace()
         self.timeline: Timeline | None = None
         # Held by one forward or backward at a time: both put the aliases in place and take what
@@ -106,7 +111,7 @@ class Engine:
             batch: the mini-batch and how to cut it up.
             checkpoint: one of ``checkpoint.MODES``.
         """
-        with self.lock:
+        with self.lock, self._committed():
             run = self._start(GPIPE, batch, checkpoint)
             outputs = Outputs(run.sizes, batch.dim)
             if run.grad:
@@ -137,7 +142,7 @@ class Engine:
         Returns:
             The loss, a scalar without a graph.
         """
-        with self._turns, self.lock, torch.enable_grad():
+        with self._turns, self.lock, self._committed(), torch.enable_grad():
             run = self._start(schedule, batch, checkpoint)
             losses = make_losses(run.sizes)
             targets = [*batch.tensors, *unique(self._parameters)]
@@ -157,6 +162,9 @@ class Engine:
         """Take over the aliases of a run that has ended."""
         if self.with_streams:
             self._spare.append(parameters)
+
+    def _committed(self) -> AbstractContextManager[None]:
+        return committed(self.stages) if self._deferred_batch_norm else nullcontext()
 
     def _start(self, schedule: Schedule, batch: Batch, checkpoint: str) -> Run:
         known: Sequence[StageParameters | None] = self._parameters

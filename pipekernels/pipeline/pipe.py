@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pipekernels.pipeline.batchnorm import committed, convert_deferred_batch_norm
+from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
 from pipekernels.pipeline.micro_batch import Batch, Scatter
@@ -140,7 +140,7 @@ class Pipe(nn.Module):
         self.cuda_graphs = bool(cuda_graphs)
         self._deferred_batch_norm = deferred_batch_norm
         self.partitions = nn.ModuleList(partitions)
-        self._engine = Engine(partitions, self.devices, cuda_graphs=self.cuda_graphs)
+        self._engine = self._new_engine()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
@@ -161,8 +161,7 @@ class Pipe(nn.Module):
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ.
         """
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
-        with committed(self) if self._deferred_batch_norm else nullcontext():
-            return self._engine.run(self._batch(value), self._mode())
+        return self._engine.run(self._batch(value), self._mode())
 
     def train_step(
         self,
@@ -221,10 +220,9 @@ class Pipe(nn.Module):
         def losses(sizes: Sequence[int]) -> Losses:
             return Losses(loss_fn, targets, structure, sizes, loss_reduction == "mean")
 
-        with committed(self) if self._deferred_batch_norm else nullcontext():
-            return self._engine.train(
-                batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
-            )
+        return self._engine.train(
+            batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
+        )
 
     def _batch(self, value: Any) -> Batch:
         tensors, structure = take_apart(value, "input")
@@ -340,7 +338,15 @@ class Pipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._engine = Engine(self._partitions(), self.devices, cuda_graphs=self.cuda_graphs)
+        self._engine = self._new_engine()
+
+    def _new_engine(self) -> Engine:
+        return Engine(
+            self._partitions(),
+            self.devices,
+            cuda_graphs=self.cuda_graphs,
+            deferred_batch_norm=self._deferred_batch_norm,
+        )
 
     def _partitions(self) -> Sequence[nn.Sequential]:
         return list(self.partitions)  # type: ignore[arg-type]

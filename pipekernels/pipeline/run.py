@@ -193,7 +193,8 @@ class Run:
             self._installed(),
         ):
             self._execute(self._program, compute, nullcontext, last=True)
-        self._engine.give_back(self._parameters)
+        if self.grad:
+            self._engine.give_back(self._parameters)
         return results.inputs, results.parameters
 
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
