@@ -201,7 +201,8 @@ class Pipe(nn.Module):
         Raises:
             TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or ``loss_fn``
                 returns none.
-            ValueError: an argument is out of its range, batch sizes differ, or the loss is no scalar.
+            ValueError: an argument is out of its range, batch sizes differ, a target was computed
+                with a graph, or the loss is no scalar.
         """
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
@@ -210,6 +211,11 @@ class Pipe(nn.Module):
         targets, structure = None, LONE
         if target is not None:
             tensors, structure = take_apart(target, "target")
+            if any(tensor.grad_fn is not None for tensor in tensors):
+                raise ValueError(
+                    "a target has a graph, which the micro-batches would go through backwards one by "
+                    "one; detach it, or use loss_fn(pipe(input), target).backward()"
+                )
             targets = Scatter(tensors, self.chunks, self.batch_dim, "target")
             if targets.batch != rows:
                 raise ValueError(
