@@ -13,6 +13,7 @@ from torch import nn
 
 from pipekernels import Pipe
 from pipekernels.pipeline import engine
+from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.run import Run
 
 
@@ -139,3 +140,21 @@ def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[Run
     """In which the pipe looks for random numbers that a lane could not keep apart."""
     run_twice("1f1b", torch.device("cpu"))
     assert [run() for run in runs] == [None, None]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_output_keeps_nothing_else_after_its_backward(dim: int, way: Way) -> None:
+    """As the loss of an epoch does that is summed up with its graph."""
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2,
+        batch_dim=dim,
+    )  # fmt: skip
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    pipe[0].register_forward_pre_hook(lambda _, args: tensors.append(weakref.ref(args[0])))
+    x = torch.randn(6, 6, 4)
+    output = pipe(x)
+    grad = torch.ones_like(output)
+    output.backward(grad)
+    assert all(tensor() is None for tensor in tensors)
+    for kept in (x, grad):
+        assert torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == 2

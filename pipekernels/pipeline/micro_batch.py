@@ -74,8 +74,15 @@ class Scatter:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, m: int) -> tuple[torch.Tensor, ...]:
-        return self._parts[m]
+    def elements(self, m: int) -> int:
+        """How many elements micro-batch ``m`` has, in all tensors."""
+        return sum([tensor.numel() for tensor in self._parts[m]])
+
+    def take(self, m: int) -> tuple[torch.Tensor, ...]:
+        """Micro-batch ``m``, once: no reference is kept, as this object lives as long as the
+        output."""
+        part, self._parts[m] = self._parts[m], ()
+        return part
 
 
 class Gather:

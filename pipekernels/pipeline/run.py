@@ -152,10 +152,10 @@ class Run:
                     "the graphs of its stages; pass retain_graph=True to the first"
                 )
             self._released = not keep_graph
-            outputs.set_grads(grads)
             again = any(self._drop)
             with (
                 self._phase(),
+                outputs.given(grads),
                 self._accumulating() as results,
                 preserved(engine.devices) if again else nullcontext(),
                 self._installed() if again else nullcontext(),
@@ -200,7 +200,7 @@ class Run:
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
         _, stage, m = action
         if inputs is None:
-            inputs = Activation(self._scatter[m], self._wants_grad, self._structure)
+            inputs = Activation(self._scatter.take(m), self._wants_grad, self._structure)
             inputs = self._sent(inputs, stage, m)
         task = self._tasks[stage]
         received = {
@@ -417,11 +417,10 @@ class Run:
     def _pace_key(self, schedule: Schedule) -> tuple[Any, ...]:
         """Alike for runs that take about equally long: a micro-batch's size to a factor of two, how
         many there are, and what a task does."""
-        elements = sum([t.numel() for t in self._scatter[0]])
         training = any(stage.training for stage in self._engine.stages)
         return (
             schedule,
-            elements.bit_length(),
+            self._scatter.elements(0).bit_length(),
             len(self._scatter),
             self.grad,
             training,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -70,13 +71,19 @@ class Outputs:
         """The whole output, with ``tensors`` as those that :meth:`take` gave."""
         return merged(self._structures).build(tensors)
 
-    def set_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Give the gradients of the whole outputs, None for one that nobody differentiated."""
+    @contextmanager
+    def given(self, grads: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Have the gradients of the whole outputs in the body, None for one that nobody
+        differentiated."""
         parts = [
             [None] * len(self._sizes) if grad is None else gather.slices(grad)
             for gather, grad in zip(self._gathers, grads, strict=True)
         ]
         self._grads = list(zip(*parts, strict=True))
+        try:
+            yield
+        finally:
+            self._grads = []
 
     def grads(self, m: int) -> Grads:
         return self._grads[m]
@@ -129,7 +136,7 @@ class Losses:
         arguments = [outputs.structure.build(tensors)]
         if self._targets is not None:
             device = outputs.tensors[0].device
-            parts: Sequence[torch.Tensor] = self._targets[m]
+            parts: Sequence[torch.Tensor] = self._targets.take(m)
             if any(part.device != device for part in parts):
                 parts = p2p_copy(parts, device)
             arguments.append(self._structure.on(device).build(parts))
