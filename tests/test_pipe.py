@@ -461,3 +461,12 @@ def test_an_output_that_cannot_be_joined(place: torch.device) -> None:
     pipe = on(place, nn.Sequential(nn.Linear(2, 2), Mean()), [1, 1], chunks=2)
     with pytest.raises(ValueError, match="scalar loss outside"):
         pipe(torch.zeros(4, 2))
+
+
+def test_an_input_overwritten_before_it_is_needed_again(place: torch.device) -> None:
+    pipe = on(place, mlp(), [2, 3], chunks=2, checkpoint="always")
+    x = torch.randn(4, 6, dtype=torch.float64)
+    loss = pipe(x).sum()
+    x.zero_()
+    with pytest.raises(RuntimeError, match="input of stage 0 was modified in place after"):
+        loss.backward()

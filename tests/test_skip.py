@@ -256,3 +256,26 @@ def test_misuse_in_a_forward() -> None:
         Stash().isolate(Namespace(), only=["other"])
     with pytest.raises(TypeError, match=r"subclass of nn\.Module"):
         skippable()(int)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str, force_way: Any) -> None:
+    """Where stages are cut apart, nobody knows that its gradient goes through who overwrote it."""
+
+    @skippable(stash=["skip"])
+    class StashWhatItReturns(nn.Module):
+        def forward(self, x):
+            yield stash("skip", x)
+            return x
+
+    force_way("lanes")
+    layers = [nn.Linear(5, 5), StashWhatItReturns(), nn.ReLU(inplace=True), Pop()]
+    pipe = Pipe(
+        nn.Sequential(*layers), [2, 1, 1], devices=["cpu"] * 3,
+        chunks=2, checkpoint=checkpoint,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="the skip 'skip' was modified in place by a stage betw"):
+        pipe(torch.randn(4, 5))
+    with torch.no_grad():
+        x = torch.randn(4, 5)
+        assert torch.equal(pipe(x), pipe.to_sequential()(x))

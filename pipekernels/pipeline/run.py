@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -97,10 +97,13 @@ class Run:
         if self._draw is Run._inline and self._program.splits:
             self._draw = Run._watched
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
+        # Of the inputs of each (stage, micro-batch) that is to be recomputed.
+        self._versions: dict[tuple[int, int], list[int]] = {}
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         # Skips, and their gradients, between the stage that leaves them here and the one that takes
         # them. All that lies between in the pipeline has happened between, so nobody waits.
         self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
+        self._skip_versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
         self._skip_grads: dict[tuple[Key, int], torch.Tensor | None] = {}
         # Where inputs of a stage, and skips, were before they were brought to its device; those that
         # were there are left out. Their gradients go back to it.
@@ -206,9 +209,13 @@ class Run:
         received = {
             key: self._skips.pop((key, m)) for key in task.received_skips if (key, m) in self._skips
         }
-        inputs = inputs.with_skips(received)
+        if received:
+            self._check_versions(received, m)
+            inputs = inputs.with_skips(received)
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m))
+        if self._drop[m]:
+            self._versions[stage, m] = inputs.versions()
         outputs, self._tapes[stage][m] = task.forward(
             inputs,
             partial(self._draw, self, m),
@@ -223,10 +230,21 @@ class Run:
                 self._skip_homes[key, m] = skip.device
                 (skip,) = self._transport.send([skip], [device], Receiver(receiver, m))
             self._skips[key, m] = skip, wants
+            if wants:
+                self._skip_versions[key, m] = skip._version
         if stage == len(self._tasks) - 1:
             sink.collect(m, outputs)
             return outputs
         return self._sent(outputs, stage + 1, m)
+
+    def _check_versions(self, skips: Mapping[Key, tuple[torch.Tensor, bool]], m: int) -> None:
+        for key, (skip, wants) in skips.items():
+            if wants and skip._version != self._skip_versions[key, m]:
+                raise RuntimeError(
+                    f"the skip {key[1]!r} was modified in place by a stage between those that stash "
+                    "and pop it, so its gradient cannot be computed; stash a copy, or use layers "
+                    "that do not work in place"
+                )
 
     def _sent(self, value: Activation, stage: int, m: int) -> Activation:
         """``value``, on its way to the device of ``stage``."""
@@ -266,6 +284,12 @@ class Run:
         if all(grad is None for grad in grads):
             return ()
         if tape.inputs is not None:
+            if tape.inputs.versions() != self._versions[stage, m]:
+                raise RuntimeError(
+                    f"an input of stage {stage} was modified in place after the forward, and "
+                    "checkpointing needs it to recompute the stage; modify a copy, or use "
+                    "checkpoint='never'"
+                )
             # The forward's autocast and the like, on a thread that may be another.
             with self._context.applied():
                 tape = task.recompute(tape, partial(self._draw, self, m))

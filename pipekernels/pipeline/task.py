@@ -34,6 +34,10 @@ class Activation:
     skips: tuple[Key, ...] = ()
     """What the others are, in their order."""
 
+    def versions(self) -> list[int]:
+        """How often each tensor has been written to."""
+        return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+
     def with_skips(self, skips: Mapping[Key, tuple[torch.Tensor, bool]]) -> Activation:
         """The same and ``skips``, with whether each wants a gradient."""
         if not skips:
