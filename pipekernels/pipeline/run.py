@@ -286,8 +286,8 @@ class Run:
         if tape.inputs is not None:
             if tape.inputs.versions() != self._versions[stage, m]:
                 raise RuntimeError(
-                    f"an input of stage {stage} was modified in place after the forward, and "
-                    "checkpointing needs it to recompute the stage; modify a copy, or use "
+                    f"an input of stage {stage} was modified in place after the stage was given it, "
+                    "and checkpointing needs it to recompute the stage; modify a copy, or use "
                     "checkpoint='never'"
                 )
             # The forward's autocast and the like, on a thread that may be another.
