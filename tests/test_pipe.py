@@ -468,5 +468,7 @@ def test_an_input_overwritten_before_it_is_needed_again(place: torch.device) -> 
     x = torch.randn(4, 6, dtype=torch.float64)
     loss = pipe(x).sum()
     x.zero_()
-    with pytest.raises(RuntimeError, match="input of stage 0 was modified in place after the stage"):
+    with pytest.raises(
+        RuntimeError, match="input of stage 0 was modified in place after the stage"
+    ):
         loss.backward()
