@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -24,6 +25,7 @@
 #include "pipekernels/cuda_communicator.h"
 #include "pipekernels/dlpack.h"
 #include "pipekernels/micro_batch.h"
+#include "pipekernels/process.h"
 #include "pipekernels/reduce_scatter.h"
 
 namespace py = pybind11;
@@ -52,6 +54,29 @@ py::dict build_info() {
   info["cuda_architectures"] = kCudaArchitectures;
   return info;
 }
+
+// ---- the interpreter's lock
+// -------------------------------------------------------------------------------------
+
+// Gives it up for a while. As py::gil_scoped_release, whose destructor ends the whole process when
+// the interpreter has ended meanwhile: until Python 3.14 it then ends threads that want its lock,
+// by unwinding their stacks, which a destructor must not let pass. Here they stay where they are.
+class NoGil {
+ public:
+  NoGil() : state_(PyEval_SaveThread()) {}
+  ~NoGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      while (true) pause();
+    }
+  }
+  NoGil(const NoGil&) = delete;
+  NoGil& operator=(const NoGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
 
 // ---- tensors
 // -------------------------------------------------------------------------------------
@@ -245,7 +270,7 @@ void bind_micro_batches(py::module_& m) {
       [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
          int threads) {
         const auto request = micro_batch_copy(split, dim, wholes, micro_batches);
-        const py::gil_scoped_release no_gil;
+        const NoGil no_gil;
         pipekernels::copy_micro_batches(request, threads);
       },
       py::arg("split"), py::arg("dim"), py::arg("wholes"), py::arg("micro_batches"),
@@ -256,7 +281,7 @@ void bind_micro_batches(py::module_& m) {
       [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
          uintptr_t stream) {
         const auto request = micro_batch_copy(split, dim, wholes, micro_batches);
-        const py::gil_scoped_release no_gil;
+        const NoGil no_gil;
         pipekernels::copy_micro_batches_cuda(request, reinterpret_cast<void*>(stream));
       },
       py::arg("split"), py::arg("dim"), py::arg("wholes"), py::arg("micro_batches"),
@@ -299,7 +324,7 @@ void set_python_error() {
 
 // Lets Ctrl-C end a wait. Python handles signals in the main thread alone.
 void check_signals() {
-  if (gettid() != getpid()) return;
+  if (syscall(SYS_gettid) != getpid()) return;  // glibc has gettid() from 2.30 on.
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
@@ -323,8 +348,8 @@ uint32_t shape_digest(py::handle tensor, int32_t dims) {
 
 // all_reduce_tensor(tensor, reduction, algorithm) -> bool, of the Communicator `self`. Does nothing
 // and returns False for a tensor that has to be made ready first: one that is not dense, lies on
-// another device, or that torch does not describe to C. Called without pybind11, whose way takes as
-// long as a small sum.
+// another device, has no memory, or that torch does not describe to C. Called without pybind11,
+// whose way takes as long as a small sum.
 PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   using namespace pipekernels;
   if (count != 3) {
@@ -337,13 +362,16 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
     if (!describe(tensor, described) || described.device_type != dlpack::kCpu) Py_RETURN_FALSE;
     const int dtype = dtype_of(described);
     const int64_t elements = dense_elements(described);
-    if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
+    const bool has_memory = described.data != nullptr || elements == 0;
+    if (dtype < 0 || elements < 0 || !has_memory || !holds_elements(tensor, described)) {
+      Py_RETURN_FALSE;
+    }
     const auto reduction = static_cast<Reduction>(PyLong_AsLong(arguments[1]));
     const auto algorithm = static_cast<Algorithm>(PyLong_AsLong(arguments[2]));
     const uint32_t shape = shape_digest(tensor, described.dims);
     auto& communicator = py::handle(self).cast<Communicator&>();
     {
-      const py::gil_scoped_release no_gil;
+      const NoGil no_gil;
       all_reduce(communicator, static_cast<std::byte*>(described.data) + described.offset,
                  static_cast<size_t>(elements), static_cast<DType>(dtype), reduction, algorithm,
                  shape);
@@ -358,13 +386,15 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
 
 void bind_collectives(py::module_& m) {
   using namespace pipekernels;
-  using NoGil = py::call_guard<py::gil_scoped_release>;
+  using WithoutGil = py::call_guard<NoGil>;
 
   m.def("set_peer_error", [](const py::object& cls) {
     Py_XDECREF(peer_error_class);
     peer_error_class = cls.inc_ref().ptr();
   });
   py::register_local_exception_translator(&translate_error);
+
+  m.def("open_pidfd", &open_pidfd);
 
   py::class_<SymmetricBuffer>(m, "SymmetricBuffer", py::buffer_protocol())
       .def_buffer([](SymmetricBuffer& buffer) {
@@ -373,7 +403,7 @@ void bind_collectives(py::module_& m) {
 
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def_static("create", &Segment::create, py::arg("world_size"), py::arg("one_shot_bytes") = 0)
-      .def(py::init(&Segment::map), py::arg("fd"), py::arg("world_size"), NoGil());
+      .def(py::init(&Segment::map), py::arg("fd"), py::arg("world_size"), WithoutGil());
 
   py::class_<Communicator>(m, "Communicator")
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
@@ -395,7 +425,7 @@ void bind_collectives(py::module_& m) {
                        static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm), shape);
           },
           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("reduction"),
-          py::arg("algorithm"), py::arg("shape") = 0, NoGil())
+          py::arg("algorithm"), py::arg("shape") = 0, WithoutGil())
       .def_property_readonly(
           "all_reduce_tensor",
           [](const py::object& self) {
@@ -413,7 +443,7 @@ void bind_collectives(py::module_& m) {
                            static_cast<DType>(dtype), static_cast<Reduction>(reduction), shape);
           },
           py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"),
-          py::arg("reduction"), py::arg("shape") = 0, NoGil())
+          py::arg("reduction"), py::arg("shape") = 0, WithoutGil())
       .def(
           "all_gather",
           [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,
@@ -422,7 +452,7 @@ void bind_collectives(py::module_& m) {
                        static_cast<DType>(dtype), shape);
           },
           py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"),
-          py::arg("shape") = 0, NoGil())
+          py::arg("shape") = 0, WithoutGil())
       .def(
           "broadcast",
           [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int root,
@@ -430,10 +460,10 @@ void bind_collectives(py::module_& m) {
             broadcast(communicator, address(data), count, static_cast<DType>(dtype), root, shape);
           },
           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"),
-          py::arg("shape") = 0, NoGil())
-      .def("barrier", &barrier, NoGil())
-      .def("close", &Communicator::close, NoGil())
-      .def("abort", &Communicator::abort, NoGil());
+          py::arg("shape") = 0, WithoutGil())
+      .def("barrier", &barrier, WithoutGil())
+      .def("close", &Communicator::close, WithoutGil())
+      .def("abort", &Communicator::abort, WithoutGil());
 }
 
 #ifdef PIPEKERNELS_WITH_CUDA
@@ -467,16 +497,16 @@ py::object to_dlpack(std::unique_ptr<pipekernels::CudaBuffer> buffer, int device
 
 void bind_cuda_collectives(py::module_& m) {
   using namespace pipekernels;
-  using NoGil = py::call_guard<py::gil_scoped_release>;
+  using WithoutGil = py::call_guard<NoGil>;
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
       .def(py::init<Communicator&, int, size_t>(), py::arg("core"), py::arg("device"),
-           py::arg("symmetric_bytes"), py::keep_alive<1, 2>(), NoGil())
+           py::arg("symmetric_bytes"), py::keep_alive<1, 2>(), WithoutGil())
       .def("allocate",
            [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) -> py::object {
              std::unique_ptr<CudaBuffer> buffer;
              {
-               const py::gil_scoped_release no_gil;
+               const NoGil no_gil;
                buffer = communicator.allocate(bytes, address(stream));
              }
              if (!buffer) return py::none();
@@ -490,7 +520,7 @@ void bind_cuda_collectives(py::module_& m) {
                             static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm),
                             shape, {address(stream), may_meet});
           },
-          NoGil())
+          WithoutGil())
       .def(
           "all_reduce_when_ready",
           [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
@@ -503,7 +533,7 @@ void bind_cuda_collectives(py::module_& m) {
                 {static_cast<const int32_t*>(address(ready)), target, block_elements}, blocks,
                 shape, {address(stream), may_meet});
           },
-          NoGil())
+          WithoutGil())
       .def(
           "reduce_scatter",
           [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
@@ -512,7 +542,7 @@ void bind_cuda_collectives(py::module_& m) {
                                 static_cast<DType>(dtype), static_cast<Reduction>(reduction), shape,
                                 {address(stream), may_meet});
           },
-          NoGil())
+          WithoutGil())
       .def(
           "all_gather",
           [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
@@ -520,7 +550,7 @@ void bind_cuda_collectives(py::module_& m) {
             all_gather_cuda(communicator, address(input), address(output), count,
                             static_cast<DType>(dtype), shape, {address(stream), may_meet});
           },
-          NoGil())
+          WithoutGil())
       .def(
           "broadcast",
           [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int root,
@@ -528,10 +558,10 @@ void bind_cuda_collectives(py::module_& m) {
             broadcast_cuda(communicator, address(data), count, static_cast<DType>(dtype), root,
                            shape, {address(stream), may_meet});
           },
-          NoGil())
-      .def("check", &CudaCommunicator::check, NoGil())
-      .def("synchronize", &CudaCommunicator::synchronize, NoGil())
-      .def("close", &CudaCommunicator::close, py::arg("abort"), NoGil());
+          WithoutGil())
+      .def("check", &CudaCommunicator::check, WithoutGil())
+      .def("synchronize", &CudaCommunicator::synchronize, WithoutGil())
+      .def("close", &CudaCommunicator::close, py::arg("abort"), WithoutGil());
 }
 #endif
 

@@ -30,6 +30,7 @@ def copy_micro_batches_cuda(
 # ---- collectives ----
 
 def set_peer_error(cls: type[RuntimeError], /) -> None: ...
+def open_pidfd(pid: int, /) -> int: ...
 
 class Segment:
     @staticmethod

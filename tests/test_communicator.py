@@ -21,7 +21,7 @@ import torch.distributed as dist
 from devices import on, own_stream
 from ranks import run_processes, run_threads, traces
 
-from pipekernels import CollectiveBarrier, Communicator, PeerError
+from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
 from pipekernels.comm import bootstrap
 
 
@@ -140,7 +140,7 @@ def test_close_ends_a_call_in_another_thread() -> None:
     errors = []
 
     def wait() -> None:
-        with pytest.raises(RuntimeError, match="closed by another thread") as caught:
+        with pytest.raises(RuntimeError, match="closed during the call") as caught:
             comm.barrier()
         errors.append(caught.value)
 
@@ -174,23 +174,30 @@ def test_communicators_of_subgroups(device: torch.device) -> None:
     assert sums == [[11, 101], [11, 110], [110, 101]]
 
 
-def broken_start(comm: Communicator) -> str:
+def broken_start(comm: Communicator, problem: Exception) -> str:
     before = traces()
     if comm.rank == 1:
 
         def refuse(pid: int) -> int:
-            raise OSError("no more descriptors")
+            raise problem
 
-        os.pidfd_open = refuse
+        _backend.load().open_pidfd = refuse
     with pytest.raises(RuntimeError) as caught:
         Communicator.from_process_group()
     assert traces() == before
     return str(caught.value)
 
 
-def test_a_start_that_fails_on_one_rank_fails_on_all() -> None:
-    for message in run_processes(2, broken_start):
-        assert message == "the ranks cannot be joined: rank 1: OSError: no more descriptors"
+@pytest.mark.parametrize("problem", [OSError("no more descriptors"), OverflowError("a bug")])
+def test_a_start_that_fails_on_one_rank_fails_on_all(problem: Exception) -> None:
+    for message in run_processes(2, broken_start, problem):
+        what = f"{type(problem).__name__}: {problem}"
+        assert message == f"the ranks cannot be joined: rank 1: {what}"
+
+
+def test_a_process_that_cannot_be_watched() -> None:
+    with pytest.raises(RuntimeError, match="cannot watch process -1.*Invalid argument"):
+        _backend.load().open_pidfd(-1)
 
 
 def test_the_memory_is_for_members_alone() -> None:
@@ -214,7 +221,7 @@ def test_bad_arguments() -> None:
     for world_size in (0, -1):
         with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
             Communicator.threads(world_size)
-    for timeout in (0, -1.0, float("inf"), float("nan")):
+    for timeout in (0, -1.0, 1e10, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="timeout must be a positive number"):
             Communicator.threads(1, timeout=timeout)
         with pytest.raises(ValueError, match="timeout must be a positive number"):
@@ -332,10 +339,22 @@ def test_empty(device: torch.device) -> None:
     assert empty(2, 0).shape == (2, 0)
     assert empty(5).is_contiguous() and empty(5).data_ptr() % 64 == 0
     assert empty(5).device == device and empty(5)._base is None
+    with torch.device("meta"):
+        assert empty(2, 0).device == empty(5).device == device
     with pytest.raises(ValueError, match=r"negative, got \(2, -1\)"):
         empty(2, -1)
     with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
         empty(1 << 40)
+
+
+def test_symmetric_memory_is_not_in_core_dumps() -> None:
+    """They would read, and so fill, all pages that have never been touched."""
+    _comms = Communicator.threads(2)
+    text = Path("/proc/self/smaps").read_text()
+    flags = re.findall(r"memfd:pipekernels.*?\nVmFlags:([a-z ]*)", text, re.DOTALL)
+    if not flags:
+        pytest.skip("this system does not show the flags of a mapping")
+    assert all("dd" in each.split() for each in flags)
 
 
 def hold_results(comm: Communicator, device: torch.device) -> None:

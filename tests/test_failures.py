@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -201,3 +204,59 @@ def interrupt(comm: Communicator) -> float:
 
 def test_control_c_ends_a_wait() -> None:
     assert 0.1 < run_processes(2, interrupt)[0] < 10
+
+
+# ---- signal handlers, and threads that never end -------------------------------------------------------
+
+
+def close_in_a_handler(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        dist.barrier()  # Until rank 0 has left.
+        with pytest.raises(PeerError, match="rank 0 gave up"):
+            comm.barrier()
+        return
+
+    def leave(number: int, frame: object) -> None:
+        with pytest.raises(RuntimeError, match="a signal handler cannot call a collective"):
+            comm.barrier()
+        Communicator.threads(1)[0].barrier()  # Of another one it can.
+        comm.close()
+
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(RuntimeError, match="closed during the call"):
+        comm.all_reduce(torch.ones(3))
+    with pytest.raises(RuntimeError, match="has been closed"):
+        comm.barrier()
+    gc.collect()
+    assert re.search("pidfd.*mapping", str(traces()))  # They were needed until then.
+    comm.close()
+    assert not re.search("mapping|pidfd", str(traces()))
+    dist.barrier()
+
+
+def test_close_in_a_signal_handler_ends_the_call_that_it_interrupts() -> None:
+    run_processes(2, close_in_a_handler, limit=30.0)
+
+
+ENDLESS = """
+import threading, time, torch
+from pipekernels import Communicator
+
+def work(comm):
+    while True:
+        comm.all_reduce(torch.ones(8))
+        comm.barrier()
+
+for comm in Communicator.threads(2):
+    threading.Thread(target=work, args=(comm,), daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_the_interpreter_ends_while_threads_are_in_collectives() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDLESS], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -25,6 +25,20 @@ constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
 constexpr int kSpins = 1000;      // In the others.
 constexpr int kYields = 200;
 
+// The communicators in whose collectives this thread waits and has gone to see about interrupts:
+// several, if a signal handler calls a collective in turn.
+struct Interrupted {
+  const Communicator* communicator;
+  const Interrupted* outer;
+};
+thread_local const Interrupted* interrupted = nullptr;
+
+bool is_interrupted_here(const Communicator* communicator) {
+  const Interrupted* each = interrupted;
+  while (each && each->communicator != communicator) each = each->outer;
+  return each != nullptr;
+}
+
 }  // namespace
 
 std::string format_seconds(Seconds duration) {
@@ -57,12 +71,14 @@ void Communicator::close() { shut_down(RankStatus::kClosed); }
 void Communicator::abort() { shut_down(RankStatus::failed(Reason::kAborted, rank_)); }
 
 void Communicator::shut_down(uint32_t status) {
-  if (closed_.exchange(true)) return;  // A call in another thread sees this and gives up.
+  closed_.store(true);  // A call in progress sees this and gives up.
+  // That of this thread does so when the signal handler returns; the rest is done next time.
+  if (is_interrupted_here(this)) return;
   std::unique_lock<std::timed_mutex> hold(mutex_, std::defer_lock);
-  if (process_ == process_generation()) {  // In a forked child neither lock nor status are ours.
-    hold.lock();
-    if (!failure_) publish(status, calls_ + 1);
-  }
+  const bool is_ours = process_ == process_generation();  // Not so lock and status in a child.
+  if (is_ours) hold.lock();
+  if (!segment_) return;
+  if (is_ours && !failure_) publish(status, calls_ + 1);
   for (const int fd : pidfds_) {
     if (fd >= 0) ::close(fd);
   }
@@ -105,6 +121,11 @@ void Communicator::check_usable() const {
 void Communicator::lock() {
   check_process();
   if (mutex_.try_lock()) return;
+  if (is_interrupted_here(this)) {
+    throw std::runtime_error(
+        "a signal handler cannot call a collective of the communicator in whose collective this "
+        "thread is; raise an exception, which ends that one");
+  }
   const auto deadline = Clock::now() + timeout_;
   // The system's clock, since ThreadSanitizer does not know a lock by the steady one.
   while (!mutex_.try_lock_until(std::chrono::system_clock::now() + kSlice)) {
@@ -138,8 +159,20 @@ void Communicator::await_slowly(Signal& signal, uint32_t target, int owner) cons
     if (signal.reached(target)) return;
     check_processes(signal, target);
     if (Clock::now() >= deadline) throw_timeout(signal, target, owner);
-    interrupt_();
+    interrupt();
   }
+}
+
+void Communicator::interrupt() const {
+  const Interrupted mine{this, interrupted};
+  interrupted = &mine;
+  try {
+    interrupt_();
+  } catch (...) {
+    interrupted = mine.outer;
+    throw;
+  }
+  interrupted = mine.outer;
 }
 
 void Communicator::await_arrivals(uint32_t target, int spins) const {
@@ -165,7 +198,7 @@ void Communicator::check_peers(const Signal& signal, uint32_t target) const {
     if (status != RankStatus::kOpen && !signal.reached(target)) throw_gone(rank, status);
   }
   if (closed_.load(std::memory_order_relaxed)) {
-    throw std::runtime_error("this communicator was closed by another thread during the call");
+    throw std::runtime_error("this communicator was closed during the call");
   }
 }
 

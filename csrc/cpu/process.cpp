@@ -1,11 +1,20 @@
 #include "pipekernels/process.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <string>
+#include <system_error>
 
 namespace pipekernels {
 namespace {
+
+// Its number on all architectures; headers older than Linux 5.3 do not have it, nor has a Python
+// that was built with them os.pidfd_open.
+constexpr long kPidfdOpen = 434;
 
 std::atomic<unsigned> generation{0};
 
@@ -16,6 +25,14 @@ unsigned process_generation() {
       pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1, std::memory_order_relaxed); });
   (void)registered;
   return generation.load(std::memory_order_relaxed);
+}
+
+int open_pidfd(int pid) {
+  const long fd = syscall(kPidfdOpen, pid, 0);
+  if (fd >= 0) return static_cast<int>(fd);
+  const char* remedy = errno == ENOSYS ? " (it takes Linux 5.3 or newer)" : "";
+  throw std::system_error(errno, std::generic_category(),
+                          "cannot watch process " + std::to_string(pid) + remedy);
 }
 
 }  // namespace pipekernels

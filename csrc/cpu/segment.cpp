@@ -69,6 +69,7 @@ std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
   madvise(base, segment->heaps_, MADV_POPULATE_WRITE);
 #endif
   madvise(segment->heap(0), segment->size() - segment->heaps_, MADV_HUGEPAGE);
+  madvise(base, segment->size(), MADV_DONTDUMP);  // A core dump would touch every page.
   return segment;
 }
 

@@ -76,22 +76,23 @@ def join_processes(
         undo = stack.enter_context(contextlib.ExitStack())
         segment, pidfds, route, problem = None, [], None, ""
         try:
+            module = _backend.load()
             if neighbours[0] is process:
                 fd = _hand_out(listener, neighbours, timeout)
             else:
                 fd = _receive(neighbours[0], timeout)
             try:
-                segment = _backend.load().Segment(fd, len(neighbours))
+                segment = module.Segment(fd, len(neighbours))
             finally:
                 os.close(fd)
             for neighbour in neighbours:
-                pidfds.append(-1 if neighbour is process else os.pidfd_open(neighbour.pid))
+                pidfds.append(-1 if neighbour is process else module.open_pidfd(neighbour.pid))
                 if pidfds[-1] >= 0:
                     undo.callback(os.close, pidfds[-1])
             route = _connect_hosts(rendezvous, layout, processes[0].address, timeout)
             if route is not None:
                 undo.callback(route.lane.close)
-        except (OSError, RuntimeError, ImportError) as error:  # The peers must hear of it.
+        except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
             problem = f"rank {rank}: {type(error).__name__}: {error}"
         problems = rendezvous.all_gather(problem)
         problems = [problems[member] for member in ranks if problems[member]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import os
 import pickle
 import threading
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _handles = itertools.count(1)
+_LONGEST = 1e9  # Seconds: 31 years. No clock knows more than 292.
 
 
 class Communicator(Collectives):
@@ -279,7 +279,7 @@ class Communicator(Collectives):
             return self._on(torch.device(device)).empty(sizes, dtype)
         buffer = self._core.allocate(sizes.numel() * dtype.itemsize)
         if sizes.numel() == 0:  # Which torch.frombuffer() does not take.
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")
         # Reshaped in place: a view, as the output of a custom autograd function, could not be changed.
         return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
 
@@ -318,8 +318,8 @@ class Communicator(Collectives):
         """Leave: peers that need this rank, now or later, get a :class:`PeerError`.
 
         Gives the shared memory back, but for symmetric tensors that are still in use. Does nothing
-        the second time. A collective in another thread of this rank fails; one on a CUDA device is
-        waited for.
+        the second time. A collective in another thread of this rank fails, as does one that a
+        signal handler closes it in; one on a CUDA device is waited for.
         """
         resolve_handle.pop(self._handle, None)
         if self._device is not None:
@@ -402,5 +402,7 @@ def _all_gather_objects(comm: Communicator, item: Any) -> list[Any]:
 
 
 def _check_timeout(timeout: float) -> None:
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    if not 0 < timeout <= _LONGEST:
+        raise ValueError(
+            f"timeout must be a positive number of seconds, at most {_LONGEST:.0e}, got {timeout}"
+        )

@@ -60,7 +60,8 @@ class Communicator {
   void fail_elsewhere(Reason reason, int culprit, const std::string& message);
 
   // Gives the shared memory back; from now on peers that need this rank get a PeerError. A call in
-  // another thread fails. Does nothing the second time.
+  // another thread fails, as does one that `interrupt` is called in; the memory is kept for the
+  // latter until the next close() or the end of this object. Does nothing the second time.
   void close();
   // close() for a rank that gives up in the middle of its work.
   void abort();
@@ -82,6 +83,7 @@ class Communicator {
   void check_usable() const;
   void await(Signal& signal, uint32_t target, int owner, int spins) const;
   void await_slowly(Signal& signal, uint32_t target, int owner) const;
+  void interrupt() const;
   void await_arrivals(uint32_t target, int spins) const;
   void check_peers(const Signal& signal, uint32_t target) const;
   void check_processes(const Signal& signal, uint32_t target) const;
