@@ -210,6 +210,19 @@ def test_a_tensor_saved_for_backward_cannot_change_unnoticed(device: torch.devic
     run_threads(1, on(device, on_rank))
 
 
+def test_a_strided_tensor_saved_for_backward_cannot_change_unnoticed(
+    device: torch.device,
+) -> None:
+    def on_rank(comm: Communicator) -> None:
+        x = torch.ones(3, 2, device=device)[:, 0]
+        y = (x * torch.ones(3, device=device, requires_grad=True)).sum()
+        comm.all_reduce(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+    run_threads(1, on(device, on_rank))
+
+
 def test_leaves_inference_tensors_and_lazy_negation(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         leaf = torch.ones(3, device=device, requires_grad=True)
@@ -219,6 +232,8 @@ def test_leaves_inference_tensors_and_lazy_negation(device: torch.device) -> Non
         assert comm.all_reduce(strided).tolist() == [2.0] * 3
         with torch.inference_mode():
             assert comm.all_reduce(torch.ones(3, device=device)).tolist() == [2.0] * 3
+            strided = torch.ones(3, 2, device=device)[:, 0]
+        assert comm.all_reduce(strided).tolist() == [2.0] * 3  # Also outside of the mode.
         negated = torch.tensor([1 + 2j, 3 + 4j], device=device).conj().imag
         assert negated.is_neg()
         assert comm.all_reduce(negated).tolist() == [-4.0, -8.0]
@@ -307,6 +322,26 @@ def test_bad_arguments_raise_before_any_communication() -> None:
     for src in (-1, 2):
         with pytest.raises(ValueError, match=rf"src must be a rank in 0..1, got {src}"):
             comm.broadcast(x, src)
+    for call in (comm.all_reduce, comm.broadcast):
+        with pytest.raises(ValueError, match=r"several elements in one place, got shape \(2, 4\)"):
+            call(x.expand(2, 4))
+
+
+def without_memory() -> list[torch.Tensor]:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    wrapped = torch._to_functional_tensor(torch.ones(4))
+    return [freed, wrapped, torch._efficientzerotensor(4)]
+
+
+def test_tensors_that_are_not_elements_in_memory_are_refused() -> None:
+    comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
+    x = torch.eye(4)
     for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
         with pytest.raises(ValueError, match="CPU and CUDA tensors, got one on meta"):
             call(x.to("meta"))
+        with pytest.raises(ValueError, match=r"layout torch.sparse_coo; pass tensor.to_dense\(\)"):
+            call(x.to_sparse())
+        for tensor in without_memory():
+            with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
+                call(tensor)

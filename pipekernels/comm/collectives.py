@@ -17,8 +17,10 @@ from pipekernels.comm.tensors import (
     gates_of,
     mark_changed,
     output_for,
+    put_back,
     raise_for,
     to_dense,
+    to_dense_in_place,
 )
 
 
@@ -65,11 +67,11 @@ class Collectives(ABC):
             dtype = REDUCIBLE[tensor.dtype]
         except KeyError:
             raise_for(tensor, op, algorithm)
-        dense = to_dense(tensor)
+        dense = to_dense_in_place(tensor)
         self._on(tensor.device).all_reduce(
             dense.data_ptr(), dense.numel(), dtype, reduction, way, digest_of(tensor)
         )
-        return _with(tensor, dense)
+        return put_back(dense, tensor)
 
     def all_reduce_when_ready(
         self,
@@ -214,19 +216,9 @@ class Collectives(ABC):
         Raises:
             ValueError: ``src`` is no rank.
         """
-        dense = to_dense(tensor)
+        dense = to_dense_in_place(tensor)
         check_root(src, self._world_size)
         self._on(tensor.device).broadcast(
             dense.data_ptr(), *elements_of(dense), src, digest_of(tensor)
         )
-        return _with(tensor, dense)
-
-
-def _with(tensor: Tensor, dense: Tensor) -> Tensor:
-    """``tensor`` with the contents of ``dense``, which was changed in place of it or is it."""
-    if dense is tensor:
-        mark_changed(tensor)
-    else:
-        with torch.no_grad():
-            tensor.copy_(dense)
-    return tensor
+        return put_back(dense, tensor)

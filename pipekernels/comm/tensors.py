@@ -29,9 +29,43 @@ def to_dense(tensor: Tensor) -> Tensor:
             f"a communicator works on CPU and CUDA tensors, got one on {tensor.device}; "
             "pass tensor.cpu()"
         )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"a communicator works on dense tensors, got one of layout {tensor.layout}; pass "
+            "tensor.to_dense(), or its parts one by one"
+        )
+    if tensor.data_ptr() == 0 and tensor.numel() > 0:
+        raise ValueError(
+            f"the {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own: "
+            "it wraps other tensors, or its storage was freed; pass what it wraps (of a DTensor: "
+            "tensor.to_local())"
+        )
     if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor
     return tensor.detach().resolve_neg().resolve_conj().contiguous()
+
+
+def to_dense_in_place(tensor: Tensor) -> Tensor:
+    """:func:`to_dense` of a tensor that is to be changed; see :func:`put_back`."""
+    dense = to_dense(tensor)
+    if dense is not tensor and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(
+            "a tensor that is changed in place must not have several elements in one place, got "
+            f"shape {tuple(tensor.shape)} and strides {tensor.stride()}; pass tensor.contiguous()"
+        )
+    return dense
+
+
+def put_back(dense: Tensor, tensor: Tensor) -> Tensor:
+    """``tensor`` with the contents of ``dense``, which was changed in place of it or is it."""
+    if dense is tensor:
+        mark_changed(tensor)
+    else:
+        with torch.inference_mode():  # Where tensors of any kind may be written to.
+            tensor.copy_(dense)
+    return tensor
 
 
 def output_for(
