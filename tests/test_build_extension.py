@@ -1,8 +1,10 @@
-"""Where the build finds its tools."""
+"""Where the build finds its tools, and what it does in places that it does not know."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -50,3 +52,25 @@ def test_where_tools_are_looked_for(
     assert script.find_tool("sometool") == of_target
     of_package = tool(package / "data" / "bin")
     assert script.find_tool("sometool") == of_package
+
+
+def test_what_was_built_elsewhere_is_forgotten(script: ModuleType, tmp_path: Path) -> None:
+    here, copy = tmp_path / "a folder", tmp_path / "copy"
+    here.mkdir()
+    (here / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.24)\nproject(x NONE)\n")
+    command = [script.find_tool("cmake"), "-S", here, "-B", here / "build"]
+    subprocess.run(command, check=True, capture_output=True)
+    shutil.copytree(here, copy)
+    for folder, kept in ((here, True), (copy, False), (tmp_path / "new", False)):
+        script.forget_if_moved(folder / "build")
+        assert (folder / "build").exists() is kept
+
+
+def test_other_systems_are_told_so(script: ModuleType, tmp_path: Path) -> None:
+    configured = subprocess.run(
+        [script.find_tool("cmake"), "-S", SCRIPT.parent.parent, "-B", tmp_path, "-G", "Ninja",
+         f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}", "-DCMAKE_SYSTEM_NAME=FreeBSD"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert configured.returncode != 0
+    assert "pipekernels needs Linux" in configured.stderr

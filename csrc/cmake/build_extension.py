@@ -39,11 +39,22 @@ def build(folder: Path) -> None:
         "PIPEKERNELS_KERNEL_REPORT": os.environ.get("PIPEKERNELS_KERNEL_REPORT", "0"),
     }
     definitions = [f"-D{name}={value}" for name, value in options.items()]
+    forget_if_moved(build_dir)
     subprocess.run(
         [cmake, "-G", "Ninja", "-S", ROOT / "csrc", "-B", build_dir, *definitions], check=True
     )
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     subprocess.run([cmake, "--build", build_dir, "--target", "_C", "-j", jobs], check=True)
+
+
+def forget_if_moved(build_dir: Path) -> None:
+    """Delete ``build_dir`` if it was made elsewhere, and copied or moved since: CMake refuses it."""
+    cache = build_dir / "CMakeCache.txt"
+    if not cache.exists():
+        return
+    made_in = f"CMAKE_CACHEFILE_DIR:INTERNAL={build_dir.as_posix()}\n"
+    if made_in not in cache.read_text():
+        shutil.rmtree(build_dir)
 
 
 def find_tool(name: str) -> str:
