@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,29 +59,27 @@ def generate_split(
     Returns:
         What each rank generated, and the seconds it took rank 0.
     """
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, f"file://{folder}/store", build, weights, prompt, length, results)
-        multiprocessing.spawn(_rank, arguments, nprocs=world_size)
-    by_rank = {
-        rank: (text, seconds) for rank, text, seconds in (results.get() for _ in range(world_size))
-    }
-    return [by_rank[rank][0] for rank in range(world_size)], by_rank[0][1]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        multiprocessing.spawn(
+            _rank, (world_size, folder, build, weights, prompt, length), nprocs=world_size
+        )
+        texts = [(folder / f"text-{rank}").read_bytes() for rank in range(world_size)]
+        return texts, float((folder / "seconds").read_text())
 
 
 def _rank(
     rank: int,
     world_size: int,
-    store: str,
+    folder: Path,
     build: Callable[[], nn.Sequential],
     weights: Path,
     prompt: bytes,
     length: int,
-    results: Any,
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # A host name may not resolve.
+    store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     with Communicator.from_process_group() as comm:
         # The sharded layers take the state_dict of the whole model.
@@ -91,5 +88,7 @@ def _rank(
         comm.barrier()
         start = time.perf_counter()
         text = generate(model, prompt, length)
-        results.put((rank, text, time.perf_counter() - start))
+        (folder / f"text-{rank}").write_bytes(text)
+        if rank == 0:
+            (folder / "seconds").write_text(str(time.perf_counter() - start))
     dist.destroy_process_group()

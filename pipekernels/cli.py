@@ -165,7 +165,15 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.command == "tune":
         print(tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind))
     elif parsed.command == "forecast":
-        print(forecast(parsed.path, parsed.sms, parsed.bandwidth, parsed.alpha))
+        if min(parsed.sms, parsed.bandwidth, parsed.alpha) <= 0:
+            forecast_parser.error("--sms, --bandwidth and --alpha must be positive")
+        try:
+            print(forecast(parsed.path, parsed.sms, parsed.bandwidth, parsed.alpha))
+        except (OSError, ValueError) as error:
+            forecast_parser.error(
+                f"{parsed.path} cannot be used ({error}); give a file that `pipekernels tune` wrote "
+                "on a GPU"
+            )
     else:
         print(info())
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -42,3 +43,19 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         cli.main(["nonsense"])
     assert "info" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/file"], "/no/such/file cannot be used .*No such file.*pipekernels tune"),
+        ([__file__], "test_cli.py cannot be used .*pipekernels tune"),
+        ([__file__, "--bandwidth", "0"], "--bandwidth and --alpha must be positive"),
+    ],
+)
+def test_a_forecast_of_nothing_is_an_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["forecast", *arguments])
+    assert re.search(message, capsys.readouterr().err)
