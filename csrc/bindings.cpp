@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -99,10 +100,17 @@ void use_tensors(const py::type& cls, const py::object& increment) {
   if (api->major == 1) describe_tensor = api->from_object;
 }
 
-// False, without an exception, for what is no tensor of just that class, or cannot be described.
+bool is_empty(const pipekernels::dlpack::Tensor& tensor) {
+  return std::find(tensor.shape, tensor.shape + tensor.dims, 0) != tensor.shape + tensor.dims;
+}
+
+// False, without an exception, for what is no tensor of just that class, cannot be described, or
+// has no memory, as what torch wraps around a tensor while it traces or transforms.
 bool describe(py::handle object, pipekernels::dlpack::Tensor& described) {
   if (describe_tensor == nullptr || Py_TYPE(object.ptr()) != tensor_class) return false;
-  if (describe_tensor(object.ptr(), &described) == 0) return true;
+  if (describe_tensor(object.ptr(), &described) == 0) {
+    return described.data != nullptr || is_empty(described);
+  }
   PyErr_Clear();
   return false;
 }
@@ -169,14 +177,19 @@ TensorView view_of(py::handle tensor) {
             described.type_bits * described.type_lanes / 8, dtype_of(described),
             copy(described.shape), copy(described.strides)};
   }
+  auto* const data = reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>());
+  if (data == nullptr && tensor.attr("numel")().cast<int64_t>() > 0) {
+    throw std::invalid_argument(
+        "a tensor has no memory of its own: it wraps others, or its storage was freed; pass what "
+        "it wraps");
+  }
   const auto name = py::str(tensor.attr("dtype")).cast<std::string>();
   int dtype = pipekernels::kReducibleDTypes - 1;
   const auto is_its_name = [&] {
     return name == std::string("torch.") + name_of(static_cast<pipekernels::DType>(dtype));
   };
   while (dtype >= 0 && !is_its_name()) --dtype;
-  return {reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>()),
-          tensor.attr("element_size")().cast<int64_t>(), dtype,
+  return {data, tensor.attr("element_size")().cast<int64_t>(), dtype,
           tensor.attr("shape").cast<Integers>(), tensor.attr("stride")().cast<Integers>()};
 }
 
@@ -362,10 +375,7 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
     if (!describe(tensor, described) || described.device_type != dlpack::kCpu) Py_RETURN_FALSE;
     const int dtype = dtype_of(described);
     const int64_t elements = dense_elements(described);
-    const bool has_memory = described.data != nullptr || elements == 0;
-    if (dtype < 0 || elements < 0 || !has_memory || !holds_elements(tensor, described)) {
-      Py_RETURN_FALSE;
-    }
+    if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
     const auto reduction = static_cast<Reduction>(PyLong_AsLong(arguments[1]));
     const auto algorithm = static_cast<Algorithm>(PyLong_AsLong(arguments[2]));
     const uint32_t shape = shape_digest(tensor, described.dims);

@@ -513,3 +513,19 @@ def test_tensors_that_dlpack_does_not_describe() -> None:
     first, second = split_micro_batches(mixed, 2, dtype=torch.float64)
     assert torch.equal(torch.cat([first[0], second[0]]), parameters[0].double())
     assert torch.equal(torch.cat([first[1], second[1]]), mixed[1])
+
+
+def test_tensors_without_memory_of_their_own() -> None:
+    """Those that torch wraps around others go through the dispatcher, which unwraps them."""
+    x = torch.arange(8.0)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return concat_micro_batches(split_micro_batches(x, 3))
+
+    assert torch.func.functionalize(there_and_back)(x).equal(x)
+    assert there_and_back(torch._efficientzerotensor(4)).equal(torch.zeros(4))
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    for call in (lambda: split_micro_batches(freed, 2), lambda: concat_micro_batches([x, freed])):
+        with pytest.raises(ValueError, match="no memory of its own"):
+            call()
