@@ -241,13 +241,12 @@ def test_close_in_a_signal_handler_ends_the_call_that_it_interrupts() -> None:
 
 
 ENDLESS = """
-import threading, time, torch
+import threading, time
 from pipekernels import Communicator
 
 def work(comm):
     while True:
-        comm.all_reduce(torch.ones(8))
-        comm.barrier()
+        comm.barrier()  # Some calls of torch do abort there.
 
 for comm in Communicator.threads(2):
     threading.Thread(target=work, args=(comm,), daemon=True).start()
