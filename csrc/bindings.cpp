@@ -8,7 +8,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -25,6 +24,7 @@
 #include "pipekernels/communicator.h"
 #include "pipekernels/cuda_communicator.h"
 #include "pipekernels/dlpack.h"
+#include "pipekernels/dlpack_tensor.h"
 #include "pipekernels/micro_batch.h"
 #include "pipekernels/process.h"
 #include "pipekernels/reduce_scatter.h"
@@ -100,10 +100,6 @@ void use_tensors(const py::type& cls, const py::object& increment) {
   if (api->major == 1) describe_tensor = api->from_object;
 }
 
-bool is_empty(const pipekernels::dlpack::Tensor& tensor) {
-  return std::find(tensor.shape, tensor.shape + tensor.dims, 0) != tensor.shape + tensor.dims;
-}
-
 // False, without an exception, for what is no tensor of just that class, cannot be described, or
 // has no memory, as what torch wraps around a tensor while it traces or transforms.
 bool describe(py::handle object, pipekernels::dlpack::Tensor& described) {
@@ -136,28 +132,6 @@ void mark_changed(py::handle tensor) {
   if (done) return;
   if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
   PyErr_Clear();  // Inference tensors have no version.
-}
-
-// Its code, or -1 for one that can neither be cast nor reduced.
-int dtype_of(const pipekernels::dlpack::Tensor& tensor) {
-  using namespace pipekernels;
-  if (tensor.type_lanes != 1) return -1;
-  switch (tensor.type_code << 8 | tensor.type_bits) {
-    case dlpack::kFloat << 8 | 64:
-      return static_cast<int>(DType::kFloat64);
-    case dlpack::kFloat << 8 | 32:
-      return static_cast<int>(DType::kFloat32);
-    case dlpack::kFloat << 8 | 16:
-      return static_cast<int>(DType::kFloat16);
-    case dlpack::kBfloat << 8 | 16:
-      return static_cast<int>(DType::kBFloat16);
-    case dlpack::kInt << 8 | 32:
-      return static_cast<int>(DType::kInt32);
-    case dlpack::kInt << 8 | 64:
-      return static_cast<int>(DType::kInt64);
-    default:
-      return -1;
-  }
 }
 
 struct TensorView {
@@ -241,18 +215,6 @@ bool are_plain(const py::list& tensors) {
   for (const py::handle tensor : tensors) {
     pipekernels::dlpack::Tensor described;
     if (!describe(tensor, described) || !holds_elements(tensor, described)) return false;
-  }
-  return true;
-}
-
-bool alike_but_in(int64_t dim, const pipekernels::dlpack::Tensor& a,
-                  const pipekernels::dlpack::Tensor& b) {
-  if (a.device_type != b.device_type || a.device != b.device || a.dims != b.dims ||
-      a.type_code != b.type_code || a.type_bits != b.type_bits || a.type_lanes != b.type_lanes) {
-    return false;
-  }
-  for (int32_t d = 0; d < a.dims; ++d) {
-    if (d != dim && a.shape[d] != b.shape[d]) return false;
   }
   return true;
 }
@@ -343,16 +305,6 @@ void check_signals() {
 }
 
 void* address(uintptr_t pointer) { return reinterpret_cast<void*>(pointer); }
-
-// The number of elements, or -1 if they do not lie as they are counted.
-int64_t dense_elements(const pipekernels::dlpack::Tensor& tensor) {
-  int64_t count = 1;
-  for (int32_t d = tensor.dims - 1; d >= 0; --d) {
-    if (tensor.shape[d] != 1 && tensor.strides[d] != count) return -1;
-    count *= tensor.shape[d];
-  }
-  return count;
-}
 
 // As digest_of() in comm/tensors.py.
 uint32_t shape_digest(py::handle tensor, int32_t dims) {

@@ -1,0 +1,59 @@
+// What operations ask of a tensor that DLPack describes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "pipekernels/dlpack.h"
+#include "pipekernels/dtype.h"
+
+namespace pipekernels::dlpack {
+
+inline bool is_empty(const Tensor& tensor) {
+  return std::find(tensor.shape, tensor.shape + tensor.dims, 0) != tensor.shape + tensor.dims;
+}
+
+// Its code, or -1 for one that can neither be cast nor reduced.
+inline int dtype_of(const Tensor& tensor) {
+  if (tensor.type_lanes != 1) return -1;
+  switch (tensor.type_code << 8 | tensor.type_bits) {
+    case kFloat << 8 | 64:
+      return static_cast<int>(DType::kFloat64);
+    case kFloat << 8 | 32:
+      return static_cast<int>(DType::kFloat32);
+    case kFloat << 8 | 16:
+      return static_cast<int>(DType::kFloat16);
+    case kBfloat << 8 | 16:
+      return static_cast<int>(DType::kBFloat16);
+    case kInt << 8 | 32:
+      return static_cast<int>(DType::kInt32);
+    case kInt << 8 | 64:
+      return static_cast<int>(DType::kInt64);
+    default:
+      return -1;
+  }
+}
+
+// The number of elements, or -1 if they do not lie as they are counted.
+inline int64_t dense_elements(const Tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t d = tensor.dims - 1; d >= 0; --d) {
+    if (tensor.shape[d] != 1 && tensor.strides[d] != count) return -1;
+    count *= tensor.shape[d];
+  }
+  return count;
+}
+
+// Whether they differ, if at all, in their size along `dim`, in strides and in contents.
+inline bool alike_but_in(int64_t dim, const Tensor& a, const Tensor& b) {
+  if (a.device_type != b.device_type || a.device != b.device || a.dims != b.dims ||
+      a.type_code != b.type_code || a.type_bits != b.type_bits || a.type_lanes != b.type_lanes) {
+    return false;
+  }
+  for (int32_t d = 0; d < a.dims; ++d) {
+    if (d != dim && a.shape[d] != b.shape[d]) return false;
+  }
+  return true;
+}
+
+}  // namespace pipekernels::dlpack
