@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -138,6 +139,32 @@ def test_bad_values() -> None:
             Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batch_dim=bad)
     with pytest.raises(ValueError, match="batch dimension 2 is needed"):
         Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batch_dim=2)(x)
+
+
+class Batch(dict):
+    """As libraries have it for what a tokenizer returns."""
+
+
+@dataclass
+class Hidden:
+    states: list[torch.Tensor]
+
+
+@pytest.mark.parametrize("make", [lambda x: Batch(x=x), lambda x: Hidden([x])])
+def test_tensors_in_containers_that_pytree_does_not_know(make: Any) -> None:
+    """They would be given whole to every micro-batch, and cut off from no graph."""
+
+    class Out(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x, make(x * 2)
+
+    pipe = Pipe(nn.Sequential(nn.Identity(), Out()), [2], devices=["cpu"], chunks=2)
+    x = torch.randn(4, 2, requires_grad=True)
+    name = type(make(x)).__name__
+    with pytest.raises(TypeError, match=f"input has tensors in a {name}, which.*register"):
+        pipe(x, make(x))
+    with pytest.raises(TypeError, match=f"the output of stage 0 has tensors in a {name}"):
+        pipe(x)
 
 
 def test_micro_batches_that_come_out_differently(place: torch.device) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from pipekernels.ops.p2p_copy import p2p_copy
 
@@ -133,11 +134,19 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
     Containers are tuples, named tuples, lists, dicts and what is registered with torch's pytree.
 
     Raises:
-        TypeError: there is no tensor in ``value``.
+        TypeError: there is no tensor in ``value``, or one in a dict or dataclass that pytree does not
+            know: it would be neither split nor differentiated.
     """
     if isinstance(value, torch.Tensor):
         return (value,), LONE
     leaves, spec = tree_flatten(value)
+    for leaf in leaves:
+        if _hides_tensors(leaf):
+            raise TypeError(
+                f"{' '.join(map(str, what))} has tensors in a {type(leaf).__name__}, which torch's "
+                "pytree does not know; pass a plain dict, or register the class there "
+                "(torch.utils._pytree.register_pytree_node)"
+            )
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     if not tensors:
         raise TypeError(
@@ -153,6 +162,16 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
         for leaf in leaves
     ]
     return tensors, Structure(spec, marked)
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, dict):
+        inside = list(leaf.values())
+    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        inside = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    else:
+        return False
+    return any(isinstance(inner, torch.Tensor) for inner in tree_leaves(inside))
 
 
 def _described(value: Any) -> str:
