@@ -197,6 +197,15 @@ def test_a_split_pass_has_both_parts_on_its_timeline(force_way: Callable[[Way], 
     assert all(kinds.count(kind) == 3 for kind in set(kinds))
 
 
+def test_a_named_schedule_runs_as_it_is(force_way: Callable[[Way], None]) -> None:
+    force_way("split")
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    with pipe.timeline() as timeline:
+        pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="gpipe", loss_reduction="sum")
+    assert {e.action.kind for e in timeline.phases[0].events} == {"F", "B"}
+
+
 def test_one_thread_splits_backwards_too(
     force_way: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

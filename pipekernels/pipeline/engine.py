@@ -112,7 +112,7 @@ class Engine:
             checkpoint: one of ``checkpoint.MODES``.
         """
         with self.lock, self._committed():
-            run = self._start(GPIPE, batch, checkpoint)
+            run = self._start(GPIPE, batch, checkpoint, may_split=True)
             outputs = Outputs(run.sizes, batch.dim)
             if run.grad:
                 parameters = unique(self._parameters)
@@ -143,7 +143,7 @@ class Engine:
             The loss, a scalar without a graph.
         """
         with self._turns, self.lock, self._committed(), torch.enable_grad():
-            run = self._start(schedule, batch, checkpoint)
+            run = self._start(schedule, batch, checkpoint, may_split=False)
             losses = make_losses(run.sizes)
             targets = [*batch.tensors, *unique(self._parameters)]
             input_grads, parameter_grads = run.train(losses)
@@ -166,7 +166,7 @@ class Engine:
     def _committed(self) -> AbstractContextManager[None]:
         return committed(self.stages) if self._deferred_batch_norm else nullcontext()
 
-    def _start(self, schedule: Schedule, batch: Batch, checkpoint: str) -> Run:
+    def _start(self, schedule: Schedule, batch: Batch, checkpoint: str, *, may_split: bool) -> Run:
         known: Sequence[StageParameters | None] = self._parameters
         if self.with_streams:
             known = self._spare.pop() if self._spare else [None] * len(self.stages)
@@ -183,7 +183,9 @@ class Engine:
         if parameters is None:
             self.give_back(self._parameters)
         structure = batch.structure.on(self.devices[0])
-        return Run(self, schedule, scatter, wants_grad, structure, parameters, checkpoint)
+        return Run(
+            self, schedule, scatter, wants_grad, structure, parameters, checkpoint, may_split
+        )
 
 
 def _has_collectives(stage: nn.Module) -> bool:

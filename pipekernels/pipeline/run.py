@@ -44,6 +44,8 @@ class Run:
         structure: how the first stage's input is put together.
         parameters: the stages' parameters, None where no backward can follow.
         checkpoint: one of ``checkpoint.MODES``.
+        may_split: whether backwards, whole in the schedule, may be done in two parts where that is
+            faster. A schedule that the user has named runs as it is.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Run:
         structure: Structure,
         parameters: list[StageParameters] | None,
         checkpoint: str,
+        may_split: bool,
     ) -> None:
         lanes = schedule.lanes(len(engine.stages))  # Raises whatever way is taken.
         self.grad = parameters is not None
@@ -71,7 +74,7 @@ class Run:
             self.grad and checkpointed(checkpoint, m, micro_batches) for m in range(micro_batches)
         ]
         self._ways: Sequence[Way] = ("inline", "lanes")
-        if schedule.may_split and self.grad and not any(self._drop):
+        if may_split and self.grad and not any(self._drop):
             self._ways = ("inline", "lanes", "split")
         self._key = self._pace_key(schedule)
         # A function, no method: that would keep the run, and its micro-batches, in a reference cycle.
@@ -444,6 +447,7 @@ class Run:
         training = any(stage.training for stage in self._engine.stages)
         return (
             schedule,
+            self._ways,
             self._scatter.elements(0).bit_length(),
             len(self._scatter),
             self.grad,

@@ -236,11 +236,6 @@ class Schedule:
         if self.interleave is not None and self.interleave < 1:
             raise ValueError(f"the number of lanes is {self.interleave}; it must be at least 1")
 
-    @property
-    def may_split(self) -> bool:
-        """Whether the backwards, whole by default, can be done in two parts as well."""
-        return self.name == "gpipe"
-
     def lanes(self, stages: int) -> int:
         """How many lanes run ``stages`` stages.
 
@@ -252,10 +247,11 @@ class Schedule:
         return lanes
 
     def program(self, stages: int, micro_batches: int, *, split: bool = False) -> Program:
-        """The program; ``split``: with backwards in two parts."""
+        """The program; ``split``, for GPipe's alone: with backwards in two parts."""
         if self.interleave is not None:
             return interleaved(self.lanes(stages), stages, micro_batches)
         if split:
+            assert self == GPIPE
             return gpipe(stages, micro_batches, split=True)
         return SCHEDULES[self.name](stages, micro_batches)
 
