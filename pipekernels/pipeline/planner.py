@@ -160,7 +160,7 @@ def plan_pipeline(
     * that lanes share a GPU, memory bandwidth, caches and the interpreter lock;
     * that copies between devices overlap with computation;
     * that on CPUs fewer chunks than stages leave threads to spare, and that the pipe runs on one
-      thread, or splits GPipe's backwards, where that is faster;
+      thread, or splits the backward of ``pipe(x)``, where that is faster;
     * skips and messages under way between lanes, and the allocator's rounding.
 
     Layers with collectives cannot be measured: ranks would run them a different number of times. So
