@@ -101,9 +101,8 @@ class Gather:
     def __init__(self, sizes: Sequence[int], dim: int = 0) -> None:
         self._sizes = sizes
         self._dim = dim
-        self._offsets = [sum(sizes[:m]) for m in range(len(sizes))]
         self._whole: torch.Tensor | None = None
-        self._rows = 0
+        self._places: Sequence[torch.Tensor] = ()  # Views of it, one per micro-batch.
         self._parts: dict[int, torch.Tensor] = {}
         self.lengths = [0] * len(sizes)
 
@@ -123,24 +122,28 @@ class Gather:
         if len(self._sizes) == 1:
             self._whole = part.detach()
             return
-        if self._whole is None and not self._parts:
-            self._rows = part.size(dim) // self._sizes[m]
+        if self._whole is None:
+            rows = part.size(dim) // self._sizes[m]
+            lengths = [rows * size for size in self._sizes]
             shape = list(part.shape)
-            shape[dim] = self._rows * sum(self._sizes)
+            shape[dim] = sum(lengths)
             self._whole = part.new_empty(shape)
-        if self._fits(m, part):
-            assert self._whole is not None
-            offset = self._rows * self._offsets[m]
-            self._whole.narrow(dim, offset, part.size(dim)).copy_(part.detach())
+            self._places = self._whole.split(lengths, dim)
+        place = self._places[m]
+        if part.shape == place.shape and part.dtype == place.dtype:
+            place.copy_(part.detach())
         else:
             self._parts[m] = part.detach()
 
     def take(self) -> torch.Tensor:
         """All parts in order. Keeps no reference: the output's graph holds this object."""
         whole = self._whole
-        if self._parts or whole is None:
-            whole = torch.cat([self._part(m) for m in range(len(self._sizes))], self._dim)
+        assert whole is not None
+        if self._parts:
+            parts = [self._parts.get(m, place) for m, place in enumerate(self._places)]
+            whole = torch.cat(parts, self._dim)
         self._whole = None
+        self._places = ()
         self._parts.clear()
         return whole
 
@@ -148,16 +151,3 @@ class Gather:
         """``whole``, shaped like what :meth:`take` gave, as the views that belong to each
         micro-batch."""
         return list(whole.split(self.lengths, self._dim))
-
-    def _fits(self, m: int, part: torch.Tensor) -> bool:
-        if self._whole is None or part.dtype != self._whole.dtype:
-            return False
-        shape = list(self._whole.shape)
-        shape[self._dim : self._dim + 1] = [self._rows * self._sizes[m]]
-        return list(part.shape) == shape
-
-    def _part(self, m: int) -> torch.Tensor:
-        if m in self._parts:
-            return self._parts[m]
-        assert self._whole is not None
-        return self._whole.narrow(self._dim, self._rows * self._offsets[m], self.lengths[m])
