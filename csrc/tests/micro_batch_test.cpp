@@ -1,14 +1,8 @@
 // Splitting and concatenating against an element-by-element oracle, over random shapes, strides and
-// alignments, with and without casts; the tiles that CUDA blocks take as well; loops on torch's
-// threads, under concurrency and fork.
+// alignments, with and without casts; the tiles that CUDA blocks take as well.
 #include "pipekernels/micro_batch.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstring>
 #include <numeric>
 #include <optional>
@@ -17,20 +11,10 @@
 #include <thread>
 
 #include "check.h"
+#include "openmp.h"
 #include "pipekernels/elements.h"
 #include "pipekernels/micro_batch_plan.h"
 #include "pipekernels/micro_batch_tile.h"
-#include "pipekernels/parallel_for.h"
-
-// In place of the OpenMP runtime that torch loads.
-extern "C" __attribute__((visibility("default"))) void GOMP_parallel(void (*function)(void*),
-                                                                     void* argument,
-                                                                     unsigned threads, unsigned) {
-  std::vector<std::thread> others;
-  for (unsigned i = 1; i < threads; ++i) others.emplace_back(function, argument);
-  function(argument);
-  for (std::thread& other : others) other.join();
-}
 
 namespace {
 
@@ -435,48 +419,6 @@ void test_concurrent_callers() {
   for (std::thread& caller : callers) caller.join();
 }
 
-void test_every_piece_once() {
-  for (int round = 0; round < 500; ++round) {
-    std::vector<int> seen(round % 37, 0);
-    parallel_for(static_cast<int64_t>(seen.size()), 1 + round % 5, [&](int64_t i) { ++seen[i]; });
-    for (const int times : seen) CHECK(times == 1);
-  }
-}
-
-// Whether two pieces can run at the same time: each waits for the other to begin.
-bool two_at_once() {
-  std::atomic<int> begun{0}, met{0};
-  parallel_for(2, 2, [&](int64_t) {
-    ++begun;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (begun < 2 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
-    if (begun == 2) ++met;
-  });
-  return met == 2;
-}
-
-// A child runs all pieces alone, on its only thread: the runtime counts on threads it has not.
-bool alone_and_complete() {
-  const std::thread::id caller = std::this_thread::get_id();
-  std::vector<int> seen(100, 0);
-  bool alone = true;
-  parallel_for(static_cast<int64_t>(seen.size()), 4, [&](int64_t i) {
-    ++seen[i];
-    alone = alone && std::this_thread::get_id() == caller;
-  });
-  return alone && std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; });
-}
-
-void test_fork() {
-  CHECK(two_at_once());
-  const pid_t child = fork();
-  if (child == 0) _exit(alone_and_complete() ? 0 : 1);
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(status == 0);
-  CHECK(two_at_once());
-}
-
 void check_rejected(const MicroBatchCopy& request) {
   bool thrown = false;
   try {
@@ -534,8 +476,6 @@ int main() {
   test_offsets_beyond_32_bits();
   test_many_copies();
   test_broadcast_source();
-  test_every_piece_once();
   test_concurrent_callers();
-  test_fork();
   test_rejects();
 }

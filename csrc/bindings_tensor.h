@@ -1,0 +1,108 @@
+// Tensors as Python objects, for bindings.cpp alone.
+//
+// Their addresses, sizes and dtypes come from the table of C functions that torch gives for DLPack,
+// or else from their attributes. Everything here needs the interpreter's lock.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "pipekernels/dlpack.h"
+#include "pipekernels/dlpack_tensor.h"
+#include "pipekernels/dtype.h"
+
+namespace pipekernels::python {
+
+namespace py = pybind11;
+
+using Integers = std::vector<int64_t>;
+
+// How torch describes its tensors to C; null before torch 2.10.
+inline int (*describe_tensor)(void* object, dlpack::Tensor* described) = nullptr;
+inline PyTypeObject* tensor_class = nullptr;
+
+// Tells autograd that the tensors of a tuple have changed in place.
+inline PyObject* increment_version = nullptr;
+
+inline void use_tensors(const py::type& cls, const py::object& increment) {
+  tensor_class = reinterpret_cast<PyTypeObject*>(cls.inc_ref().ptr());
+  increment_version = increment.inc_ref().ptr();
+  if (!py::hasattr(cls, "__dlpack_c_exchange_api__")) return;
+  const py::capsule capsule = cls.attr("__dlpack_c_exchange_api__");
+  const auto* api = capsule.get_pointer<const dlpack::ExchangeApi>();
+  if (api->major == 1) describe_tensor = api->from_object;
+}
+
+// False, without an exception, for what is no tensor of just that class, cannot be described, or
+// has no memory, as what torch wraps around a tensor while it traces or transforms.
+inline bool describe(py::handle object, dlpack::Tensor& described) {
+  if (describe_tensor == nullptr || Py_TYPE(object.ptr()) != tensor_class) return false;
+  if (describe_tensor(object.ptr(), &described) == 0) {
+    return described.data != nullptr || is_empty(described);
+  }
+  PyErr_Clear();
+  return false;
+}
+
+// Whether its memory holds its elements as they are, not their negatives or conjugates.
+inline bool holds_elements(py::handle tensor, const dlpack::Tensor& described) {
+  static PyObject* const is_negative = PyUnicode_InternFromString("is_neg");
+  static PyObject* const is_conjugate = PyUnicode_InternFromString("is_conj");
+  const auto is = [&](PyObject* method) {
+    const auto result =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), method));
+    if (!result) throw py::error_already_set();
+    return result.ptr() != Py_False;
+  };
+  if (is(is_negative)) return false;
+  return described.type_code != dlpack::kComplex || !is(is_conjugate);
+}
+
+inline void mark_changed(py::handle tensor) {
+  const py::tuple changed = py::make_tuple(tensor);
+  const auto done =
+      py::reinterpret_steal<py::object>(PyObject_CallOneArg(increment_version, changed.ptr()));
+  if (done) return;
+  if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
+  PyErr_Clear();  // Inference tensors have no version.
+}
+
+struct TensorView {
+  char* data;
+  int64_t item_size;
+  int dtype;  // as dtype_of()
+  Integers shape, strides;
+};
+
+inline TensorView view_of(py::handle tensor) {
+  dlpack::Tensor described;
+  if (describe(tensor, described)) {
+    const auto copy = [&](const int64_t* values) {
+      return Integers(values, values + described.dims);
+    };
+    return {static_cast<char*>(described.data) + described.offset,
+            described.type_bits * described.type_lanes / 8, dtype_of(described),
+            copy(described.shape), copy(described.strides)};
+  }
+  auto* const data = reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>());
+  if (data == nullptr && tensor.attr("numel")().cast<int64_t>() > 0) {
+    throw std::invalid_argument(
+        "a tensor has no memory of its own: it wraps others, or its storage was freed; pass what "
+        "it wraps");
+  }
+  const auto name = py::str(tensor.attr("dtype")).cast<std::string>();
+  int dtype = kReducibleDTypes - 1;
+  const auto is_its_name = [&] {
+    return name == std::string("torch.") + name_of(static_cast<DType>(dtype));
+  };
+  while (dtype >= 0 && !is_its_name()) --dtype;
+  return {data, tensor.attr("element_size")().cast<int64_t>(), dtype,
+          tensor.attr("shape").cast<Integers>(), tensor.attr("stride")().cast<Integers>()};
+}
+
+}  // namespace pipekernels::python
