@@ -13,19 +13,14 @@ import inspect
 import pickle
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 
 from pipekernels import (
-    NoChunk,
-    get_device,
-    move_to_device,
     parallelize_module,
     parallelize_pipeline,
     unparallelize_module,
@@ -76,87 +71,6 @@ def received(module: nn.Module) -> list[str]:
 
     module.register_forward_pre_hook(note, with_kwargs=True)
     return seen
-
-
-# ---- devices and data ----
-
-
-def test_get_device() -> None:
-    assert get_device("cpu") == CPU
-    assert get_device("cuda:1") == torch.device("cuda", 1)
-    assert get_device(META) == META
-
-
-@pytest.mark.parametrize("index", [None, 1])
-def test_cuda_without_an_index_is_the_current_device(
-    monkeypatch: pytest.MonkeyPatch, index: int | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: index is not None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
-    assert get_device("cuda") == torch.device("cuda", index)
-
-
-@pytest.mark.parametrize("bad", [None, 1.5, True, ("cpu",)])
-def test_what_is_no_device(bad: object) -> None:
-    with pytest.raises(TypeError, match="a device must be a torch.device, a str such as"):
-        get_device(bad)
-
-
-def test_an_unknown_device() -> None:
-    with pytest.raises(RuntimeError, match="tpu9"):
-        get_device("tpu9")
-
-
-@dataclass(frozen=True)
-class Output:
-    logits: torch.Tensor
-    name: str
-
-
-class Batch:
-    """Moves itself, as Hugging Face's BatchEncoding does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def to(self, device: torch.device) -> Batch:
-        return Batch(device)
-
-
-def test_move_to_device_reaches_every_tensor() -> None:
-    x = torch.ones(2)
-    packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
-    data = (x, [x, None], {"k": (x, "text", 3)}, Output(x, "name"), packed, Batch(CPU))
-    result = move_to_device(data, "meta")
-    moved = [result[0], result[1][0], result[2]["k"][0], result[3].logits, result[4].data]
-    assert {t.device for t in moved} == {META}
-    assert result[5].device == META
-    assert result[4].batch_sizes.device == CPU
-    assert (result[1][1], result[2]["k"][1:], result[3].name) == (None, ("text", 3), "name")
-    assert type(result[3]) is Output and x.device == CPU
-
-
-def test_move_to_device_copies_only_what_must_move() -> None:
-    data = (torch.ones(2), [1], {"k": Output(torch.ones(1), "name")})
-    assert move_to_device(data, "cpu") is data
-    log: list[int] = []
-    module = nn.Linear(1, 1)
-    result = move_to_device((torch.ones(1), log, module), "meta")
-    assert result[1] is log
-    assert result[2] is module and module.weight.device == CPU
-
-
-def test_what_micro_batches_are_given_whole_moves_too() -> None:
-    marked = NoChunk(torch.ones(2))
-    assert move_to_device(marked, "meta").tensor.device == META
-    assert move_to_device([marked], "cpu")[0] is marked
-
-
-def test_move_to_device_is_differentiable(device: torch.device) -> None:
-    x = torch.ones(3, requires_grad=True)
-    (y,) = move_to_device((x * 2,), device)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 
 # ---- one module ----

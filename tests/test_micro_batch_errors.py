@@ -1,0 +1,122 @@
+"""What splitting and concatenating refuse, and what they say about it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipekernels import _backend
+from pipekernels.ops import concat_micro_batches, split_micro_batches
+
+X = torch.zeros(4, 3)
+SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
+    (X, 0, 0, ValueError, "chunks must be at least 1, got 0"),
+    (X, 2.0, 0, TypeError, "chunks must be an int, got float"),
+    (X, 2, 2, ValueError, "dim must be in -2..1 for tensor 0 of shape (4, 3), got 2"),
+    (X, 2, -3, ValueError, "dim must be in -2..1 for tensor 0 of shape (4, 3), got -3"),
+    (X, 2, "0", TypeError, "dim must be an int, got str"),
+    ([], 2, 0, ValueError, "there is no tensor"),
+    ([X, 1], 2, 0, TypeError, "expected tensors, got int at position 1"),
+    (1, 2, 0, TypeError, "tensors must be tensors in a list or tuple, got int"),
+    (torch.tensor(1.0), 2, 0, ValueError, "tensor 0 has no dimension to split; use tensor[None]"),
+    ([X, X[:3]], 2, 0, ValueError, "tensor 0 has 4, tensor 1 has 3"),
+    ([X, X[None]], 2, -1, ValueError, "dim=-1 is dimension 1 of tensor 0 and 2 of tensor 1"),
+    ([X, X.to("meta")], 2, 0, ValueError, "tensor 0 is on cpu, tensor 1 on meta"),
+    (X.to_sparse(), 2, 0, TypeError, "use .to_dense() first"),
+]
+CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
+    ([], 0, ValueError, "there is no micro-batch"),
+    ([X, X.double()], 0, TypeError, "micro-batch 0 has torch.float32, number 1 torch.float64"),
+    ([X, X[:, :2]], 0, ValueError, "micro-batch 0 has (4, 3), number 1 (4, 2)"),
+    ([X, X[None]], 0, ValueError, "micro-batch 0 has (4, 3), number 1 (1, 4, 3)"),
+    ([X, X.to("meta")], 0, ValueError, "micro-batch 0 is on cpu, number 1 on meta"),
+    ([(X, X), (X, X[:1])], 0, ValueError, "in number 1, tensor 0 has 4, tensor 1 has 1"),
+    ([X], 2, ValueError, "dim must be in -2..1"),
+    ([(X, X), (X,)], 0, ValueError, "number 0 has 2 tensor(s), number 1 has 1"),
+    ([X, (X,)], 0, ValueError, "the same structure"),
+    ([X, 1], 0, TypeError, "a micro-batch must be tensors in a list or tuple, got int"),
+    ([(X,), (1,)], 0, TypeError, "expected tensors, got int in micro-batch 1"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "chunks", "dim", "error", "message"), SPLIT_ERRORS)
+def test_split_errors(
+    tensors: Any, chunks: Any, dim: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        split_micro_batches(tensors, chunks, dim)
+
+
+@pytest.mark.parametrize(("parts", "dim", "error", "message"), CONCAT_ERRORS)
+def test_concat_errors(parts: Any, dim: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        concat_micro_batches(parts, dim)
+
+
+CAST_ERRORS: list[tuple[Any, Any, str]] = [
+    (X, torch.int32, "dtype must be float64, float32, float16 or bfloat16, got torch.int32"),
+    (X, "float16", "got float16"),
+    (X.to(torch.float8_e4m3fn), torch.float16, "tensor 0 has dtype torch.float8_e4m3fn"),
+]
+
+
+@pytest.mark.parametrize(("tensor", "dtype", "message"), CAST_ERRORS)
+def test_cast_errors(tensor: Tensor, dtype: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        split_micro_batches(tensor, 2, dtype=dtype)
+    with pytest.raises(TypeError, match=re.escape(message)):
+        concat_micro_batches([tensor], dtype=dtype)
+
+
+def test_elements_that_are_not_aligned_are_not_cast() -> None:
+    x = torch.frombuffer(bytearray(17), dtype=torch.float32, offset=1)
+    assert torch.equal(torch.cat(split_micro_batches(x, 2)), x)
+    with pytest.raises(ValueError, match=re.escape("not aligned to its elements; clone() it")):
+        split_micro_batches(x, 2, dtype=torch.float64)
+    assert torch.equal(
+        torch.cat(split_micro_batches(x.clone(), 2, dtype=torch.float64)), x.double()
+    )
+
+
+@pytest.mark.parametrize(
+    ("wholes", "parts", "message"),
+    [
+        ([4], [5], "micro-batches hold 5 entries, the tensor has 4"),
+        ([4, 4], [1, 1, 3, 2], "the tensors of micro-batch 1 differ in their size"),
+        ([4, 4], [1, 1, 3], "3 micro-batch tensors for 2 tensors and 2 micro-batches"),
+        ([], [4], "0 tensors"),
+    ],
+)
+def test_the_extension_refuses_what_does_not_fit(
+    wholes: list[int], parts: list[int], message: str
+) -> None:
+    arguments = [[torch.zeros(size) for size in sizes] for sizes in (wholes, parts)]
+    with pytest.raises(ValueError, match=message):
+        _backend.load().copy_micro_batches(True, 0, *arguments, 1)
+
+
+def test_the_extension_casts_only_between_floating_types() -> None:
+    x = torch.zeros(4)
+    for other in (x.int(), x.bool()):
+        with pytest.raises(ValueError, match="both"):
+            _backend.load().copy_micro_batches(True, 0, [x], [other], 1)
+
+
+def test_tensors_without_memory_of_their_own() -> None:
+    """Those that torch wraps around others go through the dispatcher, which unwraps them."""
+    x = torch.arange(8.0)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return concat_micro_batches(split_micro_batches(x, 3))
+
+    assert torch.func.functionalize(there_and_back)(x).equal(x)
+    assert there_and_back(torch._efficientzerotensor(4)).equal(torch.zeros(4))
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    for call in (lambda: split_micro_batches(freed, 2), lambda: concat_micro_batches([x, freed])):
+        with pytest.raises(ValueError, match="no memory of its own"):
+            call()
