@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from pipekernels.pipeline.schedule import Schedule
 
 Way = Literal["inline", "lanes", "split"]
 """On the calling thread; on lanes; on lanes with backwards in two parts."""
@@ -24,6 +26,20 @@ RARELY = 20
 """The fewest passes between two trials of a slower way."""
 COST = 0.01
 """Share of the time that trials of a slower way may take."""
+
+
+class Kind(NamedTuple):
+    """Alike for passes that take about equally long."""
+
+    schedule: Schedule
+    micro_batches: int
+    size_bits: int
+    """Length, in bits, of the number of elements of a micro-batch."""
+    grad: bool
+    training: bool
+    recomputed: int
+    """How many micro-batches are."""
+    may_split: bool
 
 
 class _Record:
@@ -81,3 +97,27 @@ class Pace:
         if record.warm:
             record.seconds[way].append(seconds)
         record.warm = True
+
+
+class Pass:
+    """One pass: the way it goes, and how long it takes.
+
+    Args:
+        pace: what is known of passes.
+        kind: its kind.
+        ways: those that are possible for this kind; always the same.
+    """
+
+    def __init__(self, pace: Pace, kind: Kind, ways: Sequence[Way]) -> None:
+        self.is_first = pace.is_new(kind)
+        self.way = pace.choose(kind, ways)
+        self._pace = pace
+        self._kind = kind
+        self._seconds = 0.0
+
+    def add(self, seconds: float, *, last: bool) -> None:
+        """Count the time of a part of it, ``last`` if nothing follows: a forward counts together with
+        its backward."""
+        self._seconds += seconds
+        if last:
+            self._pace.record(self._kind, self.way, self._seconds)

@@ -17,7 +17,7 @@ from pipekernels.pipeline.context import CallerContext, is_observed
 from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
-from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.pace import Kind, Pass, Way
 from pipekernels.pipeline.parameters import StageParameters, accumulated, installed, unique
 from pipekernels.pipeline.random_state import DrawWatch, HookWatch, RunRandom, preserved
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
@@ -73,15 +73,12 @@ class Run:
         self._drop = [
             self.grad and checkpointed(checkpoint, m, micro_batches) for m in range(micro_batches)
         ]
-        self._ways: Sequence[Way] = ("inline", "lanes")
-        if may_split and self.grad and not any(self._drop):
-            self._ways = ("inline", "lanes", "split")
-        self._key = self._pace_key(schedule)
         # A function, no method: that would keep the run, and its micro-batches, in a reference cycle.
         self._draw: Callable[[Run, int, int], AbstractContextManager[Any]] = Run._inline
         # Entered where graphs are gone through backwards.
         self._in_autograd: AbstractContextManager[Any] = nullcontext()
-        self._way = self._chosen_way()
+        self._pass = self._begun(schedule, may_split)
+        self._way: Way = "inline" if self._pass is None else self._pass.way
         self._tasks: Sequence[Task | GraphedTask] = engine.tasks
         if self._way == "inline" and engine.chain is not None and engine.timeline is None:
             self._tasks = [engine.chain]
@@ -114,7 +111,6 @@ class Run:
         self._skip_homes: dict[tuple[Key, int], torch.device] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
         self._released = False
-        self._seconds = 0.0
         # Intra-op threads are shared out alike on lanes and inline, so that the way taken cannot
         # show in the bits.
         self._threads = torch.get_num_threads()
@@ -430,10 +426,8 @@ class Run:
         return installed(self._parameters)
 
     def _note_time(self, seconds: float, *, last: bool) -> None:
-        """Add a phase's time; a run that a backward may follow counts together with it."""
-        self._seconds += seconds
-        if last and self._measured:
-            self._engine.pace.record(self._key, self._way, self._seconds)
+        if self._pass is not None:
+            self._pass.add(seconds, last=last)
 
     def _with_graphs(self, stage: int) -> Task | GraphedTask:
         if stage not in self._engine.graphs:
@@ -441,38 +435,37 @@ class Run:
         parameters = self._parameters[stage] if self._parameters else None
         return self._engine.graphs[stage].of_run(parameters)
 
-    def _pace_key(self, schedule: Schedule) -> tuple[Any, ...]:
-        """Alike for runs that take about equally long: a micro-batch's size to a factor of two, how
-        many there are, and what a task does."""
-        training = any(stage.training for stage in self._engine.stages)
-        return (
-            schedule,
-            self._ways,
-            self._scatter.elements(0).bit_length(),
-            len(self._scatter),
-            self.grad,
-            training,
-            sum(self._drop),
-        )
-
-    def _chosen_way(self) -> Way:
-        """Also decides where random numbers come from: ``_draw``."""
+    def _begun(self, schedule: Schedule, may_split: bool) -> Pass | None:
+        """This run as a pass that is timed; None where it can only go inline. Also decides where
+        random numbers come from: ``_draw``."""
         engine = self._engine
         several = min(len(engine.stages), len(self._scatter)) > 1
-        self._measured = engine.may_use_lanes and several and not is_observed()
-        if not self._measured:
-            return "inline"
-        if engine.pace.is_new(self._key):
+        if not (engine.may_use_lanes and several) or is_observed():
+            return None
+        may_split = may_split and self.grad and not any(self._drop)
+        kind = Kind(
+            schedule,
+            len(self._scatter),
+            self._scatter.elements(0).bit_length(),
+            self.grad,
+            any(stage.training for stage in engine.stages),
+            sum(self._drop),
+            may_split,
+        )
+        ways: list[Way] = ["inline", "lanes"]
+        if may_split:
+            ways.append("split")
+        begun = Pass(engine.pace, kind, ways)
+        if begun.is_first:
             self._draw = Run._audited
             # A layer that recomputes its forward puts back the state of the process's generator,
             # which on lanes would be anybody's.
             self._in_autograd = DrawWatch(engine.note_hidden_randomness)
-        way = engine.pace.choose(self._key, self._ways)
         if engine.hidden_randomness:
-            return "inline"
-        if way != "inline":
+            begun.way = "inline"
+        elif begun.way != "inline":
             self._draw = Run._on_lane
-        return way
+        return begun
 
     def _inline(self, m: int, stage: int) -> AbstractContextManager[Any]:
         return self._random.inline(m, stage)
