@@ -52,25 +52,25 @@ def preserved(devices: list[torch.device]) -> Iterator[None]:
             generator.set_state(state)
 
 
-Draws = Callable[[tuple[Any, ...], dict[str, Any]], bool]
-"""Whether a call with these arguments draws random numbers."""
+Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+"""Whether a random function draws random numbers where it is called with these arguments."""
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _if_positive(position: int, name: str) -> Draws:
-    """Draws only where the given probability is above zero."""
+def _if_positive(position: int, name: str) -> Condition:
+    """Where the given probability is above zero."""
 
-    def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def is_positive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         value = args[position] if len(args) > position else kwargs.get(name, 0.0)
         return bool(value)
 
-    return draws
+    return is_positive
 
 
-def _random_functions() -> dict[Any, Draws]:
+def _random_functions() -> dict[Any, Condition]:
     """torch's random functions that Python can see being called."""
     names: dict[Any, list[str]] = {
         F: [
@@ -90,7 +90,7 @@ def _random_functions() -> dict[Any, Draws]:
             *("exponential_", "geometric_", "cauchy_", "log_normal_"),
         ],
     }
-    table: dict[Any, Draws] = {
+    table: dict[Any, Condition] = {
         getattr(owner, name): _always for owner, listed in names.items() for name in listed
     }
     table[F.scaled_dot_product_attention] = _if_positive(4, "dropout_p")
@@ -101,6 +101,12 @@ def _random_functions() -> dict[Any, Draws]:
 _RANDOM = _random_functions()
 _TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _SEEDED: AbstractContextManager[None] = nullcontext()
+
+
+def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers."""
+    condition = _RANDOM.get(func)
+    return condition is not None and condition(args, kwargs)
 
 
 class HookWatch(TorchFunctionMode):
@@ -136,10 +142,10 @@ class DrawWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        draws = _RANDOM.get(func)
-        if draws is not None and draws(args, kwargs or {}):
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
             self._found()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class LaneRandom(HookWatch):
@@ -168,8 +174,7 @@ class LaneRandom(HookWatch):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        draws = _RANDOM.get(func)
-        if draws is None or not draws(args, kwargs):
+        if not draws(func, args, kwargs):
             self.saw_tensor_hooks |= func in _TENSOR_HOOKS
             return func(*args, **kwargs)
         generator = torch.default_generator
