@@ -124,28 +124,36 @@ pipekernels::MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::
   return request;
 }
 
-// Whether an operation on the memory of these tensors is one on their elements.
+// Whether an operation on its memory, on the CPU or a CUDA device, is one on its elements.
+bool is_plain(py::handle tensor, const pipekernels::dlpack::Tensor& described) {
+  using namespace pipekernels::dlpack;
+  return (described.device_type == kCpu || described.device_type == kCuda) &&
+         holds_elements(tensor, described);
+}
+
 bool are_plain(const py::list& tensors) {
   for (const py::handle tensor : tensors) {
     pipekernels::dlpack::Tensor described;
-    if (!describe(tensor, described) || !holds_elements(tensor, described)) return false;
+    if (!describe(tensor, described) || !is_plain(tensor, described)) return false;
   }
   return true;
 }
 
-// Whether micro-batches of so many tensors each can be concatenated along `dim`. False if torch
-// does not describe one of them to C.
-bool micro_batches_fit(int64_t dim, size_t tensors, const py::list& micro_batches) {
+// are_plain() of micro-batches of so many tensors each, and whether they can be concatenated along
+// `dim`.
+bool are_plain_and_fit(int64_t dim, size_t tensors, const py::list& micro_batches) {
   using pipekernels::dlpack::Tensor;
   std::vector<Tensor> wanted(tensors);
   int64_t size = 0;  // of this micro-batch, along `dim`
   size_t t = 0;      // Which of its tensors is next.
   for (size_t i = 0; i < micro_batches.size(); ++i) {
+    const py::handle tensor = micro_batches[i];
     Tensor given;
-    if (!describe(micro_batches[i], given) || dim >= given.dims) return false;
+    if (!describe(tensor, given) || dim >= given.dims) return false;
     if (i < tensors) wanted[t] = given;
     if (t == 0) size = given.shape[dim];
     if (given.shape[dim] != size || !alike_but_in(dim, wanted[t], given)) return false;
+    if (!is_plain(tensor, given)) return false;
     if (++t == tensors) t = 0;
   }
   return true;
@@ -153,7 +161,7 @@ bool micro_batches_fit(int64_t dim, size_t tensors, const py::list& micro_batche
 
 void bind_micro_batches(py::module_& m) {
   m.def("are_plain", &are_plain);
-  m.def("micro_batches_fit", &micro_batches_fit);
+  m.def("are_plain_and_fit", &are_plain_and_fit);
   m.def(
       "copy_micro_batches",
       [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
@@ -446,6 +454,7 @@ void bind_cuda_collectives(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.def("use_tensors", &use_tensors);
+  m.def("mark_changed", &mark_changed);
   bind_micro_batches(m);
   bind_collectives(m);
 #ifdef PIPEKERNELS_WITH_CUDA

@@ -63,6 +63,7 @@ inline bool holds_elements(py::handle tensor, const dlpack::Tensor& described) {
   return described.type_code != dlpack::kComplex || !is(is_conjugate);
 }
 
+// Lets autograd see that a tensor has changed in place, in case it was saved for a backward.
 inline void mark_changed(py::handle tensor) {
   const py::tuple changed = py::make_tuple(tensor);
   const auto done =

@@ -7,8 +7,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from pipekernels import _backend
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCIBLE, REDUCTIONS
 
 
@@ -107,10 +107,7 @@ def digest_of(tensor: Tensor) -> int:
 
 def mark_changed(tensor: Tensor) -> None:
     """Let autograd see that ``tensor`` has changed in place, in case it was saved for backward."""
-    try:  # noqa: SIM105 (contextlib.suppress takes longer than a small collective)
-        increment_version(tensor)
-    except RuntimeError:  # Inference tensors have no version.
-        pass
+    _backend.load().mark_changed(tensor)
 
 
 def check_root(src: int, world_size: int) -> None:

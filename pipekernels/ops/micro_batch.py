@@ -118,12 +118,14 @@ def concat_micro_batches(
             )
     dim = _check_dim(rows[0], dim)
     flat = [tensor for row in rows for tensor in row]
+    _check_casts(rows[0], dtype)
     # The extension's look is quick, but it cannot say what is wrong, nor do some tensors let it look.
-    if torch.compiler.is_compiling() or not _backend.load().micro_batches_fit(dim, width, flat):
+    if not _observed() and _backend.load().are_plain_and_fit(dim, width, flat):
+        wholes = _CONCAT.directly(flat, width, dim, dtype)
+    else:
         for i, row in enumerate(rows):
             _check_fits(rows[0], row, dim, i)
-    _check_casts(rows[0], dtype)
-    wholes = _CONCAT(flat, width, dim, dtype)
+        wholes = _CONCAT(flat, width, dim, dtype)
     return wholes[0] if single else tuple(wholes)
 
 
@@ -366,12 +368,12 @@ class _Operation:
         self._op = getattr(torch.ops.pipekernels, name).default
 
     def __call__(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
-        if (
-            _observed()
-            or tensors[0].device.type not in _DEVICES
-            or not _backend.load().are_plain(tensors)
-        ):
+        if _observed() or not _backend.load().are_plain(tensors):
             return self._op(tensors, *args)
+        return self.directly(tensors, *args)
+
+    def directly(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        """Past the dispatcher, for plain tensors and where nobody observes."""
         if _needs_grad(tensors):
             return list(self._function.apply(*args, *tensors))
         return self._kernel(tensors, *args)
