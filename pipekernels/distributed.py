@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,6 +127,7 @@ class _Group(dist.ProcessGroup):
             timeout=timeout.total_seconds(),
         )
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
+        self._thread_id: int | None = None  # From its first call on.
         self._last = _DONE
 
     def getBackendName(self) -> str:
@@ -137,16 +139,26 @@ class _Group(dist.ProcessGroup):
         super().shutdown()
 
     def _run(self, opts: Any, body: Callable[[], None], results: list[Tensor]) -> dist.Work:
-        """Run ``body``, after all that was called before."""
+        """Run ``body``, after all that was called before.
+
+        The callback of a future may run on the group's thread, which cannot wait for itself: what
+        it calls runs at once. All ranks then have one order, if each callback is added before the
+        next call, as in the hooks of DDP.
+        """
 
         def run() -> None:
             with torch.inference_mode():  # Where tensors of any kind may be written to.
                 body()
 
-        if self._last.done() and not getattr(opts, "asyncOp", True):
+        def run_on_thread() -> None:
+            self._thread_id = threading.get_ident()
+            run()
+
+        is_idle = self._last.done() and not getattr(opts, "asyncOp", True)
+        if is_idle or threading.get_ident() == self._thread_id:
             run()
             return _Work(_DONE, results)
-        self._last = self._thread.submit(run)
+        self._last = self._thread.submit(run_on_thread)
         return _Work(self._last, results)
 
     # ---- reductions --------------------------------------------------------------------------------

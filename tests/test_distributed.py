@@ -206,6 +206,22 @@ def test_works(run_group: Callable[..., list[Any]]) -> None:
     run_group(2, use_works)
 
 
+def call_in_callbacks(rank: int) -> None:
+    def add_again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    futures = []
+    for count in range(20):
+        work = dist.all_reduce(torch.ones(count), async_op=True)
+        futures.append(work.get_future().then(add_again))
+    for count, future in enumerate(futures):
+        assert future.wait().tolist() == [4.0] * count
+
+
+def test_callbacks_may_call_collectives(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, call_in_callbacks)
+
+
 def form_subgroups(rank: int) -> list[float]:
     sums = []
     for ranks in ([0, 1], [2, 1], [0]):
