@@ -89,9 +89,9 @@ endif()
 
 # The newest architecture also gets PTX, which later GPUs compile at load time.
 if(PIPEKERNELS_WITH_CUDA)
-  if(DEFINED ENV{CUDAARCHS})
+  if(NOT "$ENV{CUDAARCHS}" STREQUAL "")
     set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}")
-  elseif(DEFINED ENV{TORCH_CUDA_ARCH_LIST})
+  elseif(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
     pipekernels_torch_architectures("$ENV{TORCH_CUDA_ARCH_LIST}" CMAKE_CUDA_ARCHITECTURES)
   elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)  # knows no sm_100
     set(CMAKE_CUDA_ARCHITECTURES "80-real;90")
