@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,6 @@ def slug(name: str) -> str:
 def write(path: Path, record: Any) -> None:
     """Put ``record`` in place of the file there is, at once: other processes may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # Containers may share pids too.
     new.write_text(json.dumps(record, indent=1) + "\n")
     new.replace(path)

@@ -60,7 +60,12 @@ def test_without_a_cache_folder_of_its_own_it_is_the_users(
     assert tuning.path().parent == tmp_path / ".cache" / "pipekernels"
 
 
-def test_nothing_measured_is_no_reason_to_warn(cache: Path) -> None:
+@pytest.mark.parametrize("folder", ["new", "file"])
+def test_nothing_measured_is_no_reason_to_warn(
+    folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / folder))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tuning.load() is None
@@ -181,7 +186,7 @@ def test_tune_measures_and_info_tells(cache: Path) -> None:
     )  # fmt: skip
     measured = tuning.load()
     assert measured is not None
-    assert list(measured.one_shot_bytes) == tuner.world_sizes(os.cpu_count() or 1)
+    assert list(measured.one_shot_bytes) == tuner.world_sizes(len(os.sched_getaffinity(0)))
     assert set(measured.one_shot_bytes.values()) <= set(tuner.SIZES)
     for world_size, limit in measured.one_shot_bytes.items():
         assert f"{world_size} ranks: one_shot up to {limit} bytes" in result.stdout

@@ -1,7 +1,7 @@
 """Measures where two steps begin to beat one, for every world size that fits the machine.
 
-The ranks are processes on this host. One group of them is started, and its first 2, 4, 8, ... ranks
-make a communicator each time.
+The ranks are processes on this host. They are started once, and the first 2, 4, 8, ... of them make a
+communicator each time, while the others sleep.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(*, quick: bool = False) -> Tuning:
         TimeoutError: it takes more than two minutes.
         Exception: what a rank raises.
     """
-    sizes = world_sizes(os.cpu_count() or 1)
+    sizes = world_sizes(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
         ranks = torch.multiprocessing.start_processes(
@@ -86,24 +86,21 @@ def best_limit(times: Times) -> int:
 
 
 def _rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # Evenly over the cores: two that begin on one may stay there, as each yields to the other.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=sizes[-1]
-    )
     limits = {}
-    for size in sizes:
-        group = dist.new_group(list(range(size)))
-        if rank < size:
-            with Communicator.from_process_group(group) as communicator:
-                limits[size] = best_limit(_measure(communicator, rounds))
-        dist.barrier()
+    store = dist.FileStore(f"{folder}/store", sizes[-1])
+    with Communicator.from_store(store, rank, sizes[-1], timeout=LIMIT) as everyone:
+        for size in sizes:
+            some = everyone.split(0 if rank < size else None)
+            if some is not None:
+                with some:
+                    limits[size] = best_limit(_measure(some, rounds))
+            everyone.barrier()
     if rank == 0:
         (Path(folder) / "limits").write_text(json.dumps(limits))
-    dist.destroy_process_group()
 
 
 def _measure(communicator: Communicator, rounds: int) -> Times:

@@ -63,7 +63,7 @@ def load() -> Tuning | None:
     file = path()
     try:
         return _parse(json.loads(file.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.
         return None
     except (OSError, ValueError) as error:
         warnings.warn(

@@ -186,7 +186,7 @@ def _positive(value: Any) -> float:
 def _read(file: Path) -> Table | None:
     try:
         return from_json(json.loads(file.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.
         return None
     except (OSError, ValueError) as error:
         warnings.warn(
