@@ -73,14 +73,15 @@ class Pipekernels:
     ALGORITHMS = ("one_shot", "two_shot", "ring")
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        import torch.distributed as dist
+        import torch
+        from torch.distributed import FileStore
 
         import pipekernels
         from pipekernels.comm import tuning
 
-        _join_gloo(rank, ranks, folder)
-        self._communicator = pipekernels.Communicator.from_process_group()
-        dist.destroy_process_group()
+        torch.set_num_threads(1)
+        store = FileStore(str(folder / "store"), ranks)
+        self._communicator = pipekernels.Communicator.from_store(store, rank, ranks)
         self.rank = rank
         tuned = "tuned" if tuning.load() else "not tuned"
         self.version = f"{pipekernels.__version__}, {tuned}"
@@ -197,12 +198,14 @@ class Mpi:
     def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
         from mpi4py import MPI
 
+        if dtype == "float32":
+            datatype = MPI.FLOAT
+        elif self._name in _MPI_BFLOAT16:
+            datatype = MPI.Datatype.fromhandle(_MPI_BFLOAT16[self._name])
+        else:
+            return {}
         buffer = empty(count, dtype)
-        message: Any = buffer
-        if dtype == "bfloat16":
-            if self._name not in _MPI_BFLOAT16:
-                return {}
-            message = [buffer, count, MPI.Datatype.fromhandle(_MPI_BFLOAT16[self._name])]
+        message = [buffer, datatype]  # To find out the type of an array takes mpi4py longer.
         all_reduce, in_place = MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE
         return {self._name: Candidate(buffer, lambda: all_reduce(in_place, message))}
 

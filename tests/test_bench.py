@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import leaves_the_group
 
 from bench import collectives, groups, harness, report
 from bench.rank import Rank, Start, contents, expected
@@ -26,10 +25,11 @@ class FakeSystem:
 
     version = "1"
 
-    def __init__(self, rank: int, ranks: int, missing: int = 0) -> None:
+    def __init__(self, rank: int, ranks: int, missing: int = 0, name: str = "fake") -> None:
         self.rank = rank
         self._ranks = ranks
         self._missing = missing
+        self._name = name
 
     def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
         buffer = np.empty(count, STORAGE[dtype])
@@ -38,7 +38,7 @@ class FakeSystem:
         def call() -> None:
             buffer[:summed] = expected(self._ranks, count, dtype)[:summed]
 
-        return {"fake": Candidate(buffer, call)}
+        return {self._name: Candidate(buffer, call)}
 
     def close(self) -> None:
         pass
@@ -131,6 +131,16 @@ def test_rows_tell_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> No
         assert row["busbw"] == pytest.approx(row["algbw"])  # Of two ranks.
 
 
+def test_crowded_ranks_make_as_many_calls_as_asked_for(tmp_path: Path) -> None:
+    system = FakeSystem(0, 3, missing=2, name="ordinary")
+    session: Any = {
+        "fake": (LocalGroup(Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))), "1.0")
+    }
+    (row,) = collectives.crowded(session, quick=True)
+    assert (row["candidate"], row["calls"], row["wrong"]) == ("ordinary", 100, 4)
+    assert row["median"] <= row["p99"]
+
+
 # ---- groups of ranks ----
 
 
@@ -216,7 +226,6 @@ def test_a_system_that_is_busy_while_it_waits_is_noticed() -> None:
     assert groups.busy_while_idle(fakes) == ["spinning"]
 
 
-@leaves_the_group
 def test_ours_and_gloo_give_right_sums_in_both_dtypes() -> None:
     with groups.session(["pipekernels", "Gloo"], 2) as session:
         assert list(session) == ["pipekernels", "Gloo"]
@@ -262,7 +271,9 @@ def made_up_rows() -> list[collectives.Row]:
     parts = [("sizes", size, dtype) for dtype in collectives.DTYPES for size in (1024, 4096)]
     parts += [("back to back", 1024, "float32"), ("crowded", 4096, "float32")]
     return [
-        collectives.row(*(part, name, "1.0", size, dtype), median=median, wrong=0, **figures)
+        collectives.row(
+            *(part, name, "1.0", size, dtype), median=median, wrong=3 * ("ring" in name), **figures
+        )
         for part, size, dtype in parts
         for name, median in MEDIANS.items()
     ]
@@ -274,7 +285,7 @@ def test_tables_compare_with_the_best_peer_the_bound_and_the_best_algorithm() ->
     assert ours.format("20.00", "2.50") in text
     assert ours.format("10.00", "5.00") + " 60% |" in text
     assert "Geometric mean of x best peer: 2.50." in text
-    assert "| 4096 | bfloat16 | 20.00 | 40.00 | 16.00 | 30.00 | 1.25 | 10.00 " in text
+    assert "| 4096 | bfloat16 | 20.00 | 40.00 | 16.00 | 30.00 | 1.25 | 3 | 10.00 " in text
     assert "Peers: Gloo 1.0, MPICH 1.0" in text and "Open MPI" not in text
 
 
