@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_processes, traces
+from ranks import leaves_the_group, run_processes, traces
 from torch import nn
 
 from pipekernels import Communicator, PeerError, RowParallelLinear, ops
@@ -196,6 +196,7 @@ def split_further(comm: Communicator) -> list[Any]:
     return answers
 
 
+@leaves_the_group
 def test_split() -> None:
     assert run_hosts("abab", split_further) == [
         [1, [1, 0], 0, [0, 2], 1.0, [1, 0]],
