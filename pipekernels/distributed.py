@@ -135,7 +135,7 @@ class _Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._comm.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False)  # Calls that are left find the communicator closed.
         super().shutdown()
 
     def _run(self, opts: Any, body: Callable[[], None], results: list[Tensor]) -> dist.Work:

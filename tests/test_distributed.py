@@ -7,6 +7,7 @@ import datetime
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,26 @@ def test_destroyed_groups_leave_nothing(
     run_group: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     run_group(2, end_and_begin, str(tmp_path / "other"))
+
+
+def destroy_at_work(rank: int, folder: Path) -> None:
+    if rank == 1:
+        while not (folder / "destroyed").exists():
+            time.sleep(0.01)
+        return
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(100)]
+    dist.destroy_process_group()
+    (folder / "destroyed").touch()
+    for work in works:
+        with pytest.raises(RuntimeError, match="closed"):
+            work.wait()
+        assert work.is_completed() and not work.is_success()
+
+
+def test_works_of_a_destroyed_group_fail(
+    run_group: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run_group(2, destroy_at_work, tmp_path)
 
 
 # ---- what is built on collectives ------------------------------------------------------------------------
