@@ -25,11 +25,12 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three significant digits in the unit that suits."""
+    """Three significant digits in the unit that suits them."""
+    rounded = float(f"{seconds:.3g}")
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+        if rounded >= scale:
+            return f"{rounded / scale:g} {unit}"
+    return f"{rounded * 1e9:g} ns"
 
 
 def render(record: Mapping[str, Any]) -> str:

@@ -308,6 +308,15 @@ def test_a_tree_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) 
     assert harness.commit() == "0123456789ab"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ns"), (1.234e-8, "12.3 ns"), (9.996e-7, "1 us"), (2.5e-6, "2.5 us"),
+     (9.996e-4, "1 ms"), (0.0999949, "100 ms"), (0.99949, "999 ms"), (1234.5, "1230 s")],
+)  # fmt: skip
+def test_durations_have_three_digits_and_no_exponent(seconds: float, text: str) -> None:
+    assert report.duration(seconds) == text
+
+
 def test_a_marker_without_results_says_what_to_run() -> None:
     page = "<!-- bench:x -->\nold\n<!-- /bench -->"
     assert report.update(page, {"x": "new"}) == page.replace("old", "new")
