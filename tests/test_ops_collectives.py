@@ -157,17 +157,25 @@ def test_tensor_parallel_steps_with_a_replicated_loss(
     run_threads(world_size, on(device, on_rank))
 
 
-def test_second_derivative_of_a_tensor_parallel_step_raises(device: torch.device) -> None:
+STEPS = {
+    "copy_to_ranks": tp.copy_to_ranks,
+    "reduce_from_ranks": tp.reduce_from_ranks,
+    "scatter_to_ranks": tp.scatter_to_ranks,
+    "gather_from_ranks": lambda x, comm: tp.gather_from_ranks(x, comm, 3),
+    "row_linear": lambda x, comm: tp.row_linear(x, x.detach(), comm),
+    "row_linear, scatter": lambda x, comm: tp.row_linear(x, x.detach(), comm, scatter=True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_second_derivative_of_a_tensor_parallel_step_raises(
+    step: str, device: torch.device
+) -> None:
     (comm,) = Communicator.threads(1)
-    x = torch.ones(3, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(
-        tp.reduce_from_ranks(x * x, comm).sum(),
-        x,
-        torch.ones((), device=device, requires_grad=True),
-        create_graph=True,
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    x = torch.ones(3, 3, device=device, requires_grad=True)
+    # A sum, whose gradient has no graph: a gradient of x without one would be no error.
+    with pytest.raises(RuntimeError, match="can be differentiated once only"):
+        torch.autograd.grad(STEPS[step](x, comm).sum(), x, create_graph=True)
 
 
 def test_no_grad_and_autocast_keep_the_dtype(device: torch.device) -> None:

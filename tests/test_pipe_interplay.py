@@ -40,6 +40,34 @@ def test_compiled_layers(checkpoint: str, way: Way) -> None:
     assert_same_gradients(module, reference)
 
 
+def test_a_compiled_model_calls_a_pipe_in_it_as_it_is() -> None:
+    torch.compiler.reset()
+    module = mlp()
+    reference = copy.deepcopy(module)
+    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return pipe(x.sin()).square().mean()
+
+    @torch.compile(backend=backend)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 2 * pipe.train_step(x.sin(), None, lambda y: y.square().mean())
+
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = 2 * reference(x.sin()).square().mean()
+    expected.backward()
+    loss(x).backward()
+    torch.testing.assert_close(step(x), expected.detach(), rtol=0, atol=1e-12)
+    assert_same_gradients(pipe, reference)
+    assert len(graphs) == 4  # What is before and after the pipe, in both.
+
+
 def train_with_ddp(comm: Communicator) -> None:
     reference = mlp()
     x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -19,7 +19,7 @@ conventions.) After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al.
 Activation Recomputation in Large Transformer Models" (2022).
 
 All ranks must call these in the same order, and an input must require a gradient on all ranks or
-on none. They are differentiable once; a second derivative raises.
+on none. They are differentiable once; a backward with ``create_graph=True`` raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from pipekernels.ops.collectives import (
@@ -41,8 +40,11 @@ from pipekernels.ops.collectives import (
     symmetric_empty,
 )
 from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.overlap import gemm_all_reduce, plan_for
 from pipekernels.ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
+
+_LAYERS = "a layer that is sharded over ranks"
 
 ROW_ALGORITHMS = (*ALGORITHMS, "overlapped")
 
@@ -157,8 +159,8 @@ class _CopyToRanks(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        check_differentiated_once(_LAYERS)
         return all_reduce(grad, ctx.comm), None
 
 
@@ -168,8 +170,8 @@ class _ReduceFromRanks(torch.autograd.Function):
         return all_reduce(x, comm, "sum", algorithm)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        check_differentiated_once(_LAYERS)
         return grad, None, None
 
 
@@ -180,8 +182,8 @@ class _ScatterToRanks(torch.autograd.Function):
         return _own_slice(x, comm)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        check_differentiated_once(_LAYERS)
         return _join_slices(grad, ctx.comm, ctx.size), None
 
 
@@ -192,8 +194,8 @@ class _GatherFromRanks(torch.autograd.Function):
         return _join_slices(x, comm, size)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        check_differentiated_once(_LAYERS)
         return _own_slice(grad, ctx.comm), None, None
 
 
@@ -208,8 +210,8 @@ class _RowLinear(torch.autograd.Function):
         return torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter, algorithm)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_differentiated_once(_LAYERS)
         x, weight = ctx.saved_tensors
         algorithm = "triton" if ctx.algorithm == "overlapped" else ctx.algorithm
         if ctx.scatter:

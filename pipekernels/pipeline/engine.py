@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from pipekernels.comm import Communicator
 from pipekernels.ops.graphs import Memory, has_graphs
+from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.streams import has_streams
 from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.graphs import StageGraphs
@@ -227,8 +227,8 @@ class _PipeNode(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        check_differentiated_once("a pipe")
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         input_grads, parameter_grads = ctx.run.backward(ctx.outputs, grads, keep_graph)
         return (None, None, None, *input_grads, *parameter_grads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -142,6 +143,7 @@ class Pipe(nn.Module):
         self.partitions = nn.ModuleList(partitions)
         self._engine = self._new_engine()
 
+    @torch._disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
@@ -163,6 +165,7 @@ class Pipe(nn.Module):
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         return self._engine.run(self._batch(value), self._mode())
 
+    @torch._disable_dynamo
     def train_step(
         self,
         input: Any,
@@ -303,7 +306,7 @@ class Pipe(nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         """Layer ``index`` of the wrapped module; negative ones count from the end."""
-        flat = list(self)
+        flat, index = list(self), operator.index(index)
         if not -len(flat) <= index < len(flat):
             raise IndexError(
                 f"layer index {index} is out of range; the pipe has {len(flat)} layers"

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipekernels.ops.once import check_differentiated_once
 from pipekernels.pipeline.random_state import RunRandom, preserved
 from pipekernels.pipeline.spmd_transport import (
     Axis,
@@ -410,10 +411,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         # First on every rank, so that these raise before any rank waits for another.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a pipeline can be differentiated once only; call this without create_graph=True"
-            )
+        check_differentiated_once("a pipeline")
         _ = ctx.saved_tensors  # Raises in a second backward without retain_graph.
         ctx.sink.begin_backward(grad)
         return None, None, None
