@@ -338,6 +338,14 @@ def test_ways_that_are_not_there() -> None:
         row_linear(meta, meta, comm, scatter=True, algorithm="overlapped")
 
 
+def test_layers_without_memory_tell_shapes() -> None:
+    (comm,) = Communicator.threads(1)
+    x = torch.ones(3, IN, device="meta")
+    for kind in (RowParallelLinear, ColumnParallelLinear):
+        y = kind(IN, OUT, comm=comm, device="meta")(x)
+        assert y.is_meta and y.shape == (3, OUT)
+
+
 def test_autocast_and_no_grad(device: torch.device) -> None:
     torch.manual_seed(0)
     up, down = nn.Linear(8, IN).to(device), nn.Linear(IN, 8).to(device)

@@ -105,15 +105,16 @@ def test_a_tensor_that_is_there_is_returned_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "target", "message"),
     [
-        ([torch.ones(1), 3], "expected tensors, got int at position 1"),
-        (torch.ones(2, 2).to_sparse(), "has layout torch.sparse_coo"),
+        ([torch.ones(1), 3], "meta", "expected tensors, got int at position 1"),
+        (torch.ones(2, 2).to_sparse(), "meta", "has layout torch.sparse_coo"),
+        ([torch.ones(1), torch.ones(1, device="meta")], "cpu", "has no values to copy to cpu"),
     ],
 )
-def test_bad_arguments(bad: Any, message: str) -> None:
+def test_bad_arguments(bad: Any, target: str, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        p2p_copy(bad, "meta")
+        p2p_copy(bad, target)
 
 
 def test_it_is_a_registered_operation() -> None:

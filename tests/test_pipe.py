@@ -358,6 +358,8 @@ def test_attributes_and_sequence_protocol() -> None:
     for index in (5, -6):
         with pytest.raises(IndexError, match="5 layers"):
             pipe[index]
+    with pytest.raises(TypeError, match="'slice' object"):
+        pipe[1:3]
 
 
 def test_state_dict_maps_to_the_modules_own_keys() -> None:

@@ -96,6 +96,7 @@ def test_any_number_of_dimensions_and_autocast(device: torch.device) -> None:
     for shape in ((6,), (2, 6), (2, 0, 6), (2, 3, 5, 6)):
         x = torch.randn(shape, device=device)
         assert torch.equal(sharded_gemm(x, weight), functional.linear(x, weight))
+        assert sharded_gemm(x.to("meta"), weight.to("meta")).shape == (*shape[:-1], 4)
     with torch.autocast(device.type, torch.bfloat16):
         y = sharded_gemm(torch.randn(2, 6, device=device), weight, torch.zeros(4, device=device))
     assert y.dtype == torch.bfloat16

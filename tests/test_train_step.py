@@ -65,6 +65,24 @@ def test_bits_do_not_depend_on_the_way(schedule: str, force_way: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+def test_a_mean_over_valid_tokens() -> None:
+    """As the docstring of ``train_step`` has it."""
+    x, y = torch.randn(8, 2, 5, dtype=torch.float64), torch.randint(3, (8, 2))
+    y[:2], y[5, 1] = -100, -100  # A micro-batch without any, one with less than the others.
+    plain, piped = model(), model()
+    expected = F.cross_entropy(plain(x).mT, y)
+    expected.backward()
+    valid = (y != -100).sum()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.mT, target, reduction="sum") / valid
+
+    loss = pipe_of(piped).train_step(x, y, loss_fn, loss_reduction="sum")
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+    for a, b in zip(gradients(piped), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
 def test_a_sum_needs_no_weights(place: torch.device) -> None:
     x, y = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     plain, piped = model(), model()

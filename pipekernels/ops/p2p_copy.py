@@ -39,7 +39,8 @@ def p2p_copy(
         is on the device already is returned itself.
 
     Raises:
-        TypeError: something other than tensors was given, or one that is to move is not strided.
+        TypeError: something other than tensors was given, or one that is to move is not strided, or
+            on the meta device.
         RuntimeError: there is no such device.
     """
     single = isinstance(tensors, Tensor)
@@ -52,6 +53,11 @@ def p2p_copy(
     for tensor in moving:
         if tensor.layout is not torch.strided:
             raise TypeError(f"a tensor has layout {tensor.layout}; use .to_dense() first")
+        if tensor.is_meta:
+            raise TypeError(
+                f"a tensor is on the meta device and so has no values to copy to {target}; make one "
+                f"there with torch.empty_like(tensor, device={str(target)!r})"
+            )
     copies = iter(_op(moving, target, False) if moving else ())
     result = [next(copies) if tensor.device != target else tensor for tensor in group]
     return result[0] if single else result

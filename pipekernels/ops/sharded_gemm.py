@@ -69,7 +69,11 @@ def sharded_gemm(
         ImportError: ``'triton'`` without Triton, or with one before 3.6.
     """
     device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and x.dtype not in (torch.float64, FLOAT8)
+    autocast = (
+        device != "meta"  # Which autocast does not know.
+        and torch.is_autocast_enabled(device)
+        and x.dtype not in (torch.float64, FLOAT8)
+    )
     _check(x, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm)
     if x.dtype != weight.dtype and not autocast:
         raise TypeError(

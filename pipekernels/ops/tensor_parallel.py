@@ -145,8 +145,8 @@ def row_linear(
         raise ValueError("there is no overlapped reduce-scatter; use algorithm='auto'")
     if scatter:
         check_rows(x, comm.world_size, dims=2)
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    device = x.device.type  # Autocast does not know "meta".
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     return _RowLinear.apply(x, weight, comm, scatter, algorithm)

@@ -41,8 +41,9 @@ class Pipe(nn.Module):
 
     Stages work on different micro-batches at the same time: on CPUs in threads that share out
     torch's intra-op threads, on CUDA devices asynchronously, on the streams that are current when
-    the forward is called; copies between devices overlap both sides' work. To autograd the whole is one node, so
-    losses, optimizers, hooks and ``torch.autograd.grad`` are used as with the bare module::
+    the forward is called; copies between devices overlap both sides' work. To autograd the whole is
+    one node, so losses, optimizers, hooks and ``torch.autograd.grad`` are used as with the bare
+    module, but for second derivatives (``create_graph=True`` is an error)::
 
         model = nn.Sequential(a, b, c, d)
         model = Pipe(model, balance=[2, 2], chunks=8)
@@ -56,6 +57,12 @@ class Pipe(nn.Module):
     Every forward draws one number from the default CPU generator; from it each (stage, micro-batch)
     gets random numbers of its own, so results with a fixed seed do not depend on timing and
     recomputation repeats its forward.
+
+    The keys of the state_dict are ``partitions.<stage>.<key in the module>``. ``to_sequential()`` has
+    the same layers under the module's own keys: to save checkpoints that fit the bare module and any
+    balance, call its ``state_dict``, and its ``load_state_dict`` to load them.
+
+    ``torch.compile`` leaves a pipe as it is, in a compiled program too: compile its layers.
 
     Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its stages
     do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has parameters
@@ -186,8 +193,22 @@ class Pipe(nn.Module):
         ``zb-h1`` sum gradients over micro-batches first one first, so the last bits may differ from
         those of ``loss_fn(pipe(input), target).backward()``.
 
+        A mean over anything but rows, as of cross-entropy with ``ignore_index`` or class weights, is
+        not that of the batch when it is taken per micro-batch, and NaN where one has nothing to count.
+        Divide a sum by the count of the whole batch instead::
+
+            valid = (target != -100).sum()
+
+            def loss_fn(output, target):  # [rows, tokens, classes], [rows, tokens]
+                return cross_entropy(output.mT, target, reduction="sum") / valid
+
+            pipe.train_step(input, target, loss_fn, loss_reduction="sum")
+
+        ``DistributedDataParallel`` averages gradients after calls of its own forward alone; after
+        those of ``train_step``, average them yourself.
+
         Args:
-            input: the first layer's argument, as in :meth:`forward`.
+            input: the first layer's only argument, as in :meth:`forward`.
             target: tensors of the same batch size, cut up like the input; None if ``loss_fn`` takes
                 outputs only.
             loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of one
