@@ -9,7 +9,8 @@ ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distribut
 ranks compute one and the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
 
 A backward is a collective too: all ranks must run it, in the same order, and an input must require
-a gradient on all ranks or on none. Ranks that are threads run it on CUDA under
+a gradient on all ranks or on none. There is no forward-mode derivative, and ``torch.func`` cannot
+differentiate them: a RuntimeError says so. Ranks that are threads run it on CUDA under
 ``torch.autograd.set_multithreading_enabled(False)``: on autograd's one thread for a device none may
 wait until the others have come as far, and so CUDA may make one wait for another's kernel.
 """
@@ -22,6 +23,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from pipekernels.ops.transforms import deny_tangents
 
 
 class Ranks(Protocol):
@@ -88,6 +91,7 @@ def all_reduce(x: Tensor, comm: Ranks, op: str = "sum", algorithm: str = "auto")
         ValueError: unknown ``op`` or ``algorithm``; shapes or dtypes that differ between ranks.
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
+    deny_tangents("all_reduce", [x])
     return torch.ops.pipekernels.all_reduce(x, comm.handle, op, algorithm)
 
 
@@ -110,6 +114,7 @@ def reduce_scatter(x: Tensor, comm: Ranks, op: str = "sum") -> Tensor:
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
     check_rows(x, comm.world_size)
+    deny_tangents("reduce_scatter", [x])
     return torch.ops.pipekernels.reduce_scatter(x, comm.handle, op)
 
 
@@ -130,6 +135,7 @@ def all_gather(x: Tensor, comm: Ranks) -> Tensor:
     """
     if x.dim() == 0:
         raise ValueError("all_gather joins tensors along dimension 0, but x has none; use x[None]")
+    deny_tangents("all_gather", [x])
     return torch.ops.pipekernels.all_gather(x, comm.handle)
 
 
@@ -148,6 +154,7 @@ def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
     """
     if not 0 <= src < comm.world_size:
         raise ValueError(f"src must be a rank in 0..{comm.world_size - 1}, got {src}")
+    deny_tangents("broadcast", [x])
     return torch.ops.pipekernels.broadcast(x, comm.handle, src)
 
 

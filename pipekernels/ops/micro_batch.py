@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pipekernels import _backend
 
@@ -272,48 +273,107 @@ def _concat(
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, sizes: list[int], dim: int, dtype: torch.dtype | None, *tensors: Tensor
+        sizes: list[int], dim: int, dtype: torch.dtype | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.dim = dim
+        return tuple(_SPLIT(list(tensors), sizes, dim, dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.sizes, ctx.dim, ctx.dtype, *tensors = inputs
         ctx.wanted = ctx.needs_input_grad[3:]
-        ctx.dtype = _dtype_back(tensors, ctx.wanted, dtype)
-        parts = _SPLIT(list(tensors), sizes, dim, dtype)
-        ctx.mark_non_differentiable(*_unwanted(parts, ctx.wanted))
-        return tuple(parts)
+        ctx.dtype_back = _dtype_back(tensors, ctx.wanted, ctx.dtype)
+        _mark_unwanted(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.wanted
         parts = [g for i, g in enumerate(grads) if wanted[i % len(wanted)]]
-        wholes = iter(_CONCAT(parts, sum(wanted), ctx.dim, ctx.dtype))
+        wholes = iter(_CONCAT(parts, sum(wanted), ctx.dim, ctx.dtype_back))
         return None, None, None, *(next(wholes) if w else None for w in wanted)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        wholes = tangents[3:]
+        given = [t for t in wholes if t is not None]
+        parts = iter(_SPLIT(given, ctx.sizes, ctx.dim, ctx.dtype))
+        return tuple(None if t is None else next(parts) for _ in ctx.sizes for t in wholes)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        sizes: list[int],
+        dim: int,
+        dtype: torch.dtype | None,
+        *tensors: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        parts = _SPLIT(_batched(tensors, in_dims[3:], info.batch_size), sizes, dim + 1, dtype)
+        return tuple(parts), (0,) * len(parts)
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensors: int, dim: int, dtype: torch.dtype | None, *micro_batches: Tensor
+        tensors: int, dim: int, dtype: torch.dtype | None, *micro_batches: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.dim = dim
-        ctx.sizes = [part.shape[dim] for part in micro_batches[::tensors]]
+        return tuple(_CONCAT(list(micro_batches), tensors, dim, dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        tensors, ctx.dim, ctx.dtype, *micro_batches = inputs
+        ctx.sizes = [part.shape[ctx.dim] for part in micro_batches[::tensors]]
         needs = ctx.needs_input_grad[3:]
         ctx.wanted = [any(needs[t::tensors]) for t in range(tensors)]
-        ctx.dtype = _dtype_back(micro_batches, ctx.wanted, dtype)
-        wholes = _CONCAT(list(micro_batches), tensors, dim, dtype)
-        ctx.mark_non_differentiable(*_unwanted(wholes, ctx.wanted))
-        return tuple(wholes)
+        ctx.dtype_back = _dtype_back(micro_batches, ctx.wanted, ctx.dtype)
+        _mark_unwanted(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.wanted
         wholes = [g for g, w in zip(grads, wanted, strict=True) if w]
-        parts = iter(_SPLIT(wholes, ctx.sizes, ctx.dim, ctx.dtype))
+        parts = iter(_SPLIT(wholes, ctx.sizes, ctx.dim, ctx.dtype_back))
         return None, None, None, *(next(parts) if w else None for _ in ctx.sizes for w in wanted)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        parts = tangents[3:]
+        given = [t for t in parts if t is not None]
+        first = parts[: len(ctx.wanted)]
+        count = sum(t is not None for t in first)
+        wholes = iter(_CONCAT(given, count, ctx.dim, ctx.dtype))
+        return tuple(None if t is None else next(wholes) for t in first)
 
-def _unwanted(results: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    """The results whose tensor (``wanted`` has one entry for each) needs no gradient."""
-    return [result for i, result in enumerate(results) if not wanted[i % len(wanted)]]
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        tensors: int,
+        dim: int,
+        dtype: torch.dtype | None,
+        *micro_batches: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        parts = _batched(micro_batches, in_dims[3:], info.batch_size)
+        return tuple(_CONCAT(parts, tensors, dim + 1, dtype)), (0,) * tensors
+
+
+def _batched(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], batch_size: int
+) -> list[Tensor]:
+    """``tensors`` with the dimension that ``torch.func.vmap`` maps over as the first one."""
+    return [
+        tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+
+
+def _mark_unwanted(ctx: Any, results: Sequence[Tensor]) -> None:
+    """Have results require no gradient where their tensor, which ``ctx.wanted`` has an entry for,
+    needs none. Where there are tangents, which tensors have one is left to torch."""
+    if forward_ad._current_level < 0:
+        wanted = ctx.wanted
+        ctx.mark_non_differentiable(
+            *(result for i, result in enumerate(results) if not wanted[i % len(wanted)])
+        )
 
 
 def _dtype_back(
@@ -327,8 +387,12 @@ def _dtype_back(
     return given.pop() if len(given) == 1 else None
 
 
-def _needs_grad(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), tensors))
+def _has_derivatives(tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients may be asked for, or tensors may have tangents (of forward-mode
+    differentiation)."""
+    return (torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), tensors))) or (
+        forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    )
 
 
 def _observed() -> bool:
@@ -340,6 +404,14 @@ def _observed() -> bool:
     )
 
 
+def _is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is to see autograd functions instead of operations."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    transform = torch._C._functorch.peek_interpreter_stack().key()
+    return transform != torch._C._functorch.TransformType.Functionalize
+
+
 class _Operation:
     """A registered operation, called past the dispatcher where that would do no more than pass the
     call on: to Python, it takes longer about it than a small copy does.
@@ -348,7 +420,7 @@ class _Operation:
         schema: in ``torch.library``'s notation.
         kernel: computes it on all of ``_DEVICES``.
         fake: gives empty results of the same shapes.
-        function: computes it where a gradient is wanted.
+        function: computes it where a derivative is wanted.
     """
 
     def __init__(
@@ -368,19 +440,22 @@ class _Operation:
         self._op = getattr(torch.ops.pipekernels, name).default
 
     def __call__(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
-        if _observed() or not _backend.load().are_plain(tensors):
-            return self._op(tensors, *args)
-        return self.directly(tensors, *args)
+        if not _observed():
+            if _backend.load().are_plain(tensors):
+                return self.directly(tensors, *args)
+            if _is_transformed():
+                return list(self._function.apply(*args, *tensors))
+        return self._op(tensors, *args)
 
     def directly(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
         """Past the dispatcher, for plain tensors and where nobody observes."""
-        if _needs_grad(tensors):
+        if _has_derivatives(tensors):
             return list(self._function.apply(*args, *tensors))
         return self._kernel(tensors, *args)
 
     def _with_autograd(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
         """The kernel of the Autograd key: records a node only where a gradient can be asked for."""
-        if _needs_grad(tensors):
+        if _has_derivatives(tensors):
             return list(self._function.apply(*args, *tensors))
         with torch._C._AutoDispatchBelowAutograd():
             return self._op(tensors, *args)

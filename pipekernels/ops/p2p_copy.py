@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.ops.edge import edge
+from pipekernels.ops.transforms import deny_tangents
 
 
 @overload
@@ -41,7 +42,7 @@ def p2p_copy(
     Raises:
         TypeError: something other than tensors was given, or one that is to move is not strided, or
             on the meta device.
-        RuntimeError: there is no such device.
+        RuntimeError: there is no such device, or forward-mode differentiation of one that is to move.
     """
     single = isinstance(tensors, Tensor)
     group = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -58,6 +59,7 @@ def p2p_copy(
                 f"a tensor is on the meta device and so has no values to copy to {target}; make one "
                 f"there with torch.empty_like(tensor, device={str(target)!r})"
             )
+    deny_tangents("p2p_copy", moving)
     copies = iter(_op(moving, target, False) if moving else ())
     result = [next(copies) if tensor.device != target else tensor for tensor in group]
     return result[0] if single else result

@@ -21,6 +21,7 @@ from torch.torch_version import TorchVersion
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
+from pipekernels.ops.transforms import deny_tangents
 
 ALGORITHMS = ("auto", "triton", "cublas")
 FLOAT8 = torch.float8_e4m3fn
@@ -65,7 +66,8 @@ def sharded_gemm(
             other than bfloat16, float16, float32 and float8.
         ValueError: shapes that do not fit; tensors on several devices; an unknown ``algorithm``;
             ``'triton'`` for CPU tensors.
-        RuntimeError: ``'triton'`` on a GPU that is too old for it.
+        RuntimeError: ``'triton'`` on a GPU that is too old for it; on a GPU also forward-mode
+            differentiation.
         ImportError: ``'triton'`` without Triton, or with one before 3.6.
     """
     device = x.device.type
@@ -87,6 +89,7 @@ def sharded_gemm(
         x, weight = x.to(dtype), weight.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
         residual = residual if residual is None else residual.to(dtype)
+    deny_tangents("sharded_gemm", (t for t in (x, weight, bias, residual) if t is not None))
     rows, (n, k) = math.prod(x.shape[:-1]), weight.shape
     y = torch.ops.pipekernels.sharded_gemm(
         x.reshape(rows, k),

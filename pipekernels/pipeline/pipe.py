@@ -6,11 +6,13 @@ import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from pipekernels.ops.transforms import deny_tangents
 from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
@@ -168,6 +170,8 @@ class Pipe(nn.Module):
         Raises:
             TypeError: there is no tensor in the input, or in what a stage returns.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ.
+            RuntimeError: inside a transform of ``torch.func``, or with tangents, of forward-mode
+                differentiation.
         """
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         return self._engine.run(self._batch(value), self._mode())
@@ -255,7 +259,13 @@ class Pipe(nn.Module):
         )
 
     def _batch(self, value: Any) -> Batch:
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "a Pipe does not run inside the transforms of torch.func, such as vmap or grad; "
+                "transform the bare module, pipe.to_sequential()"
+            )
         tensors, structure = take_apart(value, "input")
+        deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
 
     def _mode(self) -> str:
