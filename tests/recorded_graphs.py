@@ -2,8 +2,9 @@
 
 As with a real graph, nothing that was there before has changed after a capture, what it allocated has
 no values yet, and a replay reads and writes the memory of the capture, whatever it holds by then. What
-nobody refers to after a replay is scratch memory of other graphs too: it is spoilt. Values to
-be spoilt become NaN, or numbers that index nothing.
+nobody refers to after a replay is scratch memory, of other graphs from its pool too: it is spoilt. Those
+that were captured later may even keep what was scratch before, so a replay spoils all that they have.
+Values to be spoilt become NaN, or numbers that index nothing.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class RecordedGraph(TorchDispatchMode):
         super().__init__()
         self.machine = machine
         self.device = device
+        self.later: list[RecordedGraph] = []
+        """Those captured later from its pool."""
         self.replays = 0
         self.seed: torch.Tensor | None = None
         """Where its device's generator tells all graphs there what they draw from."""
@@ -144,6 +147,8 @@ class RecordedGraph(TorchDispatchMode):
             for own in self.made.values():
                 if not referred(own):
                     spoil(whole(own[0]))
+        for other in self.later:
+            other.spoil()
 
     def _account(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         machine = self.machine
@@ -195,10 +200,11 @@ class Record:
 def recorded(machine: Machine | None = None) -> Iterator[Record]:
     """Have graphs on the machine's CUDA devices, or, without one, on the CPU."""
     record = Record()
+    pools: dict[int, list[RecordedGraph]] = {}
     handles = itertools.count(1)
     seeds: dict[torch.device, torch.Tensor] = {}
 
-    def capture(work: Callable[[], Any], stream: Any, memory: graphs.Memory) -> Any:
+    def capture(work: Callable[[], Any], stream: Any, pool: int) -> Any:
         device = stream.device if isinstance(stream, Agent) else torch.device("cpu")
         graph = RecordedGraph(machine, device)
         if machine is not None:
@@ -219,11 +225,14 @@ def recorded(machine: Machine | None = None) -> Iterator[Record]:
             for known in graph.made.values():
                 machine.memory(known[0]).pool = None  # It goes back to the graphs' memory.
         record.graphs.append(graph)
+        for earlier in pools.setdefault(pool, []):
+            earlier.later.append(graph)
+        pools[pool].append(graph)
         return graph, result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_record", capture)
-        patch.setattr(graphs, "_new_handle", lambda: next(handles))
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
         patch.setattr(graphs, "_recorders", {})
         if machine is None:
             patch.setattr(engine, "has_graphs", lambda device: True)

@@ -108,7 +108,7 @@ def test_a_backward_without_a_turn_waits_for_a_capture(
 
     def capture() -> None:
         with recorder.turn():
-            recorder.capture(work, ops_graphs.Memory())
+            recorder.capture(work, ops_graphs.new_pool())
 
     def differentiate() -> None:
         loss.backward()
@@ -334,8 +334,8 @@ def out_of_order(self: ops_graphs.Recorder) -> Iterator[bool]:
     yield True
 
 
-def captured_anyhow(self: ops_graphs.Recorder, work: Any, memory: Any) -> Any:
-    return ops_graphs._record(work, self._stream, memory)
+def captured_anyhow(self: ops_graphs.Recorder, work: Any, pool: Any) -> Any:
+    return ops_graphs._record(work, self._stream, pool)
 
 
 @pytest.mark.filterwarnings("error:stage")
@@ -421,8 +421,9 @@ def test_what_a_slot_does_is_enough() -> None:
         ([graphs], "write", counted),
         ([graphs], "StageParameters", SharedVersions),
         ([graph_slots.Lease], "__init__", gives_back),
+        ([ops_graphs], "new_pool", lambda: 0),
     ],
-    ids=["copies", "gradients", "writes", "versions", "leases"],
+    ids=["copies", "gradients", "writes", "versions", "leases", "pools"],
 )
 def test_what_a_slot_does_is_needed(
     owners: list[Any], name: str, broken: Any, monkeypatch: pytest.MonkeyPatch

@@ -1,9 +1,12 @@
 """CUDA graphs: a device's work recorded once, and from then on launched as a whole.
 
 A graph repeats its kernels on the addresses that they had when it was captured. What it allocated
-then lies in memory of its own, in which torch gives away again only what no tensor refers to: so
-whoever keeps a graph keeps all tensors through which its work must survive from one replay to another
-graph's, and the rest is scratch memory that graphs share. They may, as those of one device take turns
+then lies in a pool, of which torch gives away again what no tensor refers to. So whoever keeps a graph
+keeps all tensors that its work is to leave behind; and what a replay only uses meanwhile may be memory
+that a later capture from the same pool keeps for good. Graphs may share a pool if nothing that the later
+ones have left behind is needed when an earlier one is replayed.
+
+All graphs of a device share what its libraries keep for the stream of captures, so their replays take turns
 (:meth:`Recorder.turn`): on one stream by the order of issue, between streams by events.
 """
 
@@ -28,17 +31,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Launch it on its device's current stream."""
-
-
-class Memory:
-    """What graphs that belong together allocate from; it is free when they are gone."""
-
-    def __init__(self) -> None:
-        self.handle = _new_handle()
-
-    def renew(self) -> None:
-        """Have captures that follow allocate elsewhere."""
-        self.handle = _new_handle()
 
 
 class Recorder:
@@ -74,12 +66,12 @@ class Recorder:
         finally:
             self._lock.release()
 
-    def capture(self, work: Callable[[], T], memory: Memory) -> tuple[Graph, T] | None:
+    def capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T] | None:
         """Record ``work``, which is not done yet then. To be called in a turn.
 
         Args:
             work: issues work on the current stream of the device alone; run once, now.
-            memory: for what it allocates.
+            pool: what it allocates from, of :func:`new_pool`.
 
         Returns:
             The graph and what ``work`` returned, or None while another capture goes on in this
@@ -93,7 +85,7 @@ class Recorder:
             return None
         try:
             with self.alone():
-                graph, result = _record(work, self._stream, memory)
+                graph, result = _record(work, self._stream, pool)
             # Until now the capture's stream has been given what sets up its random numbers.
             streams.current(self._device).wait_event(self._stream.record_event())
             return graph, result
@@ -132,19 +124,21 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _new_handle() -> Any:
+def new_pool() -> Any:
+    """A pool that nobody shares yet. Its memory is free when all graphs that were captured with it are
+    gone, and all tensors in it."""
     return torch.cuda.graph_pool_handle()
 
 
-def _record(work: Callable[[], T], stream: Any, memory: Memory) -> tuple[Graph, T]:
+def _record(work: Callable[[], T], stream: Any, pool: Any) -> tuple[Graph, T]:
     graph = torch.cuda.CUDAGraph()
     try:
         # The outer context brings the stream back where torch.cuda.graph leaves it after a failure.
-        with torch.cuda.stream(stream), _capturing(graph, stream, memory.handle):
+        with torch.cuda.stream(stream), _capturing(graph, stream, pool):
             result = work()
     except BaseException:
         if not _has_ended(graph):
-            _end(graph, stream, memory)
+            _end(graph, stream, pool)
         raise
     return graph, result
 
@@ -166,7 +160,7 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 _failed: list[torch.cuda.CUDAGraph] = []
 
 
-def _end(graph: torch.cuda.CUDAGraph, stream: Any, memory: Memory) -> None:
+def _end(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any) -> None:
     """Do for a capture that CUDA declared invalid what torch does at the end of others only: have the
     allocator and the generator leave it."""
     _failed.append(graph)
@@ -174,9 +168,8 @@ def _end(graph: torch.cuda.CUDAGraph, stream: Any, memory: Memory) -> None:
     end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
     # It may have failed before it had begun to allocate.
     with contextlib.suppress(RuntimeError):
-        end(stream.device.index, memory.handle)
-        torch._C._cuda_releasePool(stream.device.index, memory.handle)
-    memory.renew()
+        end(stream.device.index, pool)
+        torch._C._cuda_releasePool(stream.device.index, pool)
     # The generator believes that it is being captured until a capture ends well.
     cell = torch.zeros((), device=stream.device)
     again = torch.cuda.CUDAGraph()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.graphs import Memory, has_graphs
+from pipekernels.ops.graphs import has_graphs
 from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.streams import has_streams
 from pipekernels.pipeline.batchnorm import committed
@@ -66,10 +66,9 @@ class Engine:
         on_cpu = all(device.type == "cpu" for device in devices)
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
         self.graphs: dict[int, StageGraphs] = {}  # by stage
-        if cuda_graphs and any(map(has_graphs, devices)):
-            memory = Memory()
+        if cuda_graphs:
             self.graphs = {
-                index: StageGraphs(task, memory)
+                index: StageGraphs(task)
                 for index, task in enumerate(self.tasks)
                 if has_graphs(task.device)
             }

@@ -44,8 +44,12 @@ class Backward:
 class Slot:
     """Graphs for one micro-batch at a time, and all memory that outlives a replay.
 
+    They have a pool of their own: what a forward leaves behind must survive all that is replayed until its
+    backward, and what a backward does is copied before the next forward.
+
     Args:
         graph: of the forward.
+        pool: what it was captured with, and backwards will be.
         inputs: what it reads.
         outputs: what it returned; None for a recomputation.
         tape: what it left for the backward.
@@ -55,12 +59,14 @@ class Slot:
     def __init__(
         self,
         graph: Graph,
+        pool: Any,
         inputs: Sequence[torch.Tensor],
         outputs: Activation | None,
         tape: Tape | None,
         leaves: list[nn.Parameter],
     ) -> None:
         self.graph = graph
+        self.pool = pool
         self.inputs = inputs
         self.tape = tape
         self.backwards: dict[tuple[bool, ...], Backward] = {}

@@ -58,16 +58,14 @@ class StageGraphs:
 
     Args:
         task: the stage.
-        memory: what the graphs of its pipe allocate from.
     """
 
-    def __init__(self, task: Task, memory: graphs.Memory) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
         self.recorder = graphs.recorder(task.device)
         ((self.index, self.stage),) = task.stages
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         """All there are, in use or free."""
-        self._memory = memory
         self._tensors: list[Any] = []
         self._settings: dict[Any, int] = {}
         self._signatures: dict[Any, list[Signature]] = {}
@@ -122,10 +120,10 @@ class StageGraphs:
         self._signatures.setdefault(key, []).append(signature)
         return signature
 
-    def capture(self, work: Callable[[], Any], signature: Signature) -> Any:
+    def capture(self, work: Callable[[], Any], pool: Any, signature: Signature) -> Any:
         """As ``Recorder.capture``; None if it failed, too, after which ``signature`` runs without."""
         try:
-            return self.recorder.capture(work, self._memory)
+            return self.recorder.capture(work, pool)
         except Exception as error:  # noqa: BLE001 - an error of the work itself comes up without graphs
             self.refuse(signature, _reason(error))
             return None
@@ -261,18 +259,19 @@ class GraphedTask:
             self._graphs.warn(f"more than {LIMIT} micro-batches had graphs of their own")
             return None
         leaves = StageParameters(self._graphs.stage, own_versions=True)
+        pool = graphs.new_pool()
 
         def captured() -> tuple[Activation, Activation | None, Tape | None]:
             memory = replace(inputs, tensors=tuple(map(torch.empty_like, inputs.tensors)))
             with installed([leaves]):
                 return memory, *work(memory, _unseeded)
 
-        found = self._graphs.capture(captured, signature)
+        found = self._graphs.capture(captured, pool, signature)
         if found is None:
             return None
         graph, (memory, outputs, tape) = found
         stand_ins = [leaf for _, leaf in leaves.pairs.values()]
-        slot = Slot(graph, memory.tensors, outputs, tape, stand_ins)
+        slot = Slot(graph, pool, memory.tensors, outputs, tape, stand_ins)
         self._graphs.slots.add(slot)
         return slot
 
@@ -313,7 +312,7 @@ class GraphedTask:
                         raise RuntimeError(f"a gradient has layout {grad.layout}")
                 return memory, *results
 
-            found = self._graphs.capture(captured, signature)
+            found = self._graphs.capture(captured, slot.pool, signature)
             if found is None:
                 slot.forget_grads()
             else:
