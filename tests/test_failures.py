@@ -53,6 +53,8 @@ def call_differently(comm: Communicator, device: torch.device) -> None:
         (lambda: comm.reduce_scatter(ones((6, 2) if odd else (3, 4))), "but of different shapes"),
         (lambda: comm.all_gather(x) if odd else comm.reduce_scatter(x[:9]), "reduce_scatter.* all_gather"),
     ]  # fmt: skip
+    if device.type == "cuda":
+        calls.append((lambda: comm.all_reduce(x if odd else x.cpu()), "not all of them on CUDA"))
     for call, message in calls:
         with pytest.raises(ValueError, match=f"the ranks call different collectives: .*{message}"):
             call()

@@ -7,27 +7,28 @@ std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 std::string describe(const Call& call) {
   constexpr const char* names[] = {"barrier",    "all_reduce", "reduce_scatter",
                                    "all_gather", "broadcast",  "all_reduce_when_ready"};
-  std::string text = names[static_cast<int>(call.operation)];
-  if (call.operation == Operation::kBarrier) return text + "()";
+  const auto operation = static_cast<Operation>(static_cast<uint8_t>(call.operation) & ~kOnCuda);
+  std::string text = names[static_cast<int>(operation)];
+  if (operation == Operation::kBarrier) return text + "()";
   text += "(" + std::to_string(call.count) + " x " + name_of(call.dtype);
-  if (call.operation == Operation::kBroadcast)
-    return text + ", src=" + std::to_string(call.root) + ")";
-  if (call.operation != Operation::kAllGather) text += std::string(", ") + name_of(call.reduction);
-  if (call.operation == Operation::kAllReduce) text += std::string(", ") + name_of(call.algorithm);
-  if (call.operation == Operation::kAllReduceWhenReady)
-    text += ", blocks=" + std::to_string(call.root);
+  if (operation == Operation::kBroadcast) return text + ", src=" + std::to_string(call.root) + ")";
+  if (operation != Operation::kAllGather) text += std::string(", ") + name_of(call.reduction);
+  if (operation == Operation::kAllReduce) text += std::string(", ") + name_of(call.algorithm);
+  if (operation == Operation::kAllReduceWhenReady) text += ", blocks=" + std::to_string(call.root);
   return text + ")";
 }
 
 std::string describe_mismatch(const Call* calls, const int* ranks, int count) {
   std::string text = "the ranks call different collectives: ";
-  bool only_shapes = true;
+  bool only_shapes = true, only_devices = true;
   for (int i = 0; i < count; ++i) {
     text += (i ? ", " : "") + rank_name(ranks[i]) + " " + describe(calls[i]);
     Call reshaped = calls[i];
     reshaped.shape = calls[0].shape;
     only_shapes = only_shapes && same(reshaped, calls[0]);
+    only_devices = only_devices && same(on_cuda(calls[i]), on_cuda(calls[0]));
   }
+  if (only_devices) return text + ", but not all of them on CUDA tensors";
   return only_shapes ? text + ", but of different shapes" : text;
 }
 

@@ -84,7 +84,9 @@ struct CudaCommunicator::Events {
 };
 
 void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
-  if (process == process_generation()) cudaFreeHost(flags);
+  if (process != process_generation()) return;
+  const NoLaunches alone;
+  cudaFreeHost(flags);
 }
 
 CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes)
@@ -140,6 +142,7 @@ void attempt(char (&problem)[200], Work work) {
 void CudaCommunicator::agree_on_layout() {
   Card mine{};
   attempt(mine.problem, [&] {
+    const NoLaunches alone;
     const DeviceGuard guard(device_);
     load_kernels();
     void* flags = nullptr;
@@ -363,6 +366,7 @@ void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& l
                             "with torch.cuda.stream(torch.cuda.Stream())");
       }
     }
+    const std::shared_lock<std::shared_mutex> launching(launches());
     enqueue(kernel, launch, stream);
     try {
       collective.signal();
@@ -373,7 +377,8 @@ void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& l
     }
     record(stream);
   };
-  run_collective(core_, launch.descriptor.call, reinterpret_cast<void*>(key), 0, body);
+  const Call call = on_cuda(launch.descriptor.call);
+  run_collective(core_, call, reinterpret_cast<void*>(key), 0, body);
 }
 
 // ---- watching

@@ -1,10 +1,14 @@
-// What everything here wants of the CUDA runtime: errors as exceptions, and a current device.
+// What everything here wants of the CUDA runtime: errors as exceptions, a current device, and
+// launches that nothing comes between.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <chrono>
+#include <shared_mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace pipekernels {
 
@@ -30,6 +34,35 @@ class DeviceGuard {
 
  private:
   int previous_ = -1;
+};
+
+// Shared by ranks that are threads of this process and launch kernels that wait for each other,
+// from the first launch to the last.
+inline std::shared_mutex& launches() {
+  static std::shared_mutex mutex;
+  return mutex;
+}
+
+// Keeps them from it while this thread calls what may wait until the device is idle, and keep other
+// threads from launching meanwhile. Never queues for the lock, since those who hold it wait for
+// others who are to share it; and goes on without it after a second, lest they wait for this
+// thread.
+class NoLaunches {
+ public:
+  NoLaunches() {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    while (!(held_ = launches().try_lock()) && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  ~NoLaunches() {
+    if (held_) launches().unlock();
+  }
+  NoLaunches(const NoLaunches&) = delete;
+  NoLaunches& operator=(const NoLaunches&) = delete;
+
+ private:
+  bool held_;
 };
 
 inline cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }

@@ -42,6 +42,7 @@ bool mapped_by_peers(const Segment& segment, int rank) {
 void free_memory(int device, std::byte* base) {
   int previous = 0;
   if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return;
+  const NoLaunches alone;
   cudaFree(base);
   cudaSetDevice(previous);
   cudaGetLastError();
@@ -63,6 +64,7 @@ void free_old() {
 DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> owners, int rank)
     : device_(device), process_(process_generation()), owners_(std::move(owners)), rank_(rank) {
   free_old();
+  const NoLaunches alone;
   const DeviceGuard guard(device);
   void* base = nullptr;
   const cudaError_t status = cudaMalloc(&base, bytes);

@@ -12,6 +12,7 @@
 #include "device_team.h"
 #include "pipekernels/all_gather.cuh"
 #include "pipekernels/all_reduce.cuh"
+#include "pipekernels/all_reduce.h"
 #include "pipekernels/broadcast.cuh"
 #include "pipekernels/reduce_scatter.cuh"
 #include "ranks.h"
@@ -226,6 +227,24 @@ void load_kernels_late(Communicator& core) {
   CHECK(all_are(data.data(), data.size(), rank.sum()));
 }
 
+// What a thread that is no rank does then, for another communicator.
+void free_memory_meanwhile(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(1000);
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (rank.number() == 0 && !done) DeviceMemory(0, 4096, nullptr, 0);
+  });
+  for (int i = 0; i < 100; ++i) {
+    std::fill(data.begin(), data.end(), rank.number() + 1.0f);
+    rank.all_reduce(data.data(), data.size());
+    rank.cuda.synchronize();
+    CHECK(all_are(data.data(), data.size(), rank.sum()));
+  }
+  done = true;
+  other.join();
+}
+
 // A block that was released in one stream and is used in another.
 void reuse_memory(Communicator& core) {
   Rank rank(core);
@@ -281,6 +300,20 @@ void call_differently(Communicator& core) {
   } else {
     CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
   }
+}
+
+// The CPU's collective must not take the stream that the other one tells for the address of data.
+void mix_devices(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(20, rank.number() + 1.0f);
+  const std::string told = thrown<MismatchError>([&] {
+    if (rank.number() == 1) return rank.all_reduce(data.data(), 20);
+    all_reduce(core, data.data(), 20, DType::kFloat32, Reduction::kSum, Algorithm::kTwoShot);
+  });
+  CHECK(has(told, "rank 1 all_reduce(20 x float32, sum, two_shot), but not all of them on CUDA"));
+  rank.all_reduce(data.data(), 20);
+  rank.cuda.synchronize();
+  CHECK(all_are(data.data(), 20, rank.sum()));
 }
 
 void share_a_stream(Communicator& core) {
@@ -436,8 +469,10 @@ void test_threads() {
   run_threads(3, use_everything);
   fake_cuda::device_pointer().reset();
   run_threads(3, load_kernels_late);
+  run_threads(3, free_memory_meanwhile);
   run_threads(1, reuse_memory);
   run_threads(2, call_differently);
+  run_threads(2, mix_devices);
   run_threads(2, share_a_stream);
   run_threads(2, fail_to_launch);
   for (const Leave how : {Leave::kClose, Leave::kAbort}) {

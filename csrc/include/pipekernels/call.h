@@ -34,6 +34,13 @@ struct Call {
 };
 static_assert(sizeof(Call) == 16 && kMaxRanks <= 1 << 10);
 
+// The same call on CUDA tensors, for ranks that are threads: they meet on the CPU for both kinds.
+constexpr uint8_t kOnCuda = 0x80;  // Of an Operation.
+inline Call on_cuda(Call call) {
+  call.operation = static_cast<Operation>(static_cast<uint8_t>(call.operation) | kOnCuda);
+  return call;
+}
+
 // What a rank publishes with the first signal of a collective.
 struct Descriptor {
   Call call{};

@@ -7,11 +7,11 @@
 //
 // Ranks that are threads of one process launch together: they meet on the CPU before each launch,
 // and after it. So no rank's kernel waits on a device for one that another rank's host thread
-// cannot launch, because a third one does what needs the device to be idle (loads a kernel, frees
-// memory); and different calls are found there, with the communicator as usable as before. In
-// autograd's threads they cannot meet, see CudaCaller: there the first launch of a kernel may have
-// to wait until the device is idle, hence until another rank gives up waiting. Ranks that are
-// processes launch as they come.
+// cannot launch, because a third one, or another communicator, does what needs the device to be
+// idle (loads a kernel, frees memory); and different calls are found there, with the communicator
+// as usable as before. In autograd's threads they cannot meet, see CudaCaller: there the first
+// launch of a kernel may have to wait until the device is idle, hence until another rank gives up
+// waiting. Ranks that are processes launch as they come.
 #pragma once
 
 #include <memory>
