@@ -119,6 +119,7 @@ def test_values_that_are_built_differently() -> None:
     with pytest.raises(ValueError, match="mismatch"):
         map_leaves(lambda *row: row, (1, 2), (1,))
     assert map_leaves(lambda *row: row, Plain(1), 2) == (Plain(1), 2)
+    assert map_leaves(lambda *row: row, Options(1), {"a": 2}) == (Options(1), {"a": 2})
 
 
 def test_a_packed_sequence_and_a_class_are_leaves() -> None:

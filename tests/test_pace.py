@@ -22,6 +22,7 @@ def test_the_first_pass_warms_up_inline_and_is_not_counted() -> None:
     pace = Pace()
     assert pace.is_new("key") and pace.choose("key", WAYS) == "inline"
     assert not pace.is_new("key")
+    assert pace.choose("other", WAYS[::-1]) == "inline"
     pace.record("key", "inline", 1e-9)
     ways = drive(pace, 3 * RECENT, {"inline": 2.0, "lanes": 1.0, "split": 1.5})
     assert all(ways.count(way) == RECENT for way in WAYS)

@@ -49,6 +49,7 @@ def test_solve_is_optimal(costs: list[int], partitions: int) -> None:
         ([1, 1, 1, 1, 10], 3, [2, 2, 1]),
         ([0, 0, 0, 0, 0, 0], 3, [2, 2, 2]),
         ([0.5, 0.25, 0.25, 0.5], 3, [1, 2, 1]),
+        ([10, 1, 1, 1, 3], 3, [1, 3, 1]),  # in cost rather than in length
     ],
 )
 def test_equally_good_partitions_are_evened_out(

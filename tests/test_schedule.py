@@ -173,6 +173,9 @@ def test_schedules_against_each_other() -> None:
         assert runs["zb-h1"].in_flight == (stages,) * stages
         halves = simulate(interleaved(stages, 2 * stages, m), lambda a: _units(a) / 2)
         assert halves.makespan == 3 * (m + (stages - 1) / 2)
+        # The forwards that go before a lane's first backward (Narayanan et al., 2021), and one more.
+        warm_up = [2 * (stages - lane - 1) + stages for lane in range(stages)]
+        assert halves.in_flight == tuple(each + 1 for each in warm_up)
 
 
 def test_unknown_schedules() -> None:
