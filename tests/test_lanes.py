@@ -243,6 +243,24 @@ def test_intra_op_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])
+def test_lanes_share_the_intra_op_threads(chunks: int, share: int, way: Way) -> None:
+    """Among those that can be at work at once: no more than there are micro-batches."""
+    seen: list[int] = []
+
+    class Count(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x
+
+    pipe = Pipe(
+        nn.Sequential(Count(), Count(), Count()), [1] * 3, devices=["cpu"] * 3, chunks=chunks
+    )
+    with intra_op_threads(6):
+        pipe(torch.ones(8, 2))
+    assert seen == [share] * 3 * chunks
+
+
 def test_ctrl_c_while_work_is_handed_out(
     force_way: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

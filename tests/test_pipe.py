@@ -117,6 +117,19 @@ def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(place: torch.device
     assert calls == ["hook", "accumulated"]
 
 
+def test_a_later_backward_that_does_not_reach_the_input(place: torch.device) -> None:
+    class Second(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), self.weight.expand(len(x), -1, -1)
+
+    module = nn.Sequential(nn.Linear(6, 6), Second(6, 6))
+    pipe = on(place, module, [1, 1], chunks=2)
+    x = torch.randn(4, 6, requires_grad=True)
+    output, weights = pipe(x)
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    assert torch.autograd.grad(weights.sum(), x, allow_unused=True) == (None,)
+
+
 def test_gradients_accumulate_over_backwards_and_runs_may_interleave(place: torch.device) -> None:
     module = mlp()
     reference = copy.deepcopy(module)

@@ -151,7 +151,7 @@ def test_an_output_keeps_nothing_else_after_its_backward(dim: int, way: Way) -> 
     )  # fmt: skip
     tensors: list[weakref.ref[torch.Tensor]] = []
     pipe[0].register_forward_pre_hook(lambda _, args: tensors.append(weakref.ref(args[0])))
-    x = torch.randn(6, 6, 4)
+    x = torch.randn(6, 6, 4, requires_grad=True)
     output = pipe(x)
     grad = torch.ones_like(output)
     output.backward(grad)

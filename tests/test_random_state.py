@@ -90,10 +90,14 @@ def test_stages_and_micro_batches_have_masks_of_their_own(force_way: Callable[[W
     assert abs(kept - 0.25) < 6 * (0.25 * 0.75 / output.numel()) ** 0.5
 
 
-def test_the_callers_generator_moves_by_one_number(place: torch.device) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_the_callers_generator_moves_by_one_number(training: bool, place: torch.device) -> None:
     pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=[place] * 2)
     torch.manual_seed(0)
-    pipe(torch.ones(4, 4))
+    if training:
+        pipe.train_step(torch.ones(4, 4), None, torch.sum, loss_reduction="sum")
+    else:
+        pipe(torch.ones(4, 4))
     after = torch.rand(4, device="cpu")
     there = torch.rand(4)
     torch.manual_seed(0)

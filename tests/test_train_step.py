@@ -121,6 +121,22 @@ def test_inputs_get_their_gradient(place: torch.device) -> None:
     torch.testing.assert_close(piped_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
 
 
+def test_micro_batches_whose_loss_has_no_gradient(place: torch.device) -> None:
+    x = torch.randn(6, 5, dtype=torch.float64)
+    wanted = torch.tensor([0, 0, 1, 1, 0, 0])[:, None]
+    plain, piped = model(), model()
+    plain_x, piped_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (plain(plain_x) * wanted).sum().backward()
+
+    def loss_fn(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return (output if wanted.any() else output.detach()).sum()
+
+    pipe_of(piped, chunks=3).train_step(piped_x, wanted, loss_fn, loss_reduction="sum")
+    torch.testing.assert_close(piped_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
+    for a, b in zip(gradients(piped), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_one_tensor_given_twice_gets_both_gradients(place: torch.device) -> None:
     class Product(nn.Module):
         def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
@@ -55,11 +54,9 @@ def run_on_lanes(
         for goes_up in (False, True)
     }
     failures: list[BaseException] = []
-    failing = threading.Lock()
 
     def fail(error: BaseException) -> None:
-        with failing:
-            failures.append(error)
+        failures.append(error)
         for inbox in inboxes.values():
             inbox.put(_STOP)
 
@@ -70,7 +67,7 @@ def run_on_lanes(
                     value = None
                     if program.before(action) is not None:
                         value = inboxes[action.stage, action.goes_up].get()
-                    if failures or value is _STOP:
+                    if failures:
                         return
                     result = compute(action, value)
                     receiver = program.after(action)

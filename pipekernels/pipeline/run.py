@@ -127,7 +127,6 @@ class Run:
             self._execute(
                 self._program.forwards, forward, self._context.applied, last=not self.grad
             )
-        self._skips.clear()
         return outputs.take()
 
     def backward(
@@ -325,12 +324,13 @@ class Run:
         """On one thread, with nothing to recompute, autograd needs to be entered only once. It goes
         through the micro-batches in the program's order, the latest forward first."""
         begin = time.perf_counter()
-        tapes = [tape or Tape() for tape in self._tapes[0]]
+        # None is missing: whoever gets here has parameters or inputs that want gradients.
+        tapes = [tape for tape in self._tapes[0] if tape is not None]
         if not keep_graph:
             self._tapes[0] = []
         with intra_op_threads(self._threads):
             assert self._engine.chain is not None
-            grads = [outputs.grads(m) if tape.roots else () for m, tape in enumerate(tapes)]
+            grads = [outputs.grads(m) for m in range(len(tapes))]
             with self._transport.on(self._engine.chain.device), self._in_autograd:
                 results = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
             self._input_grads = results
@@ -351,7 +351,6 @@ class Run:
             results.inputs = self._joined(self._input_grads)
         finally:
             self._second_parts.clear()
-            self._skips.clear()
             self._skip_grads.clear()
             self._input_grads = [()] * len(self._scatter)
             results.parameters = tuple(accumulated(unique(self._parameters), self._parameters))
