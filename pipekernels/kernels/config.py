@@ -93,6 +93,7 @@ BLOCKS: dict[tuple[int, str], Choice] = {
             Blocks(128, 256, 64, 8, 3),
             Blocks(256, 128, 64, 8, 3),
             Blocks(128, 128, 64, 8, 4),
+            Blocks(128, 128, 64, 4, 3),
             Blocks(64, 256, 64, 8, 4),
             Blocks(64, 128, 64, 4, 5),
         ),
@@ -100,12 +101,14 @@ BLOCKS: dict[tuple[int, str], Choice] = {
             Blocks(16, 64, 128, 4, 4),
             Blocks(16, 128, 128, 4, 4),
             Blocks(64, 64, 128, 4, 4),
+            Blocks(64, 128, 64, 4, 5),
             Blocks(128, 128, 64, 8, 4),
+            Blocks(128, 256, 64, 8, 3),
         ),
         odd=Blocks(64, 64, 32, 4, 2),
     ),
     (90, "tfloat32"): Choice(
-        whole=(Blocks(128, 128, 32, 8, 4), Blocks(64, 128, 32, 4, 4)),
+        whole=(Blocks(128, 128, 32, 8, 3), Blocks(64, 128, 32, 4, 4)),
         shared=(Blocks(16, 64, 64, 4, 4),),
         odd=Blocks(64, 64, 32, 4, 2),
     ),
@@ -168,7 +171,7 @@ def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> 
     for blocks, programs in itertools.product(choice.shared, (sms, 2 * sms, 4 * sms)):
         tiles, steps = ceil(m / blocks.m) * ceil(n / blocks.n), ceil(k / blocks.k)
         split_k = min(programs // tiles, steps // 2)
-        if split_k > 1 and blocks.m < 2 * max(m, 16):
+        if split_k > 1 and blocks.m < 2 * max(m, lowest):
             config = Config(blocks, split_k=ceil(steps / ceil(steps / split_k)))
             found += [config] if config not in found else []
     itemsize = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}.get(kind, 4)
@@ -184,6 +187,6 @@ def _cycles(config: Config, m: int, n: int, k: int, itemsize: int, sms: int) -> 
     items = ceil(m / blocks.m) * ceil(n / blocks.n) * split_k
     steps = ceil(ceil(k / blocks.k) / split_k)
     multiply = max(blocks.m, 64) * blocks.n * blocks.k * itemsize / 8192
-    load = (blocks.m + blocks.n) * blocks.k * itemsize / 32
+    load = (min(blocks.m, m) + min(blocks.n, n)) * blocks.k * itemsize / 32
     finish = 1000 + blocks.m * blocks.n * (4 * 3 if split_k > 1 else itemsize) / 32
     return ceil(items / sms) * (steps * max(multiply, load) + finish)

@@ -147,7 +147,8 @@ def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
     """How many programs fit on a multiprocessor at once, by registers (up to 255 each) and memory."""
-    memory = (blocks.m + blocks.n) * blocks.k * itemsize * blocks.stages + blocks.m * blocks.n * 2
+    memory = (blocks.m + blocks.n) * blocks.k * itemsize * blocks.stages
+    memory += blocks.m * blocks.n * 2 // blocks.parts
     return max(1, min(8 // blocks.warps, SHARED_MEMORY[generation] // memory))
 
 

@@ -137,8 +137,9 @@ def gemm_kernel(
     steps = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(steps, split_k)
     items = tiles_m * tiles_n * split_k
-    # One loop over tiles and steps, so that the loads of a tile begin during the one before. A barrier
-    # in its body would keep the compiler from pipelining it, so then only the inner loop is.
+    # One loop over tiles and steps, so that the loads of a tile begin during the one before. The compiler
+    # joins them if all tiles have the same steps. A barrier in the joint loop would keep it from being
+    # pipelined, so announced tiles have an inner loop of their own.
     FLATTEN: tl.constexpr = partials is None and ready is None
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
         tile = item // split_k
@@ -147,7 +148,9 @@ def gemm_kernel(
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(part * share, min(part * share + share, steps)):
+        first = 0 if FLATTEN else part * share
+        last = steps if FLATTEN else min(first + share, steps)
+        for step in range(first, last):
             k = step * BLOCK_K
             block_a = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, A_VIA)
             block_b = _load(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, B_VIA)
