@@ -194,6 +194,17 @@ PK_HOST_DEVICE void for_each_unit(const Team& team, size_t bytes, bool aligned, 
   }
 }
 
+// Calls step(a, b, unit) for this thread's units from `begin` to `end`, by their offsets, two at a
+// time, so that more loads are under way. If there is no second one, the first is done twice.
+template <class Unit, class Team, class Step>
+PK_HOST_DEVICE void for_each_pair(const Team& team, size_t begin, size_t end, Step step) {
+  const size_t stride = team.threads();
+  for (size_t i = begin + team.thread(); i < end; i += 2 * stride) {
+    const size_t other = i + stride < end ? i + stride : i;
+    step(i * sizeof(Unit), other * sizeof(Unit), Unit{});
+  }
+}
+
 // Reduces `bytes` of sources[0], ..., sources[terms - 1] by all threads of a block, in this order,
 // and hands each unit to store(offset, unit). A source may be where store() writes. `target`: of
 // what is written, the part that is not at the sources' addresses, for its alignment.
@@ -201,25 +212,34 @@ template <class Type, class Team, class Store>
 PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sources, int terms,
                                  size_t bytes, Reduction reduction, const std::byte* target,
                                  Store store) {
+  using Element = typename Type::Element;
   bool aligned = is_aligned(target, target, 16);
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
-  for_each_unit<typename Type::Element>(team, bytes, aligned, [&](size_t offset, auto unit) {
+  const auto reduce_pair = [&](size_t a, size_t b, auto unit) {
     using Unit = decltype(unit);
-    constexpr int kInFlight = 4;  // Loads that a thread issues before it waits for the first.
-    Wide<Type, Unit> total(load_unit<Unit>(sources[0] + offset));
+    constexpr int kInFlight = 2;  // Terms of which a thread loads its units before it waits.
+    const Unit first = load_unit<Unit>(sources[0] + a), second = load_unit<Unit>(sources[0] + b);
+    Wide<Type, Unit> total_a(first), total_b(second);
     for (int s = 1; s < terms; s += kInFlight) {
-      Unit held[kInFlight];
+      Unit held_a[kInFlight], held_b[kInFlight];
       PK_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
-        held[k] = s + k < terms ? load_unit<Unit>(sources[s + k] + offset) : Unit{};
+        held_a[k] = s + k < terms ? load_unit<Unit>(sources[s + k] + a) : Unit{};
+        held_b[k] = s + k < terms ? load_unit<Unit>(sources[s + k] + b) : Unit{};
       }
       PK_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
-        if (s + k < terms) total.combine(Wide<Type, Unit>(held[k]), reduction);
+        if (s + k >= terms) continue;
+        total_a.combine(Wide<Type, Unit>(held_a[k]), reduction);
+        total_b.combine(Wide<Type, Unit>(held_b[k]), reduction);
       }
     }
-    store(offset, total.finish(reduction, terms));
-  });
+    store(a, total_a.finish(reduction, terms));
+    store(b, total_b.finish(reduction, terms));
+  };
+  const size_t packs = aligned ? bytes / 16 : 0;
+  for_each_pair<Pack>(team, 0, packs, reduce_pair);
+  for_each_pair<Element>(team, packs * 16 / sizeof(Element), bytes / sizeof(Element), reduce_pair);
 }
 
 }  // namespace pipekernels
