@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline import lanes
+from pipekernels.pipeline import engine, lanes
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.pace import Way
 
@@ -212,6 +212,36 @@ def test_a_backward_beside_training_steps(place: torch.device) -> None:
         pipe.train_step(x, None, torch.sum, loss_reduction="sum")
     thread.join(timeout=60)
     assert right == [True] * 20
+
+
+def test_a_forward_in_the_midst_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device, where the step lets others in while it waits for autograd's thread."""
+    monkeypatch.setattr(engine, "has_streams", lambda device: True)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    x, parameters = torch.randn(8, 4), list(pipe.parameters())
+    expected = torch.autograd.grad(pipe(x).sum(), parameters)
+    found: list[tuple[torch.Tensor, ...]] = []
+    thread = threading.Thread(
+        target=lambda: found.append(torch.autograd.grad(pipe(x).sum(), parameters)), daemon=True
+    )
+
+    class Begins(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if not thread.ident:
+                thread.start()
+                thread.join(1.0)
+            return grad
+
+    pipe.train_step(x, None, lambda output: Begins.apply(output).sum(), loss_reduction="sum")
+    thread.join(60)
+    assert len(found) == 1
+    for grad, other, parameter in zip(found[0], expected, parameters, strict=True):
+        assert torch.equal(grad, other) and torch.equal(parameter.grad, other)
 
 
 def test_lanes_really_run_at_the_same_time(force_way: Callable[[Way], None]) -> None:

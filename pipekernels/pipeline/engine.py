@@ -96,7 +96,8 @@ class Engine:
         # they accumulate.
         self.lock = threading.RLock()
         # Entered where a training step waits for autograd's threads: one of these may be at the
-        # beginning of a backward of this pipe, which gets the lock meanwhile. Other steps do not.
+        # beginning of a backward of this pipe, which gets the lock meanwhile. Other steps and forwards do
+        # not: they would take the aliases for parameters.
         self.unlocked = _Unlocked(self.lock)
         self._turns = threading.RLock()
         self._parameters = [StageParameters(stage) for stage in partitions]
@@ -110,7 +111,9 @@ class Engine:
             batch: the mini-batch and how to cut it up.
             checkpoint: one of ``checkpoint.MODES``.
         """
-        with self.lock, self._committed():
+        # A step may wait for the thread of a backward, so that does not wait for the step.
+        in_backward = torch._C._current_graph_task_id() != -1
+        with nullcontext() if in_backward else self._turns, self.lock, self._committed():
             run = self._start(GPIPE, batch, checkpoint, may_split=True)
             outputs = Outputs(run.sizes, batch.dim)
             if run.grad:
