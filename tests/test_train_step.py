@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipekernels import Pipe
+from pipekernels.pipeline import run
 from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.schedule import SCHEDULES
 
@@ -111,6 +112,21 @@ def test_accumulates_into_grad_and_calls_hooks_once(place: torch.device) -> None
     pipe.train_step(x, y, F.mse_loss)
     for twice, grad in zip(gradients(module), once, strict=True):
         assert torch.equal(twice, 2 * grad)
+
+
+def test_gradients_are_not_copied(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulated, made = run.accumulated, []
+
+    def noted(*args: Any) -> Any:
+        grads = accumulated(*args)
+        made.extend(grad.data_ptr() for grad in grads)
+        return grads
+
+    monkeypatch.setattr(run, "accumulated", noted)
+    module = model()
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    pipe_of(module).train_step(x, y, F.mse_loss)
+    assert [grad.data_ptr() for grad in gradients(module)] == made
 
 
 def test_inputs_get_their_gradient(place: torch.device) -> None:

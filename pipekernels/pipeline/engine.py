@@ -148,11 +148,14 @@ class Engine:
             run = self._start(schedule, batch, checkpoint, may_split=False)
             losses = make_losses(run.sizes)
             targets = [*batch.tensors, *unique(self._parameters)]
-            input_grads, parameter_grads = run.train(losses)
-        # Through autograd, so that hooks are called.
-        grads = (*input_grads, *parameter_grads)
-        present = [i for i, grad in enumerate(grads) if grad is not None]
-        torch.autograd.backward([targets[i] for i in present], [grads[i] for i in present])
+            grads = [grad for part in run.train(losses) for grad in part]
+            wanted = [
+                target for target, grad in zip(targets, grads, strict=True) if grad is not None
+            ]
+            # Through autograd, so that hooks are called.
+            root = _Given.apply(grads, *wanted) if wanted else None
+        if root is not None:
+            torch.autograd.backward(root)
         return losses.total()
 
     def note_hidden_randomness(self) -> None:
@@ -210,6 +213,22 @@ class _Unlocked:
 
     def __exit__(self, *error: object) -> None:
         self._lock.acquire()
+
+
+class _Given(torch.autograd.Function):
+    """A scalar above tensors, which get ``grads`` as their gradients, those that are None left out. The
+    list is emptied: autograd copies a gradient that anybody else refers to."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = tuple([grad for grad in ctx.grads if grad is not None])
+        ctx.grads.clear()
+        return None, *given
 
 
 class _PipeNode(torch.autograd.Function):
