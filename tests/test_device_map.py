@@ -288,6 +288,20 @@ def test_an_override_of_the_users_own_is_called_and_comes_back() -> None:
     assert vars(model)["forward"] is own
 
 
+@pytest.mark.parametrize("name", ["forward", "extra_repr"])
+def test_an_override_on_top_must_go_first(name: str) -> None:
+    model = parallelize_pipeline(Model(), {"": "cpu", "head": "cpu"}, chunks=2)
+    ours = getattr(model, name)
+    on_top = lambda *args, **kwargs: ours(*args, **kwargs)
+    setattr(model, name, on_top)
+    before = [snapshot(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match=f"the {name} of a Model was replaced after"):
+        unparallelize_pipeline(model)
+    assert [snapshot(module) for module in model.modules()] == before
+    setattr(model, name, ours)
+    assert name not in vars(unparallelize_pipeline(model))
+
+
 def snapshot(module: nn.Module) -> dict[str, Any]:
     """All attributes of a module; its hooks and the like by copy."""
     return {

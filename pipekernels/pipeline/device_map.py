@@ -187,8 +187,16 @@ def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None
     Args:
         model: returned.
         common_device: where the model is moved. Default: its modules stay where they are.
+
+    Raises:
+        RuntimeError: a forward that was replaced here has been replaced again since. Nothing has been
+            changed then.
     """
     device = None if common_device is None else get_device(common_device)
+    for module in model.modules():
+        for part in vars(module).get(_UNDO, []):
+            if isinstance(part, Override):
+                part.check()
     for module in model.modules():
         for part in reversed(vars(module).pop(_UNDO, [])):
             part.remove()

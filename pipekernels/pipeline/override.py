@@ -45,7 +45,21 @@ class Override:
         original = self._former or getattr(type(module), self._name).__get__(module)
         return inspect.signature(original)
 
+    def check(self) -> None:
+        """Whether it can be removed.
+
+        Raises:
+            RuntimeError: the method was replaced again since.
+        """
+        module = self._owner()
+        if vars(module).get(self._name) is not self:
+            raise RuntimeError(
+                f"the {self._name} of a {type(module).__name__} was replaced after this package had "
+                "replaced it; take the later one away first"
+            )
+
     def remove(self) -> None:
+        """Bring back what was there before; see :meth:`check`."""
         module = self._owner()
         if self._former is None:
             delattr(module, self._name)
