@@ -298,3 +298,21 @@ def test_backwards_do_without_the_callers_autocast(force_way: Any) -> None:
             pipe.train_step(x, None, lambda y: y.square().sum(), loss_reduction="sum")
         for a, b in zip(gradients(module), expected, strict=True):
             torch.testing.assert_close(a, b)  # in float32; bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_that_trains_nothing(frozen: bool) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe.requires_grad_(not frozen)
+
+    def detached(output: torch.Tensor) -> torch.Tensor:
+        return output.detach().sum()
+
+    with pytest.raises(RuntimeError, match="no loss requires a gradient"):
+        pipe.train_step(torch.ones(4, 2), None, torch.sum if frozen else detached)
+    scale = torch.ones((), requires_grad=True)  # Something else to train; and not in all parts.
+    losses = iter([lambda y: y.detach().sum(), lambda y: y.detach().sum() * scale])
+    pipe.train_step(
+        torch.ones(4, 2), None, lambda y: next(losses)(y), schedule="gpipe", loss_reduction="sum"
+    )
+    assert scale.grad is not None and all(p.grad is None for p in pipe.parameters())

@@ -149,6 +149,7 @@ class Engine:
             losses = make_losses(run.sizes)
             targets = [*batch.tensors, *unique(self._parameters)]
             grads = [grad for part in run.train(losses) for grad in part]
+            losses.check()
             wanted = [
                 target for target, grad in zip(targets, grads, strict=True) if grad is not None
             ]

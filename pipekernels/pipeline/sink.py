@@ -117,6 +117,7 @@ class Losses:
         self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(sizes)
         self._losses: list[torch.Tensor | None] = [None] * len(sizes)
         self._values: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+        self._required_grad = False
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Compute the loss of micro-batch ``m``.
@@ -152,6 +153,7 @@ class Losses:
         self._values[m] = loss.detach()
         if loss.requires_grad:
             self._losses[m], self._leaves[m] = loss, leaves
+            self._required_grad = True
 
     def grads(self, m: int) -> Grads:
         loss, self._losses[m] = self._losses[m], None
@@ -160,6 +162,19 @@ class Losses:
             return ()
         torch.autograd.backward(loss, loss.new_full((), self._weights[m]))
         return tuple(None if leaf is None else leaf.grad for leaf in leaves)
+
+    def check(self) -> None:
+        """Whether there was anything to go through backwards, when all is done.
+
+        Raises:
+            RuntimeError: no loss required a gradient.
+        """
+        if not self._required_grad:
+            raise RuntimeError(
+                "no loss requires a gradient, so nothing can be trained: all parameters are frozen, or "
+                "loss_fn returns what does not depend on them; to only evaluate, use "
+                "loss_fn(pipe(input), target)"
+            )
 
     def total(self) -> torch.Tensor:
         """The loss of the whole batch: micro-batches summed in their order."""
