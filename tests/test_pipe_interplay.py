@@ -12,6 +12,8 @@ import pytest
 import torch
 from ranks import run_processes
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator, Pipe
@@ -194,3 +196,25 @@ def test_a_parameter_replaced_before_the_backward(way: Way) -> None:
     loss.backward()
     assert module[0].weight is new and new.grad is None and old.grad is not None
     assert torch.equal(module[0].bias, bias.double())
+
+
+def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.WarningsRecorder) -> None:
+    """What is around a pipe is compiled, and layers that are compiled stay so."""
+    torch._dynamo.reset()
+    counters.clear()
+    around, inside = CompileCounter(), CompileCounter()
+    layers = [torch.compile(nn.Linear(2, 2), backend=inside), nn.Tanh()]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.ones(4, 2)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        return pipe.train_step(x * 2, None, torch.sum) * 2
+
+    for function in (pipe, train):
+        compiled = torch.compile(function, backend=around)
+        torch.testing.assert_close(compiled(x), function(x))
+    assert sum(counters["graph_break"].values()) == 2
+    assert around.frame_count == 2 and inside.frame_count > 0  # Before and after the step.
+    assert not recwarn.list
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward"):
+        torch.compile(pipe, fullgraph=True)(x)

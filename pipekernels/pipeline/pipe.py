@@ -152,6 +152,8 @@ class Pipe(nn.Module):
         self.partitions = nn.ModuleList(partitions)
         self._engine = self._new_engine()
 
+    # One graph break to torch.compile, which could follow neither lanes nor their locks. Unlike
+    # torch.compiler.disable, it loads the compiler with the first call, not with this module.
     @torch._disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
@@ -231,6 +233,7 @@ class Pipe(nn.Module):
                 returns none.
             ValueError: an argument is out of its range, batch sizes differ, a target was computed
                 with a graph, or the loss is no scalar.
+            RuntimeError: no loss requires a gradient; and as :meth:`forward`.
         """
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
