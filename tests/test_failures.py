@@ -51,6 +51,8 @@ def call_differently(comm: Communicator, device: torch.device) -> None:
         (lambda: comm.broadcast(x.view(2, 5) if odd else x.view(5, 2)), "but of different shapes"),
         (lambda: comm.all_gather(x.view(1, 10) if odd else x), "but of different shapes"),
         (lambda: comm.reduce_scatter(ones((6, 2) if odd else (3, 4))), "but of different shapes"),
+        (lambda: comm.all_gather(x.to(torch.float8_e5m2 if odd else torch.uint8)), "10 x uint8.*10 x float8_e5m2"),
+        (lambda: comm.broadcast(x.view(torch.uint8).view(torch.uint16 if odd else torch.int16)), "20 x int16.*20 x uint16"),
         (lambda: comm.all_gather(x) if odd else comm.reduce_scatter(x[:9]), "reduce_scatter.* all_gather"),
     ]  # fmt: skip
     if device.type == "cuda":

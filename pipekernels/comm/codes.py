@@ -19,6 +19,18 @@ MOVABLE = REDUCIBLE | {
     torch.bool: 9,
     torch.complex64: 10,
     torch.complex128: 11,
+    torch.complex32: 12,
+    torch.uint16: 13,
+    torch.uint32: 14,
+    torch.uint64: 15,
+    torch.float8_e4m3fn: 16,
+    torch.float8_e4m3fnuz: 17,
+    torch.float8_e5m2: 18,
+    torch.float8_e5m2fnuz: 19,
 }
+# Not in the oldest torch that this package runs with.
+for _name, _code in {"float8_e8m0fnu": 20, "float4_e2m1fn_x2": 21}.items():
+    if hasattr(torch, _name):
+        MOVABLE[getattr(torch, _name)] = _code
 REDUCTIONS = {"sum": 0, "avg": 1, "max": 2, "min": 3}
 ALGORITHMS = {"auto": 0, "one_shot": 1, "two_shot": 2, "ring": 3}

@@ -20,6 +20,16 @@ enum class DType : uint8_t {
   kBool,
   kComplex64,
   kComplex128,
+  kComplex32,
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kFloat8E4M3Fn,
+  kFloat8E4M3FnUz,
+  kFloat8E5M2,
+  kFloat8E5M2FnUz,
+  kFloat8E8M0FnU,
+  kFloat4E2M1FnX2,
 };
 constexpr int kFloatingDTypes = 4;
 constexpr int kReducibleDTypes = 6;
@@ -30,14 +40,22 @@ constexpr int kReductions = 4;
 enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot, kRing };
 
 constexpr size_t size_of(DType dtype) {
-  constexpr size_t sizes[] = {8, 4, 2, 2, 4, 8, 2, 1, 1, 1, 8, 16};
+  constexpr size_t sizes[] = {8, 4, 2, 2, 4, 8, 2, 1, 1, 1, 8, 16, 4, 2, 4, 8, 1, 1, 1, 1, 1, 1};
   return sizes[static_cast<int>(dtype)];
 }
 
 constexpr const char* name_of(DType dtype) {
-  constexpr const char* names[] = {"float64", "float32", "float16",   "bfloat16",
-                                   "int32",   "int64",   "int16",     "int8",
-                                   "uint8",   "bool",    "complex64", "complex128"};
+  constexpr const char* names[] = {"float64",        "float32",
+                                   "float16",        "bfloat16",
+                                   "int32",          "int64",
+                                   "int16",          "int8",
+                                   "uint8",          "bool",
+                                   "complex64",      "complex128",
+                                   "complex32",      "uint16",
+                                   "uint32",         "uint64",
+                                   "float8_e4m3fn",  "float8_e4m3fnuz",
+                                   "float8_e5m2",    "float8_e5m2fnuz",
+                                   "float8_e8m0fnu", "float4_e2m1fn_x2"};
   return names[static_cast<int>(dtype)];
 }
 
