@@ -454,6 +454,7 @@ void bind_cuda_collectives(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.def("use_tensors", &use_tensors);
+  m.def("check_memory", &check_memory);
   m.def("mark_changed", &mark_changed);
   bind_micro_batches(m);
   bind_collectives(m);

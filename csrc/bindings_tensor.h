@@ -38,12 +38,33 @@ inline void use_tensors(const py::type& cls, const py::object& increment) {
   if (api->major == 1) describe_tensor = api->from_object;
 }
 
+// Whether a tensor that has elements has memory for them; `data` is where they begin, as the tensor
+// says. In a storage that was freed that is their offset in it. So low an address is hardly ever
+// one of memory, and only then the storage is asked.
+inline bool has_memory(py::handle tensor, const void* data) {
+  constexpr uint64_t kLow = uint64_t{1} << 32;
+  if (reinterpret_cast<uintptr_t>(data) >= kLow) return true;
+  return data != nullptr && tensor.attr("untyped_storage")().attr("data_ptr")().cast<uintptr_t>();
+}
+
+// std::invalid_argument for a tensor without memory for its elements.
+inline void check_memory(py::handle tensor) {
+  const auto* data = reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<uintptr_t>());
+  if (has_memory(tensor, data) || tensor.attr("numel")().cast<int64_t>() == 0) return;
+  const auto name = py::str(py::type::of(tensor).attr("__name__")).cast<std::string>();
+  const auto shape = py::str(py::tuple(py::list(tensor.attr("shape")))).cast<std::string>();
+  throw std::invalid_argument(
+      "the " + name + " of shape " + shape +
+      " has no memory of its own: it wraps other tensors, or its storage was freed; pass what it "
+      "wraps (of a DTensor: tensor.to_local())");
+}
+
 // False, without an exception, for what is no tensor of just that class, cannot be described, or
 // has no memory, as what torch wraps around a tensor while it traces or transforms.
 inline bool describe(py::handle object, dlpack::Tensor& described) {
   if (describe_tensor == nullptr || Py_TYPE(object.ptr()) != tensor_class) return false;
   if (describe_tensor(object.ptr(), &described) == 0) {
-    return described.data != nullptr || is_empty(described);
+    return has_memory(object, described.data) || is_empty(described);
   }
   PyErr_Clear();
   return false;
@@ -90,12 +111,8 @@ inline TensorView view_of(py::handle tensor) {
             described.type_bits * described.type_lanes / 8, dtype_of(described),
             copy(described.shape), copy(described.strides)};
   }
+  check_memory(tensor);
   auto* const data = reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>());
-  if (data == nullptr && tensor.attr("numel")().cast<int64_t>() > 0) {
-    throw std::invalid_argument(
-        "a tensor has no memory of its own: it wraps others, or its storage was freed; pass what "
-        "it wraps");
-  }
   const auto name = py::str(tensor.attr("dtype")).cast<std::string>();
   int dtype = kReducibleDTypes - 1;
   const auto is_its_name = [&] {

@@ -11,7 +11,7 @@ from devices import on
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 
-from pipekernels import Communicator, reference
+from pipekernels import Communicator, ops, reference
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 REDUCIBLE = [*FLOATS, torch.int32, torch.int64]
@@ -328,10 +328,11 @@ def test_bad_arguments_raise_before_any_communication() -> None:
 
 
 def without_memory() -> list[torch.Tensor]:
-    freed = torch.ones(4)
+    freed = torch.ones(8)
+    views = [freed[:4], freed[4:], freed[::2]]
     freed.untyped_storage().resize_(0)
     wrapped = torch._to_functional_tensor(torch.ones(4))
-    return [freed, wrapped, torch._efficientzerotensor(4)]
+    return [*views, wrapped, torch._efficientzerotensor(4)]
 
 
 def test_tensors_that_are_not_elements_in_memory_are_refused() -> None:
@@ -345,3 +346,11 @@ def test_tensors_that_are_not_elements_in_memory_are_refused() -> None:
         for tensor in without_memory():
             with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
                 call(tensor)
+    operations = (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast)
+    for tensor in without_memory()[:3]:
+        for operation in operations:
+            with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
+                operation(tensor, comm)
+        if tensor.is_contiguous():
+            with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
+                comm.all_gather(torch.ones(2), out=tensor)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipekernels import _backend
 from pipekernels.ops import concat_micro_batches, split_micro_batches
@@ -115,8 +115,15 @@ def test_tensors_without_memory_of_their_own() -> None:
 
     assert torch.func.functionalize(there_and_back)(x).equal(x)
     assert there_and_back(torch._efficientzerotensor(4)).equal(torch.zeros(4))
-    freed = torch.ones(8)
+    freed = torch.ones(8, 4)
+    views = [freed, freed[2:], freed[:, 1:], nn.Parameter(freed)[2:]]
     freed.untyped_storage().resize_(0)
-    for call in (lambda: split_micro_batches(freed, 2), lambda: concat_micro_batches([x, freed])):
-        with pytest.raises(ValueError, match="no memory of its own"):
-            call()
+    for view in views:
+        rows = torch.ones(8, view.shape[1])
+        for call in (
+            lambda view=view: split_micro_batches(view, 2),
+            lambda view=view, rows=rows: concat_micro_batches([rows, view]),
+        ):
+            with pytest.raises(ValueError, match="no memory of its own"):
+                call()
+    assert len(split_micro_batches(freed[:0], 2)) == 1

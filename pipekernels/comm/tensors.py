@@ -34,12 +34,7 @@ def to_dense(tensor: Tensor) -> Tensor:
             f"a communicator works on dense tensors, got one of layout {tensor.layout}; pass "
             "tensor.to_dense(), or its parts one by one"
         )
-    if tensor.data_ptr() == 0 and tensor.numel() > 0:
-        raise ValueError(
-            f"the {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own: "
-            "it wraps other tensors, or its storage was freed; pass what it wraps (of a DTensor: "
-            "tensor.to_local())"
-        )
+    _backend.load().check_memory(tensor)
     if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor
     return tensor.detach().resolve_neg().resolve_conj().contiguous()
@@ -85,6 +80,7 @@ def output_for(
             f"got one of shape {tuple(out.shape)}, strides {out.stride()} and {out.dtype} on "
             f"{out.device}"
         )
+    _backend.load().check_memory(out)
     offset = dense.data_ptr() - out.data_ptr()  # In bytes.
     overlaps = -dense.numel() * dense.itemsize < offset < out.numel() * out.itemsize
     if overlaps and offset != in_place:

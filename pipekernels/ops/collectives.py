@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from pipekernels import _backend
 from pipekernels.ops.transforms import deny_tangents
 
 
@@ -193,10 +194,14 @@ def _register(
     torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
 
 
+def _symmetric_copy(x: Tensor, communicator: Any) -> Tensor:
+    _backend.load().check_memory(x)
+    return symmetric_empty(communicator, x.shape, x).copy_(x)
+
+
 def _all_reduce(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:
     communicator = communicator_of(comm)
-    out = symmetric_empty(communicator, x.shape, x).copy_(x)
-    return communicator.all_reduce(out, op, algorithm=algorithm)
+    return communicator.all_reduce(_symmetric_copy(x, communicator), op, algorithm=algorithm)
 
 
 def _all_reduce_fake(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:
@@ -223,7 +228,7 @@ _register(
 
 
 def _reduce_scatter(x: Tensor, comm: int, op: str) -> Tensor:
-    return communicator_of(comm).reduce_scatter(x.contiguous(), op)
+    return communicator_of(comm).reduce_scatter(x, op)
 
 
 def _reduce_scatter_fake(x: Tensor, comm: int, op: str) -> Tensor:
@@ -250,7 +255,7 @@ _register(
 
 
 def _all_gather(x: Tensor, comm: int) -> Tensor:
-    return communicator_of(comm).all_gather(x.contiguous())
+    return communicator_of(comm).all_gather(x)
 
 
 def _all_gather_fake(x: Tensor, comm: int) -> Tensor:
@@ -276,7 +281,7 @@ _register(
 
 def _broadcast(x: Tensor, comm: int, src: int) -> Tensor:
     communicator = communicator_of(comm)
-    return communicator.broadcast(symmetric_empty(communicator, x.shape, x).copy_(x), src)
+    return communicator.broadcast(_symmetric_copy(x, communicator), src)
 
 
 def _broadcast_fake(x: Tensor, comm: int, src: int) -> Tensor:
