@@ -431,7 +431,10 @@ def test_deepcopy_and_pickle() -> None:
         ({"balance": [1]}, ValueError, "adds up to 1 layers, but the module has 5"),
         ({"balance": [5, 0]}, ValueError, "at least one layer"),
         ({"module": nn.Sequential()}, ValueError, "no layers"),
+        ({"balance": 5}, TypeError, "balance is 5; it must be a list with an entry per stage"),
+        ({"balance": [2.0, 3.0]}, TypeError, "'float' object cannot be interpreted as an integer"),
         ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
+        ({"devices": "cpu"}, TypeError, "devices is 'cpu'; it must be a list"),
         ({"module": nn.Sequential(nn.LazyLinear(2))}, ValueError, "not known yet"),
     ],
 )
@@ -446,7 +449,7 @@ def test_inputs_without_tensors(bad: object) -> None:
     """As fairscale's Pipe: a TypeError for an input that is no tensor or tensors."""
     with pytest.raises(TypeError, match="input must be a tensor or a"):
         on_cpu(mlp(), [2, 3])(bad)
-    with pytest.raises(TypeError, match="input must be a tensor or a"):
+    with pytest.raises(TypeError, match="input must be a tensor or a .* without any tensor"):
         on_cpu(mlp(), [2, 3])()
 
 

@@ -1,4 +1,10 @@
-"""Operations: each validates, allocates, picks a device and is registered with torch.library."""
+"""Operations: each validates, allocates, picks a device and is registered with torch.library.
+
+They work under ``torch.compile`` and are differentiable in reverse mode. As with other operations that
+are registered from Python, forward mode (``torch.func.jvp``) sees constants in their results, and most
+of the other transforms of ``torch.func`` refuse them. To collectives the loss is the sum of all ranks'
+losses; :mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute one and the same loss.
+"""
 
 from pipekernels.ops.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from pipekernels.ops.micro_batch import concat_micro_batches, split_micro_batches

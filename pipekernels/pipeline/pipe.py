@@ -96,7 +96,8 @@ class Pipe(nn.Module):
             warning says why. Parameters must not be modified between a forward and its backward.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or skips of its layers do not match.
+        TypeError: ``module`` is no ``nn.Sequential``, skips of its layers do not match, ``balance``
+            does not list integers, or ``devices`` is a single one.
         ValueError: an argument is out of its range, or ``balance`` does not fit the module.
         IndexError: fewer devices than stages.
     """
@@ -116,6 +117,9 @@ class Pipe(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Sequential):
             raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+        for name, value in (("balance", balance), ("devices", devices)):
+            if isinstance(value, (str, int, torch.device)):
+                raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
         if isinstance(chunks, bool) or int(chunks) != chunks or chunks < 1:
             raise ValueError(f"chunks is {chunks!r}; it must be an integer of at least 1")
         if checkpoint not in MODES:
@@ -136,7 +140,7 @@ class Pipe(nn.Module):
         if balance is None:
             stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
             balance = balance_by_parameters(module, stages)
-        self.balance: list[int] = list(balance)
+        self.balance: list[int] = [operator.index(length) for length in balance]
         if devices is None and not chosen:
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)

@@ -175,5 +175,7 @@ def _hides_tensors(leaf: Any) -> bool:
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, Arguments):
+        return "arguments without any tensor"
     empty = isinstance(value, (tuple, list, dict)) and not value
     return ("an empty " if empty else "") + type(value).__name__
