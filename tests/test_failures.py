@@ -154,9 +154,16 @@ def wait_for_a_late_rank(comm: Communicator) -> str:
         comm.all_reduce(torch.ones(5))
     with pytest.raises(
         RuntimeError, match=r"cannot be used after a failure \(.*rank.*2.*\); make a new"
-    ):
+    ) as later:
         comm.all_reduce(torch.ones(5))
+    assert not isinstance(later.value, PeerError)  # Nobody has gone.
     return str(caught.value)
+
+
+def test_all_late_ranks_are_named() -> None:
+    comm, *_absent = Communicator.threads(3, timeout=1.0)
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 of 3 did not arrive at barrier"):
+        comm.barrier()
 
 
 @pytest.mark.parametrize("run", [run_threads, run_processes])

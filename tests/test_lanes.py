@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import signal
 import subprocess
@@ -271,6 +272,23 @@ def test_intra_op_threads_are_given_back() -> None:
         assert torch.get_num_threads() == before + 1
         raise KeyError
     assert torch.get_num_threads() == before
+
+
+def test_lanes_see_the_callers_context(way: Way) -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    seen: list[tuple[int, bool]] = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append((variable.get(), torch.is_autocast_cache_enabled()))
+            return x
+
+    pipe = Pipe(nn.Sequential(Look(), Look()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    token = variable.set(5)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        pipe(torch.ones(2, 2))
+    variable.reset(token)
+    assert seen == [(5, False)] * 4
 
 
 @pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])

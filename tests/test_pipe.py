@@ -117,6 +117,36 @@ def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(place: torch.device
     assert calls == ["hook", "accumulated"]
 
 
+def test_some_micro_batches_of_an_output_have_a_gradient(place: torch.device) -> None:
+    class Positive(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else x.detach()
+
+    module = nn.Sequential(nn.Identity(), Positive())
+    pipe = on(place, module, [1, 1], chunks=2, checkpoint="never")
+    x = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    pipe(x).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[1.0], [0.0]]))
+
+
+def test_dtypes_that_differ_between_micro_batches(place: torch.device) -> None:
+    class Widen(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else x.double()
+
+    pipe = on(place, nn.Sequential(Widen(), nn.Identity()), [1, 1], chunks=2)
+    x = torch.tensor([[1.0], [-1.0]])
+    assert torch.equal(pipe(x), x.double()) and pipe(x).dtype == torch.float64
+
+
+def test_a_parameter_in_another_layout(place: torch.device) -> None:
+    pipe = on(place, mlp(), [2, 3], chunks=2)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    pipe(x)
+    pipe[0].weight.data = pipe[0].weight.data.T
+    torch.testing.assert_close(pipe(x), pipe.to_sequential()(x), rtol=0, atol=1e-10)
+
+
 def test_a_later_backward_that_does_not_reach_the_input(place: torch.device) -> None:
     class Second(nn.Linear):
         def forward(self, x):
@@ -293,10 +323,11 @@ def test_without_gradients(context, place: torch.device) -> None:
     assert output.is_inference() == expected.is_inference()
 
 
-def test_autocast_reaches_lanes_and_recomputation(place: torch.device) -> None:
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_autocast_reaches_lanes_and_recomputation(checkpoint: str, place: torch.device) -> None:
     module = mlp(8, torch.float32)
     reference = copy.deepcopy(module)
-    pipe = on(place, module, [2, 3], chunks=2, checkpoint="always")
+    pipe = on(place, module, [2, 3], chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 8)
     with torch.autocast(place.type, dtype=torch.bfloat16):
         output = pipe(x)

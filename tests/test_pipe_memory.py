@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -142,12 +143,28 @@ def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[Run
     assert [run() for run in runs] == [None, None]
 
 
+def test_what_a_failed_mini_batch_needs_goes_with_its_exception(
+    way: Way, runs: list[weakref.ref[Run]]
+) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Fails()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    with contextlib.suppress(ZeroDivisionError):
+        pipe(torch.randn(4, 4))
+    assert [run() for run in runs] == [None]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_an_output_keeps_nothing_else_after_its_backward(dim: int, way: Way) -> None:
+def test_an_output_keeps_nothing_else_after_its_backward(
+    dim: int, checkpoint: str, way: Way
+) -> None:
     """As the loss of an epoch does that is summed up with its graph."""
     pipe = Pipe(
         nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2,
-        batch_dim=dim,
+        checkpoint=checkpoint, batch_dim=dim,
     )  # fmt: skip
     tensors: list[weakref.ref[torch.Tensor]] = []
     pipe[0].register_forward_pre_hook(lambda _, args: tensors.append(weakref.ref(args[0])))

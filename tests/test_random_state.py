@@ -136,6 +136,21 @@ def test_visible_randomness_may_use_lanes() -> None:
     assert not pipe._engine.hidden_randomness
 
 
+def test_attention_whose_dropout_is_given_by_position(force_way: Callable[[Way], None]) -> None:
+    class Attention(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, None, 0.5)
+
+    x = torch.randn(4, 1, 6, 8)
+    outputs = []
+    for way in ("inline", "lanes"):
+        force_way(way)
+        torch.manual_seed(0)
+        pipe = Pipe(nn.Sequential(Attention(), Attention()), [1, 1], devices=["cpu"] * 2, chunks=4)
+        outputs.append(pipe(x))
+    assert torch.equal(*outputs)
+
+
 def test_a_task_continues_its_stream_between_calls() -> None:
     with LaneRandom(123):
         two = torch.rand(2), torch.rand(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,37 @@ def test_the_entry_of_a_stage_does_not_hinder() -> None:
     leaf = torch.randn(4, 6).requires_grad_()
     root = nn.Linear(6, 6)(Entry.apply(leaf).mul_(2)).sum()
     assert backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf]) is not None
+
+
+def test_a_graph_keeps_no_gradient() -> None:
+    leaf, grad = torch.randn(2, 3, requires_grad=True), torch.ones(2, 3)
+    root = nn.Linear(3, 3)(leaf)
+    rest = backward_of_inputs([get_gradient_edge(root)], [grad], [leaf])
+    assert rest is not None
+    rest(False)
+    kept = weakref.ref(grad)
+    del rest, grad
+    assert kept() is None
+
+
+def test_a_stage_that_returns_its_parameter(force_way: Callable[[Way], None]) -> None:
+    class Lends(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), self.weight
+
+    class Borrows(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[0] @ pair[1]
+
+    model = nn.Sequential(nn.Linear(6, 6), Lends(6, 6), Borrows()).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    force_way("split")
+    Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint="never")(x).sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
 
 
 def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> None:

@@ -137,6 +137,15 @@ def test_inputs_get_their_gradient(place: torch.device) -> None:
     torch.testing.assert_close(piped_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
 
 
+def test_an_empty_batch(place: torch.device) -> None:
+    x, y = torch.empty(0, 5, dtype=torch.float64), torch.empty(0, 3, dtype=torch.float64)
+    plain, piped = model(), model()
+    F.mse_loss(plain(x), y).backward()
+    assert pipe_of(piped).train_step(x, y, F.mse_loss).isnan()
+    for a, b in zip(gradients(piped), gradients(plain), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_micro_batches_whose_loss_has_no_gradient(place: torch.device) -> None:
     x = torch.randn(6, 5, dtype=torch.float64)
     wanted = torch.tensor([0, 0, 1, 1, 0, 0])[:, None]
@@ -316,3 +325,17 @@ def test_a_loss_that_trains_nothing(frozen: bool) -> None:
         torch.ones(4, 2), None, lambda y: next(losses)(y), schedule="gpipe", loss_reduction="sum"
     )
     assert scale.grad is not None and all(p.grad is None for p in pipe.parameters())
+
+
+def test_forwards_and_losses_have_the_callers_autocast(place: torch.device) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        seen.extend([output.dtype, (output.float() @ output.float().T).dtype])
+        return output.float().sum()
+
+    layers = [nn.Linear(5, 5), nn.Linear(5, 5)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=[place] * 2, chunks=2)
+    with torch.autocast(place.type, dtype=torch.bfloat16):
+        pipe.train_step(torch.randn(4, 5), None, loss_fn, loss_reduction="sum")
+    assert seen == [torch.bfloat16] * 4

@@ -214,6 +214,24 @@ void test_choice() {
   }
 }
 
+// A measured limit may be above what the staging holds.
+void test_large_limit() {
+  constexpr size_t kCount = 1000000;
+  const int fd = Segment::create(2, size_t{1} << 30);
+  const auto segment = Segment::map(fd, 2);
+  close(fd);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      Communicator communicator(segment, rank, {}, Seconds(30), [] {});
+      Bytes data = values(DType::kFloat32, kCount, 5, rank);
+      all_reduce(communicator, data.data(), kCount, DType::kFloat32, Reduction::kSum, {});
+      CHECK(data == reduced(DType::kFloat32, kCount, 5, 2, Reduction::kSum));
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
 void test_close(Communicator& communicator, bool abort) {
   const int leaver = communicator.world_size() - 1;
   stress(communicator, 3, 5);
@@ -348,6 +366,7 @@ int main(int argc, char** argv) {
   run_processes(2, test_late_writes, Seconds(0.6));
   test_wrap();
   test_choice();
+  test_large_limit();
   test_forked_child();
   return 0;
 }

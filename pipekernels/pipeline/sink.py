@@ -141,8 +141,7 @@ class Losses:
             if any(part.device != device for part in parts):
                 parts = p2p_copy(parts, device)
             arguments.append(self._structure.on(device).build(parts))
-        with torch.enable_grad():
-            loss = self._loss(*arguments)
+        loss = self._loss(*arguments)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"loss_fn returned {type(loss).__name__}; it must return a tensor")
         if loss.dim() != 0:
