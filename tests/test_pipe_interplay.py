@@ -213,7 +213,9 @@ def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.Warning
     for function in (pipe, train):
         compiled = torch.compile(function, backend=around)
         torch.testing.assert_close(compiled(x), function(x))
-    assert sum(counters["graph_break"].values()) == 2
+    # Compiled layers may have breaks of their own, under the modes that watch a first run.
+    breaks = [n for reason, n in counters["graph_break"].items() if "Pipe." in reason]
+    assert breaks == [1, 1]
     assert around.frame_count == 2 and inside.frame_count > 0  # Before and after the step.
     assert not recwarn.list
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward"):
