@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipekernels import NoChunk, Pipe
+from pipekernels import NoChunk, Pipe, is_checkpointing, is_recomputing
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.pace import Way
 
@@ -115,6 +115,21 @@ def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(place: torch.device
     weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
     pipe(x).sum().backward()
     assert calls == ["hook", "accumulated"]
+
+
+def test_a_layer_knows_what_it_runs_for(place: torch.device) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append((is_checkpointing(), is_recomputing()))
+            return x * 1
+
+    module = nn.Sequential(nn.Linear(4, 4), Asks())
+    pipe = on(place, module, [1, 1], chunks=2, checkpoint="except_last")
+    pipe(torch.randn(2, 4)).sum().backward()
+    assert seen == [(True, False), (False, False), (False, True)]
+    assert not is_checkpointing() and not is_recomputing()
 
 
 def test_some_micro_batches_of_an_output_have_a_gradient(place: torch.device) -> None:
