@@ -218,18 +218,17 @@ void test_choice() {
 void test_large_limit() {
   constexpr size_t kCount = 1000000;
   const int fd = Segment::create(2, size_t{1} << 30);
-  const auto segment = Segment::map(fd, 2);
-  close(fd);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      Communicator communicator(segment, rank, {}, Seconds(30), [] {});
+      const auto communicator = join(fd, 2, rank, {-1, -1}, Seconds(30));  // As processes do.
       Bytes data = values(DType::kFloat32, kCount, 5, rank);
-      all_reduce(communicator, data.data(), kCount, DType::kFloat32, Reduction::kSum, {});
+      all_reduce(*communicator, data.data(), kCount, DType::kFloat32, Reduction::kSum, {});
       CHECK(data == reduced(DType::kFloat32, kCount, 5, 2, Reduction::kSum));
     });
   }
   for (auto& thread : threads) thread.join();
+  close(fd);
 }
 
 void test_close(Communicator& communicator, bool abort) {
