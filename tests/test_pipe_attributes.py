@@ -1,0 +1,150 @@
+"""Pipe as an object: attributes, copies, and the errors of bad arguments and inputs.
+
+The attributes and errors are those that fairscale documents for its ``Pipe``.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import NoChunk, Pipe
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6)
+    ).double()
+
+
+def on_cpu(module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
+    return Pipe(module, balance, devices=["cpu"] * len(balance), **kwargs)
+
+
+def test_attributes_and_sequence_protocol() -> None:
+    module = mlp()
+    original = list(module)
+    pipe = Pipe(module, [2, 3], devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="always")
+    assert pipe.balance == [2, 3]
+    assert pipe.devices == [torch.device("cpu")] * 2
+    assert pipe.chunks == 4 and pipe.checkpoint == "always"
+    assert [len(p) for p in pipe.partitions] == [2, 3]
+    assert len(pipe) == 5 and list(pipe) == original
+    assert pipe[0] is original[0] and pipe[-1] is original[-1]
+    for index in (5, -6):
+        with pytest.raises(IndexError, match="5 layers"):
+            pipe[index]
+    with pytest.raises(TypeError, match="'slice' object"):
+        pipe[1:3]
+
+
+def test_state_dict_maps_to_the_modules_own_keys() -> None:
+    module = mlp()
+    keys = list(module.state_dict())
+    pipe = on_cpu(module, [2, 3])
+    assert [key.split(".", 2)[2] for key in pipe.state_dict()] == keys
+    again = pipe.to_sequential()
+    assert list(again.state_dict()) == keys and list(again) == list(pipe)
+
+
+def test_balance_and_devices_by_default() -> None:
+    pipe = Pipe(mlp(), chunks=2)
+    assert sum(pipe.balance) == 5 and len(pipe.devices) == len(pipe.balance)
+    if not torch.cuda.is_available():
+        assert len(pipe.balance) == min(5, torch.get_num_threads())
+
+
+def test_moving_is_denied_and_casting_allowed() -> None:
+    pipe = on_cpu(mlp(), [2, 3])
+    x = torch.zeros(1)
+    for move in (
+        pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), lambda: pipe.to(torch.device("cpu")),
+        lambda: pipe.to(device="cpu"), lambda: pipe.to(0), lambda: pipe.to(x),
+        lambda: pipe.to(tensor=x),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="cannot be moved"):
+            move()
+    before = pipe(torch.randn(3, 6, dtype=torch.float64))
+    assert pipe.to(torch.float32) is pipe
+    after = pipe(torch.randn(3, 6))
+    assert (before.dtype, after.dtype) == (torch.float64, torch.float32)
+    after.sum().backward()
+    assert pipe[0].weight.grad.dtype == torch.float32
+
+
+def test_deepcopy_and_pickle() -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    expected = pipe(x)
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert torch.equal(other(x), expected)
+        other(x).sum().backward()
+        assert other[0].weight is not pipe[0].weight
+    assert pipe[0].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"module": nn.Linear(1, 1)}, TypeError, "nn.Sequential, not Linear"),
+        ({"chunks": 0}, ValueError, "chunks is 0"),
+        ({"chunks": -1}, ValueError, "chunks is -1"),
+        ({"chunks": 1.5}, ValueError, "chunks is 1.5"),
+        ({"checkpoint": "sometimes"}, ValueError, "always, except_last, never"),
+        ({"balance": [1]}, ValueError, "adds up to 1 layers, but the module has 5"),
+        ({"balance": [5, 0]}, ValueError, "at least one layer"),
+        ({"module": nn.Sequential()}, ValueError, "no layers"),
+        ({"balance": 5}, TypeError, "balance is 5; it must be a list with an entry per stage"),
+        ({"balance": [2.0, 3.0]}, TypeError, "'float' object cannot be interpreted as an integer"),
+        ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
+        ({"devices": "cpu"}, TypeError, "devices is 'cpu'; it must be a list"),
+        ({"module": nn.Sequential(nn.LazyLinear(2))}, ValueError, "not known yet"),
+    ],
+)
+def test_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
+    good = {"module": mlp(), "balance": [2, 3], "devices": ["cpu", "cpu"]}
+    with pytest.raises(error, match=message):
+        Pipe(**{**good, **arguments})
+
+
+@pytest.mark.parametrize("bad", ["text", 3, [], (), {"x": 1}, None, NoChunk(torch.zeros(1))])
+def test_inputs_without_tensors(bad: object) -> None:
+    """As fairscale's Pipe: a TypeError for an input that is no tensor or tensors."""
+    with pytest.raises(TypeError, match="input must be a tensor or a"):
+        on_cpu(mlp(), [2, 3])(bad)
+    with pytest.raises(TypeError, match="input must be a tensor or a .* without any tensor"):
+        on_cpu(mlp(), [2, 3])()
+
+
+def test_inputs_that_cannot_be_split() -> None:
+    pipe = on_cpu(mlp(), [2, 3])
+    with pytest.raises(ValueError, match="no dimension"):
+        pipe(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="batch size 3 and input 0 has 4"):
+        pipe((torch.zeros(4, 6), torch.zeros(3, 6)))
+
+
+def test_a_stage_that_returns_no_tensor(place: torch.device) -> None:
+    class Bad(nn.Module):
+        def forward(self, x):
+            return [len(x)]
+
+    module = nn.Sequential(nn.Identity(), Bad(), nn.Identity())
+    pipe = Pipe(module, [1, 1, 1], devices=[place] * 3, chunks=2)
+    with pytest.raises(TypeError, match="output of stage 1 must be a tensor.*not list"):
+        pipe(torch.zeros(4, 2))
+
+
+def test_an_output_that_cannot_be_joined(place: torch.device) -> None:
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean()
+
+    module = nn.Sequential(nn.Linear(2, 2), Mean())
+    pipe = Pipe(module, [1, 1], devices=[place] * 2, chunks=2)
+    with pytest.raises(ValueError, match="scalar loss outside"):
+        pipe(torch.zeros(4, 2))
