@@ -121,7 +121,7 @@ class Run:
 
     def forward(self, outputs: Outputs) -> tuple[torch.Tensor, ...]:
         """Run every forward of the program; returns the outputs ``[batch, ...]``."""
-        aliases = self._installed() if self.grad else nullcontext()
+        aliases = installed(self._parameters) if self.grad else nullcontext()
         forward = partial(self._forward, outputs)
         with preserved(self._engine.devices), aliases, self._phase():
             self._execute(
@@ -159,7 +159,7 @@ class Run:
                 outputs.given(grads),
                 self._accumulating() as results,
                 preserved(engine.devices) if again else nullcontext(),
-                self._installed() if again else nullcontext(),
+                installed(self._parameters) if again else nullcontext(),
             ):
                 if self._tasks == [engine.chain] and not again:
                     self._backward_at_once(outputs, keep_graph)
@@ -191,7 +191,7 @@ class Run:
             self._phase(),
             self._accumulating() as results,
             preserved(self._engine.devices),
-            self._installed(),
+            installed(self._parameters),
         ):
             self._execute(self._program, compute, nullcontext, last=True)
         if self.grad:
@@ -420,9 +420,6 @@ class Run:
 
     def _phase(self) -> AbstractContextManager[None]:
         return self._transport.phase() if self._engine.with_streams else nullcontext()
-
-    def _installed(self) -> AbstractContextManager[None]:
-        return installed(self._parameters)
 
     def _note_time(self, seconds: float, *, last: bool) -> None:
         if self._pass is not None:
