@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +19,9 @@ from pipekernels.pipeline.pace import Pace, Way
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # Per rank and communicator; many ranks of several tests are on one GPU at the same time.
 os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(256 << 20))
+
+# Ignored, and by what tests start too, where a shell has started them in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _why_no_cuda() -> str | None:

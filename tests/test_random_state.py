@@ -95,7 +95,8 @@ def test_the_callers_generator_moves_by_one_number(training: bool, place: torch.
     pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=[place] * 2)
     torch.manual_seed(0)
     if training:
-        pipe.train_step(torch.ones(4, 4), None, torch.sum, loss_reduction="sum")
+        x = torch.ones(4, 4, requires_grad=True)
+        pipe.train_step(x, None, torch.sum, loss_reduction="sum")
     else:
         pipe(torch.ones(4, 4))
     after = torch.rand(4, device="cpu")

@@ -79,7 +79,7 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         odd=Blocks(64, 64, 32, 4, 2),
     ),
     (80, "float32"): Choice(
-        whole=(Blocks(64, 64, 32, 8, 3),),
+        whole=(Blocks(64, 64, 32, 8, 2),),
         shared=(Blocks(16, 64, 32, 4, 2),),
         odd=Blocks(64, 64, 16, 8, 2),
     ),
