@@ -22,7 +22,7 @@ Way = Literal["inline", "lanes", "split"]
 
 RECENT = 3
 """Passes of each way that are tried at first, and that are remembered; the best of them counts."""
-RARELY = 20
+RARELY = 5
 """The fewest passes between two trials of a slower way."""
 COST = 0.01
 """Share of the time that trials of a slower way may take."""
