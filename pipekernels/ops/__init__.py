@@ -1,8 +1,8 @@
 """Operations: each validates, allocates, picks a device and is registered with torch.library.
 
-They work under ``torch.compile`` and are differentiable in reverse mode. As with other operations that
-are registered from Python, forward mode (``torch.func.jvp``) sees constants in their results, and most
-of the other transforms of ``torch.func`` refuse them. To collectives the loss is the sum of all ranks'
+They work under ``torch.compile`` and are differentiable in reverse mode. Splitting and concatenating
+micro-batches also have forward-mode derivatives and work under ``torch.func``; the others refuse to be
+differentiated so. To collectives the loss is the sum of all ranks'
 losses; :mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute one and the same loss.
 """
 

@@ -223,7 +223,9 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.grads = grads
-        return torch.zeros((), device="cpu")
+        # On a device that has streams, if any: autograd then has who accumulates wait for the current one.
+        devices = [tensor.device for tensor in tensors]
+        return torch.zeros((), device=next(filter(has_streams, devices), devices[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
