@@ -41,6 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=300, help="bytes to generate")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for files")
     options = parser.parse_args(arguments)
+    for name in ("steps", "seconds", "width", "context", "length"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name} must be positive, got {getattr(options, name)}")
+    if options.width % Settings.heads:
+        parser.error(f"--width must be a multiple of {Settings.heads} heads, got {options.width}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # Show progress in a pipe, too.
     started = time.perf_counter()

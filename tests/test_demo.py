@@ -36,3 +36,23 @@ def test_small_demo(tmp_path: Path) -> None:
     actions = [event for event in trace if event["ph"] == "X"]
     assert len(actions) == 2 * 8 * 2  # Stages, chunks, forward and backward.
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--steps", "0"], "--steps must be positive, got 0"),
+        (["--seconds", "nan"], "--seconds must be positive, got nan"),
+        (["--width", "30"], "--width must be a multiple of 4 heads, got 30"),
+    ],
+)
+def test_arguments_that_train_nothing(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    from demo.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert says in capsys.readouterr().err
