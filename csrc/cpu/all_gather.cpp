@@ -21,13 +21,13 @@ void all_gather(Communicator& communicator, const void* input, void* output, siz
     const auto copy_in = [&](size_t k) {
       if (collective.direct()) return;
       const Range block = blocks(0, k);
-      copy_bytes(collective.result(me, k), mine + block.begin * size, block.count * size);
+      copy_bytes(collective.staging(me, k), mine + block.begin * size, block.count * size);
     };
     const auto gather = [&](size_t k, const Range& block) {
       for (int rank = 0; rank < collective.world_size(); ++rank) {
         const std::byte* data = rank == me ? mine : collective.data_of(rank);
         copy_bytes(all + (rank * count + block.begin) * size,
-                   data ? data + block.begin * size : collective.result(rank, k),
+                   data ? data + block.begin * size : collective.staging(rank, k),
                    block.count * size);
       }
     };

@@ -17,9 +17,6 @@ constexpr int kFewRanks = 4;
 // Up to how many bytes one step and n reads beat two steps, where nobody has measured that.
 constexpr size_t one_shot_bytes(int ranks) { return ranks <= kFewRanks ? 4 << 10 : 16 << 10; }
 
-// A rank that reduces straight into its peers' memory does so in blocks that stay in its L1.
-constexpr size_t kPushBytes = 8 << 10;
-
 // The tensor of this rank, and what is to be done with it.
 struct Task {
   std::byte* data;
@@ -29,17 +26,23 @@ struct Task {
   const ReduceKernels& kernels;
 
   std::byte* at(size_t element) const { return data + element * element_size; }
+
+  void reduce(void* destination, const std::vector<const void*>& sources, size_t elements) const {
+    kernels.reduce(&destination, 1, sources.data(), static_cast<int>(sources.size()), elements);
+  }
+  // In place of each of them.
+  void reduce_to_all(const std::vector<void*>& sources, size_t elements) const {
+    const int terms = static_cast<int>(sources.size());
+    kernels.reduce(sources.data(), terms, sources.data(), terms, elements);
+  }
 };
 
 // Every rank copies its tensor to its staging, and reduces those of all ranks.
-//
-// A set of input buffers is rewritten two rounds later. A rank does that after it has waited for
-// the signals of the round between, which its peers make after having read the set.
 void one_shot(Collective& collective, const Task& task) {
   const Slices chunks{task.count, task.count, kStagingBytes / task.element_size};
   const auto copy_in = [&](size_t k) {
     const Range chunk = chunks(0, k);
-    copy_bytes(collective.input(collective.rank(), k), task.at(chunk.begin),
+    copy_bytes(collective.staging(collective.rank(), k), task.at(chunk.begin),
                chunk.count * task.element_size);
   };
   const int terms = collective.world_size();
@@ -49,9 +52,9 @@ void one_shot(Collective& collective, const Task& task) {
     copy_in(k);
     collective.signal();
     collective.wait();
-    for (int rank = 0; rank < terms; ++rank) sources[rank] = collective.input(rank, k);
+    for (int rank = 0; rank < terms; ++rank) sources[rank] = collective.staging(rank, k);
     const Range chunk = chunks(0, k);
-    task.kernels.reduce(task.at(chunk.begin), sources.data(), terms, chunk.count);
+    task.reduce(task.at(chunk.begin), sources, chunk.count);
   }
   collective.finish_rounds(rounds);
 }
@@ -60,20 +63,13 @@ void one_shot(Collective& collective, const Task& task) {
 // traffic per rank and byte of the tensor.
 void two_shot_in_place(Collective& collective, const Task& task) {
   const int terms = collective.world_size();
-  const Slices slices =
-      Slices::even(task.count, terms, task.element_size, kPushBytes / task.element_size);
-  std::vector<const void*> sources(terms);
-  for (size_t k = 0; k < slices.blocks(); ++k) {
-    const Range block = slices(collective.rank(), k);
-    const size_t offset = block.begin * task.element_size;
-    for (int rank = 0; rank < terms; ++rank) sources[rank] = collective.data_of(rank) + offset;
-    task.kernels.reduce(task.data + offset, sources.data(), terms, block.count);
-    for (int rank = 0; rank < terms; ++rank) {
-      if (rank == collective.rank()) continue;
-      copy_bytes(collective.data_of(rank) + offset, task.data + offset,
-                 block.count * task.element_size);
-    }
+  const Range slice =
+      Slices::even(task.count, terms, task.element_size, task.count).slice(collective.rank());
+  std::vector<void*> data(terms);
+  for (int rank = 0; rank < terms; ++rank) {
+    data[rank] = collective.data_of(rank) + slice.begin * task.element_size;
   }
+  task.reduce_to_all(data, slice.count);
   collective.signal();
   collective.wait();
 }
@@ -84,7 +80,7 @@ void two_shot_in_place(Collective& collective, const Task& task) {
 void one_shot_or_in_place(Collective& collective, const Task& task) {
   const int terms = collective.world_size();
   const size_t bytes = task.count * task.element_size;
-  if (!collective.direct()) copy_bytes(collective.input(collective.rank(), 0), task.data, bytes);
+  if (!collective.direct()) copy_bytes(collective.staging(collective.rank(), 0), task.data, bytes);
   collective.signal();
   collective.wait();
   const int in_place = collective.direct_ranks();
@@ -92,10 +88,10 @@ void one_shot_or_in_place(Collective& collective, const Task& task) {
   std::vector<const void*> sources(terms);
   for (int rank = 0; rank < terms; ++rank) {
     const std::byte* data = collective.data_of(rank);
-    sources[rank] = data ? data : collective.input(rank, 0);
+    sources[rank] = data ? data : collective.staging(rank, 0);
   }
-  std::byte* result = collective.direct() ? collective.result(collective.rank(), 0) : task.data;
-  task.kernels.reduce(result, sources.data(), terms, task.count);
+  std::byte* result = collective.direct() ? collective.staging(collective.rank(), 0) : task.data;
+  task.reduce(result, sources, task.count);
   if (in_place > 0) {
     collective.signal();
     collective.wait();
@@ -104,25 +100,27 @@ void one_shot_or_in_place(Collective& collective, const Task& task) {
   collective.finish_rounds(1);
 }
 
-// Every rank reduces its slice, block by block, and collects those of its peers. Round k is
+// Every rank reduces its slice, block by block, and the others collect it. Round k is
 //
-//   copy_in(k)  the blocks that peers reduce to this rank's input buffers;
+//   copy_in(k)  the blocks that peers reduce to this rank's staging;
 //   signal, wait;
-//   reduce(k)   its own block, to the tensor and to its result buffer;
+//   reduce(k)   its own block, to the tensor and to all peers' staging, in place of what they had
+//               copied there: cores hand lines over that they have read and then write themselves,
+//               but must ask for those that another one has read;
 //   signal, wait;
-//   gather(k)   its peers' results into the tensor.
+//   gather(k)   the peers' results from this rank's staging to the tensor.
 //
-// Rounds overlap: one signal S_k says that input k and result k - 1 are ready.
+// Rounds overlap: one signal S_k says that inputs k and results k - 1 are ready.
 //
 //   copy_in(0) S_0 | wait S_k, reduce(k), copy_in(k+1), S_k+1, gather(k-1) | ... wait, gather(last)
 //
-// Two sets of input buffers suffice: copy_in(k+2) comes after wait S_k+1, which peers make after
-// reduce(k). It takes three of results: reduce(k+3) comes after wait S_k+3, which peers make after
-// gather(k); they may still be in gather(k) at S_k+2. Both hold across calls, since rounds are
-// counted through and a rank leaves a call only after all have made its last signal.
+// Peers use this rank's staging k between wait S_k and S_k+1, where gather(k) comes after wait
+// S_k+1 and before copy_in(k+3), in program order: so there are three sets. That holds across
+// calls, of all collectives, since rounds are counted through, no peer uses staging k after its
+// S_k+2, and a rank leaves a call only after all have made its last signal.
 //
-// A rank whose tensor its peers can read copies nothing in: they read it in place, and gather(k)
-// overwrites only what they have read before S_k+1.
+// A rank whose tensor its peers can access copies nothing in or out: they read it in place, and
+// put results there.
 void two_shot(Collective& collective, const Task& task) {
   const int me = collective.rank();
   const int terms = collective.world_size();
@@ -131,37 +129,30 @@ void two_shot(Collective& collective, const Task& task) {
   const Slices slices = Slices::even(task.count, terms, size, block_size / size);
   const size_t rounds = slices.blocks();
 
-  const auto copy_in = [&](size_t k) {
+  // Calls copy(data, staged, bytes) for this rank's blocks of all peers' slices.
+  const auto for_peers = [&](size_t k, auto copy) {
     if (collective.direct() || k >= rounds) return;
     for (int rank = 0; rank < terms; ++rank) {
       if (rank == me) continue;
       const Range block = slices(rank, k);
-      copy_bytes(collective.input(me, k) + rank * block_size, task.at(block.begin),
-                 block.count * size);
+      copy(task.at(block.begin), collective.staging(me, k) + rank * block_size, block.count * size);
     }
   };
-  std::vector<const void*> sources(terms);
-  const auto reduce = [&](size_t k) {
-    const Range block = slices(me, k);
-    const Slices parts{block.count, block.count, kPushBytes / size};  // copied from the L1
-    for (size_t i = 0; i < parts.blocks(); ++i) {
-      const Range part = parts(0, i);
-      std::byte* data = task.at(block.begin + part.begin);
-      for (int rank = 0; rank < terms; ++rank) {
-        const std::byte* whole = rank == me ? task.data : collective.data_of(rank);
-        const std::byte* staged = collective.input(rank, k) + me * block_size;
-        sources[rank] = whole ? whole + (data - task.data) : staged + part.begin * size;
-      }
-      task.kernels.reduce(data, sources.data(), terms, part.count);
-      copy_bytes(collective.result(me, k) + part.begin * size, data, part.count * size);
-    }
+  const auto copy_in = [&](size_t k) {
+    for_peers(k, [](void* data, void* staged, size_t bytes) { copy_bytes(staged, data, bytes); });
   };
   const auto gather = [&](size_t k) {
+    for_peers(k, [](void* data, void* staged, size_t bytes) { copy_bytes(data, staged, bytes); });
+  };
+  std::vector<void*> terms_of_block(terms);
+  const auto reduce = [&](size_t k) {
+    const Range block = slices(me, k);
     for (int rank = 0; rank < terms; ++rank) {
-      if (rank == me) continue;
-      const Range block = slices(rank, k);
-      copy_bytes(task.at(block.begin), collective.result(rank, k), block.count * size);
+      std::byte* whole = rank == me ? task.data : collective.data_of(rank);
+      terms_of_block[rank] =
+          whole ? whole + block.begin * size : collective.staging(rank, k) + me * block_size;
     }
+    task.reduce_to_all(terms_of_block, block.count);
   };
 
   copy_in(0);

@@ -28,7 +28,7 @@ void broadcast(Communicator& communicator, void* data, size_t count, DType dtype
     const auto copy_in = [&](size_t k) {
       if (me != root || collective.direct()) return;
       const Range block = blocks(0, k);
-      copy_bytes(collective.result(me, k), mine + block.begin * size, block.count * size);
+      copy_bytes(collective.staging(me, k), mine + block.begin * size, block.count * size);
     };
     const auto copy_out = [&](const std::byte* source, const Range& block) {
       if (me != root) copy_bytes(mine + block.begin * size, source, block.count * size);
@@ -49,7 +49,7 @@ void broadcast(Communicator& communicator, void* data, size_t count, DType dtype
         copy_in(k + 1);
         collective.signal();
       }
-      copy_out(collective.result(root, k), blocks(0, k));
+      copy_out(collective.staging(root, k), blocks(0, k));
       if (k + 1 < rounds) collective.wait();
     }
     collective.finish_rounds(rounds);

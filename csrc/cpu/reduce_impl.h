@@ -45,8 +45,8 @@ struct EvenOdd {
     return bits<Vector<uint16_t>>(Format::to_low(parts[0]) | Format::to_low(parts[1]) << 16);
   }
   static Vector<uint16_t> narrow_sum(const Vector<float>* parts) {
-    const U low = Format::sum_to_high(parts[0]), high = Format::sum_to_high(parts[1]);
-    return bits<Vector<uint16_t>>(low >> 16 | (high & 0xffff0000));
+    return bits<Vector<uint16_t>>(
+        join_high(Format::sum_to_high(parts[0]), Format::sum_to_high(parts[1])));
   }
 };
 
@@ -150,9 +150,11 @@ struct Wide {
     for (int p = 0; p < Type::kParts; ++p) parts[p] = Op::combine(parts[p], other.parts[p]);
   }
   template <class Op>
-  void store(void* destination, size_t i, size_t count, int terms) {
+  Vector<Element> finish(int terms) {
     for (auto& part : parts) part = Op::finish(part, terms);
-    const auto v = Op::template narrow<Type>(parts);
+    return Op::template narrow<Type>(parts);
+  }
+  static void store(Vector<Element> v, void* destination, size_t i, size_t count) {
     std::memcpy(static_cast<Element*>(destination) + i, &v, count * sizeof(Element));
   }
 
@@ -181,11 +183,12 @@ struct Kernels {
     if (i < count) step(i, count - i);
   }
 
-  static void reduce(void* destination, const void* const* sources, int terms, size_t count) {
+  static void reduce(void* const* destinations, int copies, const void* const* sources, int terms,
+                     size_t count) {
     constexpr size_t kUnroll = 4 / Type::kParts;
     // Peers' lines are fetched from their cores' caches, and what happens to one takes long enough
     // for few to be on their way by themselves.
-    constexpr size_t kAhead = 1024 / sizeof(Element);
+    constexpr size_t kAhead = 512 / sizeof(Element);
     const auto prefetch = [=](int s, size_t i) {
       __builtin_prefetch(static_cast<const Element*>(sources[s]) + i);
     };
@@ -204,14 +207,19 @@ struct Kernels {
           wide[u].template combine<Op>(W::load(sources[s], i + u * kElements, kElements));
         }
       }
-      for (size_t u = 0; u < kUnroll; ++u) {
-        wide[u].template store<Op>(destination, i + u * kElements, kElements, terms);
+      Vector<Element> results[kUnroll];
+      for (size_t u = 0; u < kUnroll; ++u) results[u] = wide[u].template finish<Op>(terms);
+      for (int d = 0; d < copies; ++d) {
+        for (size_t u = 0; u < kUnroll; ++u) {
+          W::store(results[u], destinations[d], i + u * kElements, kElements);
+        }
       }
     }
     for_each_vector(i, count, [=](size_t at, size_t n) {
       W wide = W::load(sources[0], at, n);
       for (int s = 1; s < terms; ++s) wide.template combine<Op>(W::load(sources[s], at, n));
-      wide.template store<Op>(destination, at, n, terms);
+      const Vector<Element> result = wide.template finish<Op>(terms);
+      for (int d = 0; d < copies; ++d) W::store(result, destinations[d], at, n);
     });
   }
 
@@ -232,7 +240,7 @@ struct Kernels {
     for_each_vector(0, count, [=](size_t at, size_t n) {
       W wide = W::load_partial(partial, at);
       wide.template combine<Op>(W::load(source, at, n));
-      wide.template store<Op>(destination, at, n, terms);
+      W::store(wide.template finish<Op>(terms), destination, at, n);
     });
   }
 

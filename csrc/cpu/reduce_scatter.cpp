@@ -8,7 +8,7 @@
 
 namespace pipekernels {
 
-// The first half of two_shot() in all_reduce.cpp, and its argument for two sets of input buffers.
+// The first half of two_shot() in all_reduce.cpp; results stay where they are.
 void reduce_scatter(Communicator& communicator, const void* input, void* output, size_t count,
                     DType dtype, Reduction reduction, uint32_t shape) {
   check_reducible(dtype, reduction);
@@ -27,7 +27,7 @@ void reduce_scatter(Communicator& communicator, const void* input, void* output,
       for (int rank = 0; rank < terms; ++rank) {
         if (rank == me) continue;
         const Range block = slices(rank, k);
-        copy_bytes(collective.input(me, k) + rank * block_size, mine + block.begin * size,
+        copy_bytes(collective.staging(me, k) + rank * block_size, mine + block.begin * size,
                    block.count * size);
       }
     };
@@ -36,11 +36,11 @@ void reduce_scatter(Communicator& communicator, const void* input, void* output,
       for (int rank = 0; rank < terms; ++rank) {
         const std::byte* data = rank == me ? mine : collective.data_of(rank);
         sources[rank] =
-            data ? data + block.begin * size : collective.input(rank, k) + me * block_size;
+            data ? data + block.begin * size : collective.staging(rank, k) + me * block_size;
       }
       const size_t begin = block.begin - slices.slice(me).begin;
-      kernels.reduce(static_cast<std::byte*>(output) + begin * size, sources.data(), terms,
-                     block.count);
+      void* destination = static_cast<std::byte*>(output) + begin * size;
+      kernels.reduce(&destination, 1, sources.data(), terms, block.count);
     };
 
     size_t rounds = slices.blocks();

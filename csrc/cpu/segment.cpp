@@ -25,8 +25,8 @@ size_t round_up(size_t size) { return (size + kAlignment - 1) / kAlignment * kAl
 
 Segment::Segment(int world_size)
     : world_size_(world_size),
-      staging_(round_up(sizeof(Agreement) + world_size * sizeof(RankState))),
-      heaps_(round_up(staging_ + world_size * kStagingStride)) {}
+      buffers_(round_up(sizeof(Agreement) + world_size * sizeof(RankState))),
+      heaps_(round_up(buffers_ + world_size * kBuffersStride)) {}
 
 int Segment::create(int world_size, size_t one_shot_bytes) {
   if (world_size < 1 || world_size > kMaxRanks) {

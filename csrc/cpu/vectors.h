@@ -45,9 +45,27 @@ struct Bf16Format {
   // In the upper half of each lane; the lower one is left over.
   static U sum_to_high(F v) {
     const U x = bits<U>(v);
+#if defined(__AVX512BW__)
+    // Masks take half the instructions, and this is what a reduction spends its time on.
+    const __m512i rounded = bits<__m512i>(x + 0x7fff), all = bits<__m512i>(U{} - 1);
+    const __mmask16 odd = _mm512_test_epi32_mask(bits<__m512i>(x), bits<__m512i>(U{} + 0x10000));
+    const __m512i even = _mm512_mask_sub_epi32(rounded, odd, rounded, all);
+    return bits<U>(_mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), all));
+#else
     return (x + 0x7fff + (x >> 16 & 1)) | bits<U>(~(v == v));
+#endif
   }
 };
+
+// The upper halves of `even` and of `odd`, alternating.
+inline Vector<uint32_t> join_high(Vector<uint32_t> even, Vector<uint32_t> odd) {
+#if defined(__AVX512BW__)
+  return bits<Vector<uint32_t>>(
+      _mm512_mask_blend_epi16(0xaaaaaaaa, bits<__m512i>(even >> 16), bits<__m512i>(odd)));
+#else
+  return even >> 16 | (odd & 0xffff0000);
+#endif
+}
 
 #if defined(__F16C__)
 

@@ -18,10 +18,10 @@
  * a write are not ordered, some run has them the wrong way round, and the read meets a wrong tag.
  *
  * Numbers that only grow are kept as far as they matter, so the search covers runs without end: arrivals as
- * what a rank is ahead of the last one, calls modulo 2, rounds as what a rank is ahead of rank 0, modulo 6
- * (sets are taken modulo 2 and 3).
+ * what a rank is ahead of the last one, calls modulo 2, rounds as what a rank is ahead of rank 0, modulo the
+ * number of sets of staging.
  *
- * To be found out: INPUT_SETS=1, RESULT_SETS=2, DESCRIPTORS=1; BREAK_SIGNAL (a rank signals before it has
+ * To be found out: SETS=2, DESCRIPTORS=1; BREAK_SIGNAL (a rank signals before it has
  * copied in), BREAK_LEAVE (a rank whose data are read in place does not wait for its peers),
  * BREAK_COMPARE (only the next rank's descriptor is compared), BREAK_MUTEX (threads do not take turns),
  * BREAK_EITHER (a rank overwrites data that its peers may still read in place).
@@ -36,11 +36,8 @@
 #ifndef ROUNDS
 #define ROUNDS 4
 #endif
-#ifndef INPUT_SETS
-#define INPUT_SETS 2
-#endif
-#ifndef RESULT_SETS
-#define RESULT_SETS 3
+#ifndef SETS
+#define SETS 3
 #endif
 #ifndef DESCRIPTORS
 #define DESCRIPTORS 2
@@ -54,8 +51,10 @@
 #define ALL_GATHER 5
 #define BROADCAST 6 /* BROADCAST + r: from rank r, the first or the last. */
 
-/* Tags: of block k of a call's input in staging, of a call's input and output in a tensor; 0: nothing. */
+/* Tags: of block k of a call's input, and of what it was reduced to, in staging; of a call's input and
+ * output in a tensor; 0: nothing. */
 #define TAG(call, k) (1 + (call) * 8 + (k))
+#define REDUCED(call, k) (5 + (call) * 8 + (k))
 #define INPUT(call) (1 + (call) * 2)
 #define OUTPUT(call) (2 + (call) * 2)
 
@@ -72,8 +71,7 @@ typedef Rank {
   byte base; /* Rounds before this call. */
   bool locked;
   Descriptor descriptors[DESCRIPTORS];
-  byte input[INPUT_SETS];
-  byte result[RESULT_SETS];
+  byte staged[SETS * RANKS]; /* In set k, what is of the slice of rank s at [k * RANKS + s]. */
   byte tensor[RANKS * ROUNDS]; /* Block k of the slice of rank s at [s * ROUNDS + k]. */
 };
 Rank rank[RANKS];
@@ -82,13 +80,12 @@ Rank rank[RANKS];
 byte entered[2], operations[2], blocks[2], compared[2];
 bool verdicts[2];
 
-hidden byte p, q, i; /* Of loops within a step. */
+hidden byte p, q, i, s; /* Of loops within a step. */
 
 #define CALL rank[me].call
 #define MINE rank[me].descriptors[CALL % DESCRIPTORS]
 #define OF(peer) rank[peer].descriptors[CALL % DESCRIPTORS]
-#define INPUT_OF(peer, k) rank[peer].input[(rank[me].base + (k)) % INPUT_SETS]
-#define RESULT_OF(peer, k) rank[peer].result[(rank[me].base + (k)) % RESULT_SETS]
+#define STAGED(peer, k, slice) rank[peer].staged[((rank[me].base + (k)) % SETS) * RANKS + (slice)]
 #define BLOCK(peer, slice, k) rank[peer].tensor[(slice) * ROUNDS + (k)]
 
 #define REACHED(peer) (rank[peer].arrivals >= rank[me].arrivals)
@@ -191,15 +188,9 @@ inline compare() {
 
 /* What this rank has left of the call before can be needed by nobody now. */
 inline forget() {
-  for (i : 0 .. INPUT_SETS - 1) {
+  for (i : 0 .. SETS * RANKS - 1) {
     if
-    :: rank[me].input[i] != 0 && (rank[me].input[i] - 1) / 8 != CALL -> rank[me].input[i] = 0
-    :: else
-    fi
-  }
-  for (i : 0 .. RESULT_SETS - 1) {
-    if
-    :: rank[me].result[i] != 0 && (rank[me].result[i] - 1) / 8 != CALL -> rank[me].result[i] = 0
+    :: rank[me].staged[i] != 0 && (rank[me].staged[i] - 1) / 8 != CALL -> rank[me].staged[i] = 0
     :: else
     fi
   }
@@ -215,12 +206,16 @@ inline copy_in(k) {
   :: MINE.direct || (k) >= MINE.rounds
   :: else ->
     if
-    :: MINE.operation == BARRIER
-    :: MINE.operation == ALL_GATHER || MINE.operation == BROADCAST + me -> RESULT_OF(me, k) = TAG(CALL, k)
-    :: MINE.operation >= ONE_SHOT && MINE.operation <= REDUCE_SCATTER -> INPUT_OF(me, k) = TAG(CALL, k)
+    :: MINE.operation >= ONE_SHOT && (MINE.operation <= ALL_GATHER || MINE.operation == BROADCAST + me) ->
+      for (s : 0 .. RANKS - 1) { STAGED(me, k, s) = TAG(CALL, k) }
     :: else
     fi
   fi
+}
+
+/* All that `peer` has staged in round k. */
+inline read_staged(peer, k) {
+  for (s : 0 .. RANKS - 1) { assert(STAGED(peer, k, s) == TAG(CALL, k)) }
 }
 
 /* All of the tensor. */
@@ -228,11 +223,11 @@ inline reduce_either() {
   for (p : 0 .. RANKS - 1) {
     if
     :: OF(p).direct -> for (i : 0 .. RANKS - 1) { assert(BLOCK(p, i, 0) == INPUT(CALL)) }
-    :: else -> assert(INPUT_OF(p, 0) == TAG(CALL, 0))
+    :: else -> read_staged(p, 0)
     fi
   }
   if
-  :: MINE.direct -> RESULT_OF(me, 0) = TAG(CALL, 0)
+  :: MINE.direct -> STAGED(me, 0, me) = REDUCED(CALL, 0)
   :: else -> write_either()
   fi
 }
@@ -241,20 +236,26 @@ inline write_either() {
   for (i : 0 .. RANKS - 1) { BLOCK(me, i, 0) = OUTPUT(CALL) }
 }
 
-/* Block k of this rank's slice, from what all ranks have. */
+/* Block k of this rank's slice, from what all ranks have; with TWO_SHOT to all of them. */
 inline reduce(k) {
   for (p : 0 .. RANKS - 1) {
     if
-    :: MINE.operation == ONE_SHOT -> assert(INPUT_OF(p, k) == TAG(CALL, k))
+    :: MINE.operation == ONE_SHOT -> read_staged(p, k)
     :: else ->
       if
       :: p == me || OF(p).direct -> assert(BLOCK(p, me, k) == INPUT(CALL))
-      :: else -> assert(INPUT_OF(p, k) == TAG(CALL, k))
+      :: else -> assert(STAGED(p, k, me) == TAG(CALL, k))
       fi
     fi
   }
   if
-  :: MINE.operation == TWO_SHOT -> BLOCK(me, me, k) = OUTPUT(CALL); RESULT_OF(me, k) = TAG(CALL, k)
+  :: MINE.operation == TWO_SHOT ->
+    for (p : 0 .. RANKS - 1) {
+      if
+      :: p == me || OF(p).direct -> BLOCK(p, me, k) = OUTPUT(CALL)
+      :: else -> STAGED(p, k, me) = REDUCED(CALL, k)
+      fi
+    }
   :: else
   fi
 }
@@ -266,14 +267,12 @@ inline gather(k) {
     :: p == me || (MINE.operation >= BROADCAST && p != MINE.operation - BROADCAST)
     :: else ->
       if
-      :: MINE.operation == TWO_SHOT ->
-        assert(RESULT_OF(p, k) == TAG(CALL, k));
+      :: MINE.operation == TWO_SHOT && !MINE.direct ->
+        assert(STAGED(me, k, p) == REDUCED(CALL, k));
         BLOCK(me, p, k) = OUTPUT(CALL)
-      :: else ->
-        if
-        :: OF(p).direct -> assert(BLOCK(p, me, k) == INPUT(CALL))
-        :: else -> assert(RESULT_OF(p, k) == TAG(CALL, k))
-        fi
+      :: MINE.operation != TWO_SHOT && OF(p).direct -> assert(BLOCK(p, me, k) == INPUT(CALL))
+      :: MINE.operation != TWO_SHOT && !OF(p).direct -> read_staged(p, k)
+      :: else
       fi
     fi
   }
@@ -301,23 +300,20 @@ inline read_in_place() {
 /* Numbers the sets of all ranks anew, so that those that rank 0 takes next are sets 0. */
 inline turn_sets(count) {
   for (p : 0 .. RANKS - 1) {
-    rank[p].base = (rank[p].base + 6 - count) % 6;
+    rank[p].base = (rank[p].base + 2 * SETS - count) % SETS;
     i = count;
     do
     :: i == 0 -> break
     :: else ->
       i--;
-      q = rank[p].input[0];
-#if INPUT_SETS == 2
-      rank[p].input[0] = rank[p].input[1];
+      for (s : 0 .. RANKS - 1) {
+        q = rank[p].staged[s];
+        rank[p].staged[s] = rank[p].staged[RANKS + s];
+#if SETS == 3
+        rank[p].staged[RANKS + s] = rank[p].staged[2 * RANKS + s];
 #endif
-      rank[p].input[INPUT_SETS - 1] = q;
-      q = rank[p].result[0];
-      rank[p].result[0] = rank[p].result[1];
-#if RESULT_SETS == 3
-      rank[p].result[1] = rank[p].result[2];
-#endif
-      rank[p].result[RESULT_SETS - 1] = q
+        rank[p].staged[(SETS - 1) * RANKS + s] = q
+      }
     od
   }
 }
@@ -330,7 +326,7 @@ inline leave(count) {
     }
   :: else
   fi;
-  rank[me].base = (rank[me].base + count) % 6;
+  rank[me].base = (rank[me].base + count) % SETS;
   if
   :: me == 0 -> turn_sets(count)
   :: else
@@ -391,7 +387,7 @@ next:
     d_step {
 #endif
       if
-      :: MINE.direct -> assert(RESULT_OF(me, 0) == TAG(CALL, 0)); write_either()
+      :: MINE.direct -> assert(STAGED(me, 0, me) == REDUCED(CALL, 0)); write_either()
       :: else
       fi;
     }

@@ -165,7 +165,8 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
       };
 
       unsigned char* result = memory[terms].data() + random() % 64;
-      kernels.reduce(result, pointers.data(), terms, count);
+      void* destination = result;
+      kernels.reduce(&destination, 1, pointers.data(), terms, count);
       check(result);
 
       if (terms > 1) {  // The same by a chain of partial results.
@@ -181,9 +182,11 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
         check(result);
       }
 
-      auto* in_place = static_cast<unsigned char*>(const_cast<void*>(pointers[terms - 1]));
-      kernels.reduce(in_place, pointers.data(), terms, count);
-      check(in_place);
+      std::vector<void*> everywhere{result};
+      for (const void* pointer : pointers) everywhere.push_back(const_cast<void*>(pointer));
+      std::memset(result, 0, count * sizeof(T));
+      kernels.reduce(everywhere.data(), terms + 1, pointers.data(), terms, count);
+      for (void* each : everywhere) check(static_cast<unsigned char*>(each));
     }
   }
 }
@@ -194,7 +197,8 @@ void test_all_values(DType dtype, Isa isa) {
   std::vector<T> values(1 << 16), result(1 << 16);
   for (size_t i = 0; i < values.size(); ++i) values[i].bits = static_cast<uint16_t>(i);
   const void* source = values.data();
-  reduce_kernels(dtype, Reduction::kMax, isa).reduce(result.data(), &source, 1, values.size());
+  void* destination = result.data();
+  reduce_kernels(dtype, Reduction::kMax, isa).reduce(&destination, 1, &source, 1, values.size());
   for (size_t i = 0; i < values.size(); ++i) CHECK(same(values[i], result[i]));
 }
 
@@ -210,7 +214,8 @@ void test_rounding(DType dtype, Isa isa, int mantissa_bits) {
       small[i] = Element<T>::narrow(std::ldexp(std::isfinite(value) ? value : 1.f, exponent));
     }
     const void* sources[] = {large.data(), small.data()};
-    reduce_kernels(dtype, Reduction::kSum, isa).reduce(result.data(), sources, 2, count);
+    void* destination = result.data();
+    reduce_kernels(dtype, Reduction::kSum, isa).reduce(&destination, 1, sources, 2, count);
     for (size_t i = 0; i < count; ++i) {
       const float sum = Element<T>::widen(large[i]) + Element<T>::widen(small[i]);
       CHECK(same(result[i], T{narrow(sum, mantissa_bits)}));

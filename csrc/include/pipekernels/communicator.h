@@ -141,13 +141,10 @@ class Collective {
   // After the first wait: how many ranks have their data in place.
   int direct_ranks() const;
 
-  // The staging buffers of `rank` for one round of this collective. Rounds are counted through all
+  // The staging buffer of `rank` for one round of this collective. Rounds are counted through all
   // collectives, so the call ends with finish_rounds(how many it had).
-  std::byte* input(int rank, uint64_t round) const {
-    return segment().input(rank, communicator_.rounds_ + round);
-  }
-  std::byte* result(int rank, uint64_t round) const {
-    return segment().result(rank, communicator_.rounds_ + round);
+  std::byte* staging(int rank, uint64_t round) const {
+    return segment().staging(rank, communicator_.rounds_ + round);
   }
   void finish_rounds(uint64_t count) { communicator_.rounds_ += count; }
 

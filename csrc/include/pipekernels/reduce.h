@@ -16,8 +16,10 @@ namespace pipekernels {
 // No pointer needs any alignment. A destination may be one of the sources, but not overlap it
 // otherwise.
 struct ReduceKernels {
-  // destination[i] = reduction of sources[0][i], ..., sources[terms - 1][i].
-  void (*reduce)(void* destination, const void* const* sources, int terms, size_t count);
+  // destinations[0][i] = ... = destinations[copies - 1][i]
+  //   = reduction of sources[0][i], ..., sources[terms - 1][i].
+  void (*reduce)(void* const* destinations, int copies, const void* const* sources, int terms,
+                 size_t count);
   // destination[i] = partial[i] combined with source[i]: a step of a chain, not yet rounded. The
   // partials have partial_size_of(dtype) bytes per element; null `partial` starts the chain.
   void (*accumulate)(void* destination, const void* partial, const void* source, size_t count);

@@ -3,7 +3,7 @@
 // An anonymous memory file, mapped by every rank (once, where the ranks are threads of a process),
 // that disappears with its last mapping:
 //
-//   [ agreement | state of rank 0 .. n-1 | staging of rank 0 .. n-1 | symmetric heap of rank 0 .. ]
+//   [ agreement | state of rank 0 .. n-1 | buffers of rank 0 .. n-1 | symmetric heap of rank 0 .. ]
 //
 // Pages are taken when they are first touched, so the heaps cost address space alone.
 #pragma once
@@ -50,11 +50,10 @@ struct alignas(128) RankState {
 
 static_assert(offsetof(RankState, inside) == 64);
 
-// Bytes in one set of staging buffers: small enough that all sets together stay in a core's L2.
+// Bytes in one staging buffer: small enough that all of them together stay in a core's L2.
 constexpr size_t kStagingBytes = 256 << 10;
-// How many sets of each there are, see two_shot() in all_reduce.cpp.
-constexpr int kInputSets = 2;
-constexpr int kResultSets = 3;
+// How many of them a rank has, see two_shot() in all_reduce.cpp.
+constexpr int kStagingSets = 3;
 // Slots of a ring mailbox (a power of two), and bytes in each.
 constexpr int kRingDepth = 8;
 constexpr size_t kRingSlotBytes = 32 << 10;
@@ -79,14 +78,11 @@ class Segment {
   RankState& state(int rank) const {
     return reinterpret_cast<RankState*>(base_ + sizeof(Agreement))[rank];
   }
-  std::byte* input(int rank, uint64_t round) const {
-    return staging(rank) + round % kInputSets * kStagingBytes;
-  }
-  std::byte* result(int rank, uint64_t round) const {
-    return staging(rank) + (kInputSets + round % kResultSets) * kStagingBytes;
+  std::byte* staging(int rank, uint64_t round) const {
+    return buffers(rank) + round % kStagingSets * kStagingBytes;
   }
   std::byte* reduce_mailbox(int rank, uint32_t slot) const {
-    return staging(rank) + kMailboxes + slot % kRingDepth * kRingSlotBytes;
+    return buffers(rank) + kMailboxes + slot % kRingDepth * kRingSlotBytes;
   }
   std::byte* gather_mailbox(int rank, uint32_t slot) const {
     return reduce_mailbox(rank, slot) + kRingDepth * kRingSlotBytes;
@@ -94,15 +90,15 @@ class Segment {
   std::byte* heap(int rank) const { return base_ + heaps_ + rank * kHeapBytes; }
 
  private:
-  static constexpr size_t kMailboxes = (kInputSets + kResultSets) * kStagingBytes;
-  static constexpr size_t kStagingStride = kMailboxes + 2 * kRingDepth * kRingSlotBytes;
+  static constexpr size_t kMailboxes = kStagingSets * kStagingBytes;
+  static constexpr size_t kBuffersStride = kMailboxes + 2 * kRingDepth * kRingSlotBytes;
 
   explicit Segment(int world_size);
   size_t size() const { return heaps_ + world_size_ * kHeapBytes; }
-  std::byte* staging(int rank) const { return base_ + staging_ + rank * kStagingStride; }
+  std::byte* buffers(int rank) const { return base_ + buffers_ + rank * kBuffersStride; }
 
   const int world_size_;
-  const size_t staging_;  // Offsets of the first staging area and the first heap.
+  const size_t buffers_;  // Offsets of the first rank's buffers and of the first heap.
   const size_t heaps_;
   std::byte* base_ = nullptr;
 };
