@@ -15,7 +15,7 @@ namespace {
 constexpr int kFewRanks = 4;
 
 // Up to how many bytes one step and n reads beat two steps, where nobody has measured that.
-constexpr size_t one_shot_bytes(int ranks) { return ranks <= kFewRanks ? 4 << 10 : 16 << 10; }
+constexpr size_t one_shot_bytes(int ranks) { return ranks <= kFewRanks ? 2 << 10 : 16 << 10; }
 
 // The tensor of this rank, and what is to be done with it.
 struct Task {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pipekernels import _cache
 
-FORMAT = 1  # To be raised when the algorithms change so that older measurements no longer hold.
+FORMAT = 2  # To be raised when the algorithms change so that older measurements no longer hold.
 
 
 class Tuning(NamedTuple):
