@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """One result file as Markdown: where and how it was measured, then its benchmark's own table."""
+    """One result file as Markdown: the machine, its benchmark's own table, and how it was measured."""
     module = importlib.import_module(f"bench.{record['name']}")
     machine = record["machine"]
     parts = [
@@ -45,8 +45,8 @@ def render(record: Mapping[str, Any]) -> str:
     ]
     where = ", ".join(str(part) for part in parts if part)
     how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
-    note = f"*{where}; {record['date']}, commit {record['commit']}. {how}.*"
-    return f"{module.table(record['rows'])}\n\n{note}"
+    note = f"*{record['date']}, commit {record['commit']}. {how}.*"
+    return f"**{where}**\n\n{module.table(record['rows'])}\n\n{note}"
 
 
 def update(text: str, rendered: Mapping[str, str]) -> str:
