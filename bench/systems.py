@@ -44,8 +44,11 @@ class System(Protocol):
 
 
 def empty(count: int, dtype: str) -> np.ndarray:
-    """Memory as all systems get it, but for symmetric tensors."""
-    return np.empty(count, STORAGE[dtype])
+    """Memory as all systems get it, but for symmetric tensors: on a cache line, as torch's is."""
+    line = 64
+    elements = np.empty(count + line, STORAGE[dtype])
+    begin = -elements.ctypes.data % line // elements.itemsize
+    return elements[begin : begin + count]
 
 
 def as_tensor(buffer: np.ndarray) -> Any:
