@@ -57,7 +57,7 @@ def turn_for(size: int) -> tuple[int, int, int]:
     """
     if size <= 1 << 18:
         return 25, 100, 20
-    return (20, 2, 10) if size <= 1 << 22 else (12, 1, 3)
+    return (20, 2, 10) if size <= 1 << 22 else (12, 3, 3)
 
 
 def prepare(session: Session, size: int, dtype: str) -> Calls:

@@ -169,6 +169,22 @@ struct Wide {
   }
 };
 
+// Any number of pointers, and two that the compiler can keep in registers.
+template <class T>
+struct Pointers {
+  const T* each;
+  int count;
+
+  T operator[](int i) const { return each[i]; }
+};
+template <class T>
+struct Pair {
+  T first, second;
+  static constexpr int count = 2;
+
+  T operator[](int i) const { return i == 0 ? first : second; }
+};
+
 template <class Type, class Op>
 struct Kernels {
   using W = Wide<Type>;
@@ -183,35 +199,38 @@ struct Kernels {
     if (i < count) step(i, count - i);
   }
 
-  static void reduce(void* const* destinations, int copies, const void* const* sources, int terms,
-                     size_t count) {
-    constexpr size_t kUnroll = 4 / Type::kParts;
+  template <class Destinations, class Sources>
+  static void reduce_to(Destinations destinations, Sources sources, size_t count) {
+    constexpr size_t kUnroll = 2;
     // Peers' lines are fetched from their cores' caches, and what happens to one takes long enough
     // for few to be on their way by themselves.
     constexpr size_t kAhead = 512 / sizeof(Element);
+    const int terms = sources.count;
     const auto prefetch = [=](int s, size_t i) {
       __builtin_prefetch(static_cast<const Element*>(sources[s]) + i);
     };
-    for (int s = 1; s < terms; ++s) {
+    for (int s = 0; s < terms; ++s) {
       for (size_t i = 0; i < kAhead && i < count; i += kElements) prefetch(s, i);
     }
     size_t i = 0;
     for (; i + kUnroll * kElements <= count; i += kUnroll * kElements) {
       W wide[kUnroll];
       for (size_t u = 0; u < kUnroll; ++u) {
+        prefetch(0, i + u * kElements + kAhead);
         wide[u] = W::load(sources[0], i + u * kElements, kElements);
       }
       for (int s = 1; s < terms; ++s) {
-        for (size_t u = 0; u < kUnroll; ++u) prefetch(s, i + u * kElements + kAhead);
         for (size_t u = 0; u < kUnroll; ++u) {
+          prefetch(s, i + u * kElements + kAhead);
           wide[u].template combine<Op>(W::load(sources[s], i + u * kElements, kElements));
         }
       }
       Vector<Element> results[kUnroll];
       for (size_t u = 0; u < kUnroll; ++u) results[u] = wide[u].template finish<Op>(terms);
-      for (int d = 0; d < copies; ++d) {
+      for (int d = 0; d < destinations.count; ++d) {
+        void* const destination = destinations[d];
         for (size_t u = 0; u < kUnroll; ++u) {
-          W::store(results[u], destinations[d], i + u * kElements, kElements);
+          W::store(results[u], destination, i + u * kElements, kElements);
         }
       }
     }
@@ -219,8 +238,17 @@ struct Kernels {
       W wide = W::load(sources[0], at, n);
       for (int s = 1; s < terms; ++s) wide.template combine<Op>(W::load(sources[s], at, n));
       const Vector<Element> result = wide.template finish<Op>(terms);
-      for (int d = 0; d < copies; ++d) W::store(result, destinations[d], at, n);
+      for (int d = 0; d < destinations.count; ++d) W::store(result, destinations[d], at, n);
     });
+  }
+
+  static void reduce(void* const* destinations, int copies, const void* const* sources, int terms,
+                     size_t count) {
+    if (terms == 2 && copies == 2) {  // Two ranks, where that is a fifth faster.
+      return reduce_to(Pair<void*>{destinations[0], destinations[1]},
+                       Pair<const void*>{sources[0], sources[1]}, count);
+    }
+    reduce_to(Pointers<void*>{destinations, copies}, Pointers<const void*>{sources, terms}, count);
   }
 
   static void accumulate(void* destination, const void* partial, const void* source, size_t count) {
