@@ -76,7 +76,8 @@ void two_shot_in_place(Collective& collective, const Task& task) {
 
 // One block, of few ranks: as one_shot(), which is one step, but in place where all tensors can be
 // accessed there, whose two steps then are faster. So those tensors are not copied in. Where only
-// some can be, all ranks wait until these have been read before their result is put there.
+// some can be, all ranks wait until these have been read before their result is put there; until
+// then it is in the staging of its rank, which has nothing else there.
 void one_shot_or_in_place(Collective& collective, const Task& task) {
   const int terms = collective.world_size();
   const size_t bytes = task.count * task.element_size;
