@@ -202,26 +202,15 @@ struct Kernels {
   template <class Destinations, class Sources>
   static void reduce_to(Destinations destinations, Sources sources, size_t count) {
     constexpr size_t kUnroll = 2;
-    // Peers' lines are fetched from their cores' caches, and what happens to one takes long enough
-    // for few to be on their way by themselves.
-    constexpr size_t kAhead = 512 / sizeof(Element);
     const int terms = sources.count;
-    const auto prefetch = [=](int s, size_t i) {
-      __builtin_prefetch(static_cast<const Element*>(sources[s]) + i);
-    };
-    for (int s = 0; s < terms; ++s) {
-      for (size_t i = 0; i < kAhead && i < count; i += kElements) prefetch(s, i);
-    }
     size_t i = 0;
     for (; i + kUnroll * kElements <= count; i += kUnroll * kElements) {
       W wide[kUnroll];
       for (size_t u = 0; u < kUnroll; ++u) {
-        prefetch(0, i + u * kElements + kAhead);
         wide[u] = W::load(sources[0], i + u * kElements, kElements);
       }
       for (int s = 1; s < terms; ++s) {
         for (size_t u = 0; u < kUnroll; ++u) {
-          prefetch(s, i + u * kElements + kAhead);
           wide[u].template combine<Op>(W::load(sources[s], i + u * kElements, kElements));
         }
       }
