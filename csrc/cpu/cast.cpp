@@ -13,7 +13,7 @@ CastKernel cast_kernel(DType from, DType to, Isa isa) {
   const CastKernel* const* tables = cast_tables_baseline();
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) tables = cast_tables_avx2();
-  if (isa == Isa::kAvx512) tables = cast_tables_avx512();
+  if (isa >= Isa::kAvx512) tables = cast_tables_avx512();
 #endif
   return tables[static_cast<int>(from)][static_cast<int>(to)];
 }

@@ -14,15 +14,22 @@ bool isa_available(Isa isa) {
       return isa_available(Isa::kAvx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512dq");
+    case Isa::kAvx512Bf16:
+#if defined(PIPEKERNELS_AVX512BF16)
+      return isa_available(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16");
+#else
+      return false;
+#endif
   }
 #endif
   return isa == Isa::kBaseline;
 }
 
 Isa best_isa() {
-  static const Isa best = isa_available(Isa::kAvx512) ? Isa::kAvx512
-                          : isa_available(Isa::kAvx2) ? Isa::kAvx2
-                                                      : Isa::kBaseline;
+  static const Isa best = isa_available(Isa::kAvx512Bf16) ? Isa::kAvx512Bf16
+                          : isa_available(Isa::kAvx512)   ? Isa::kAvx512
+                          : isa_available(Isa::kAvx2)     ? Isa::kAvx2
+                                                          : Isa::kBaseline;
   return best;
 }
 

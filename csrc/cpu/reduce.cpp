@@ -10,6 +10,7 @@ const ReduceKernels* const* reduce_tables_baseline();
 #if defined(__x86_64__)
 const ReduceKernels* const* reduce_tables_avx2();
 const ReduceKernels* const* reduce_tables_avx512();
+const ReduceKernels* reduce_table_avx512bf16();  // Of bfloat16.
 #endif
 
 void check_reducible(DType dtype, Reduction reduction) {
@@ -28,7 +29,12 @@ const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, Isa isa) {
   const ReduceKernels* const* tables = reduce_tables_baseline();
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) tables = reduce_tables_avx2();
-  if (isa == Isa::kAvx512) tables = reduce_tables_avx512();
+  if (isa >= Isa::kAvx512) tables = reduce_tables_avx512();
+#if defined(PIPEKERNELS_AVX512BF16)
+  if (isa == Isa::kAvx512Bf16 && dtype == DType::kBFloat16) {
+    return reduce_table_avx512bf16()[static_cast<int>(reduction)];
+  }
+#endif
 #endif
   return tables[static_cast<int>(dtype)][static_cast<int>(reduction)];
 }

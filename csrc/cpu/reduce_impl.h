@@ -50,7 +50,30 @@ struct EvenOdd {
   }
 };
 
+#if defined(__AVX512BF16__)
+
+struct Bf16 : EvenOdd<Bf16Format> {
+  // By the instruction for it, which takes subnormals for zeros, and does not know our NaN.
+  static Vector<uint16_t> narrow_sum(const Vector<float>* parts) {
+    constexpr int kSubnormalOrNan = 0x20 | 0x80 | 0x01;
+    if (_mm512_fpclass_ps_mask(parts[0], kSubnormalOrNan) |
+        _mm512_fpclass_ps_mask(parts[1], kSubnormalOrNan)) {
+      return EvenOdd::narrow_sum(parts);
+    }
+    const Vector<uint16_t> alternating = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                          21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                          11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const auto even_then_odd = bits<__m512i>(_mm512_cvtne2ps_pbh(parts[1], parts[0]));
+    return bits<Vector<uint16_t>>(
+        _mm512_permutexvar_epi16(bits<__m512i>(alternating), even_then_odd));
+  }
+};
+
+#else
+
 using Bf16 = EvenOdd<Bf16Format>;
+
+#endif
 
 #if defined(__F16C__)
 

@@ -229,7 +229,7 @@ int main() {
   CHECK(narrow(std::ldexp(1.f, -25), 10) == 0 && narrow(std::ldexp(3.f, -25), 10) == 2);
   CHECK(widen(0x3c00, 10) == 1.f && widen(0x3f80, 7) == 1.f && narrow(-1.f, 7) == 0xbf80);
   std::mt19937_64 random(1);
-  for (const Isa isa : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512}) {
+  for (const Isa isa : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
     if (!isa_available(isa)) continue;
     test_reduce<double>(DType::kFloat64, isa, random);
     test_reduce<float>(DType::kFloat32, isa, random);

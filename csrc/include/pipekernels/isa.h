@@ -3,7 +3,8 @@
 
 namespace pipekernels {
 
-enum class Isa { kBaseline, kAvx2, kAvx512 };
+// kAvx512Bf16 is kAvx512 with instructions that round to bfloat16.
+enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
 bool isa_available(Isa isa);
 
