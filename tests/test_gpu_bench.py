@@ -32,7 +32,8 @@ def rendered(name: str, rows: list[timing.Row]) -> str:
         "rows": rows,
     }
     page = report.render(json.loads(json.dumps(record)))
-    assert "*Some GPU, Some CPU, 16 cores, torch 2.11.0; 2026-01-31" in page
+    assert page.startswith("**Some GPU, Some CPU, 16 cores, torch 2.11.0**\n\n")
+    assert "*2026-01-31 12:00 UTC, commit 0123456789ab. " in page
     return page
 
 
