@@ -56,8 +56,8 @@ struct Bf16 : EvenOdd<Bf16Format> {
   // By the instruction for it, which takes subnormals for zeros, and does not know our NaN.
   static Vector<uint16_t> narrow_sum(const Vector<float>* parts) {
     constexpr int kSubnormalOrNan = 0x20 | 0x80 | 0x01;
-    if (_mm512_fpclass_ps_mask(parts[0], kSubnormalOrNan) |
-        _mm512_fpclass_ps_mask(parts[1], kSubnormalOrNan)) {
+    if (!_kortestz_mask16_u8(_mm512_fpclass_ps_mask(parts[0], kSubnormalOrNan),
+                             _mm512_fpclass_ps_mask(parts[1], kSubnormalOrNan))) {
       return EvenOdd::narrow_sum(parts);
     }
     const Vector<uint16_t> alternating = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
@@ -225,6 +225,10 @@ struct Kernels {
   template <class Destinations, class Sources>
   static void reduce_to(Destinations destinations, Sources sources, size_t count) {
     constexpr size_t kUnroll = 2;
+    // How far ahead lines of other cores' caches are asked for. With less, few are on their way at
+    // a time; 512 bytes take a fifth longer than none where the cores do not share a cache, as does
+    // a line behind the end, to which its owner may be writing.
+    constexpr size_t kAhead = 384 / sizeof(Element);
     const int terms = sources.count;
     size_t i = 0;
     for (; i + kUnroll * kElements <= count; i += kUnroll * kElements) {
@@ -239,9 +243,11 @@ struct Kernels {
       }
       Vector<Element> results[kUnroll];
       for (size_t u = 0; u < kUnroll; ++u) results[u] = wide[u].template finish<Op>(terms);
+      const size_t ahead = i + kAhead < count ? i + kAhead : i;
       for (int d = 0; d < destinations.count; ++d) {
-        void* const destination = destinations[d];
+        auto* const destination = static_cast<Element*>(destinations[d]);
         for (size_t u = 0; u < kUnroll; ++u) {
+          if (d + 1 < destinations.count) __builtin_prefetch(destination + ahead + u * kElements);
           W::store(results[u], destination, i + u * kElements, kElements);
         }
       }

@@ -18,6 +18,7 @@ namespace pipekernels {
 struct ReduceKernels {
   // destinations[0][i] = ... = destinations[copies - 1][i]
   //   = reduction of sources[0][i], ..., sources[terms - 1][i].
+  // All destinations but the last are taken to be in other cores' caches, and prefetched.
   void (*reduce)(void* const* destinations, int copies, const void* const* sources, int terms,
                  size_t count);
   // destination[i] = partial[i] combined with source[i]: a step of a chain, not yet rounded. The
