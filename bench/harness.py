@@ -30,8 +30,11 @@ def alternate(
     warmup: int,
     rounds: int,
 ) -> dict[str, list[float]]:
-    """Time all candidates in turn, each round beginning with another one, so that a machine whose
-    speed drifts slows all of them alike.
+    """Time all candidates in turn, so that a machine whose speed drifts slows all of them alike.
+
+    Orders are those of a Latin square balanced for neighbours (E. J. Williams, 1949): over as many
+    rounds as there are candidates, each follows every other one equally often. It matters who had
+    the caches before.
 
     Args:
         candidates: by name; each call is one sample. One that times itself (without its set-up, or
@@ -45,9 +48,9 @@ def alternate(
     """
     names = list(candidates)
     samples: dict[str, list[float]] = {name: [] for name in names}
+    steps = [(i + 1) // 2 * (-1) ** (i + 1) for i in range(len(names))]  # 0, 1, -1, 2, -2, ...
     for round_ in range(warmup + rounds):
-        first = round_ % len(names)
-        for name in names[first:] + names[:first]:
+        for name in (names[(round_ + step) % len(names)] for step in steps):
             begin = time.perf_counter()
             own = candidates[name]()
             seconds = time.perf_counter() - begin if own is None else own

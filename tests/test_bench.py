@@ -254,6 +254,18 @@ def test_candidates_alternate_and_may_give_several_samples() -> None:
     assert order == ["several", "one", "one", "several", "several", "one"]
 
 
+def test_each_candidate_follows_every_other_one_equally_often() -> None:
+    names = "abcdef"
+    order: list[str] = []
+    harness.alternate(
+        {name: lambda name=name: order.append(name) for name in names}, warmup=0, rounds=len(names)
+    )
+    rounds = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
+    assert all(sorted(each) == list(names) for each in rounds)
+    neighbours = [pair for each in rounds for pair in itertools.pairwise(each)]
+    assert sorted(neighbours) == list(itertools.permutations(names, 2))
+
+
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     assert collectives.slowest([[1_000, 5_000], [3_000, 2_000]]) == pytest.approx([3e-6, 5e-6])
 
