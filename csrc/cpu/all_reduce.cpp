@@ -28,14 +28,10 @@ struct Task {
   std::byte* at(size_t element) const { return data + element * element_size; }
 
   void reduce(void* destination, const std::vector<const void*>& sources, size_t elements) const {
-    kernels.reduce(&destination, 1, sources.data(), static_cast<int>(sources.size()), elements);
+    kernels.reduce(destination, sources.data(), static_cast<int>(sources.size()), elements);
   }
-  // In place of each of them; the last is that of `rank`, in its own core's cache.
-  void reduce_to_all(const std::vector<void*>& sources, int rank, size_t elements) const {
-    std::vector<void*> destinations = sources;
-    std::rotate(destinations.begin(), destinations.begin() + rank + 1, destinations.end());
-    const int terms = static_cast<int>(sources.size());
-    kernels.reduce(destinations.data(), terms, sources.data(), terms, elements);
+  void reduce_in_place(const std::vector<void*>& tensors, int rank, size_t elements) const {
+    kernels.reduce_in_place(tensors.data(), static_cast<int>(tensors.size()), rank, elements);
   }
 };
 
@@ -71,7 +67,7 @@ void two_shot_in_place(Collective& collective, const Task& task) {
   for (int rank = 0; rank < terms; ++rank) {
     data[rank] = collective.data_of(rank) + slice.begin * task.element_size;
   }
-  task.reduce_to_all(data, collective.rank(), slice.count);
+  task.reduce_in_place(data, collective.rank(), slice.count);
   collective.signal();
   collective.wait();
 }
@@ -155,7 +151,7 @@ void two_shot(Collective& collective, const Task& task) {
       terms_of_block[rank] =
           whole ? whole + block.begin * size : collective.staging(rank, k) + me * block_size;
     }
-    task.reduce_to_all(terms_of_block, me, block.count);
+    task.reduce_in_place(terms_of_block, me, block.count);
   };
 
   copy_in(0);

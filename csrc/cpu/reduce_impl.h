@@ -192,20 +192,37 @@ struct Wide {
   }
 };
 
-// Any number of pointers, and two that the compiler can keep in registers.
-template <class T>
+// Pointers to tensors: any number, all but one of them, and as many as the compiler can keep in
+// registers.
 struct Pointers {
-  const T* each;
+  const void* const* each;
   int count;
 
-  T operator[](int i) const { return each[i]; }
+  const void* operator[](int i) const { return each[i]; }
 };
-template <class T>
+struct Others {
+  void* const* each;
+  int own;
+  int count;
+
+  void* operator[](int i) const { return each[i < own ? i : i + 1]; }
+};
 struct Pair {
-  T first, second;
+  const void *first, *second;
   static constexpr int count = 2;
 
-  T operator[](int i) const { return i == 0 ? first : second; }
+  const void* operator[](int i) const { return i == 0 ? first : second; }
+};
+struct One {
+  void* only;
+  static constexpr int count = 1;
+
+  void* operator[](int) const { return only; }
+};
+struct None {
+  static constexpr int count = 0;
+
+  void* operator[](int) const { return nullptr; }
 };
 
 template <class Type, class Op>
@@ -222,16 +239,23 @@ struct Kernels {
     if (i < count) step(i, count - i);
   }
 
-  template <class Destinations, class Sources>
-  static void reduce_to(Destinations destinations, Sources sources, size_t count) {
+  // To `destination`, in this core's cache, and to `peers`, which are sources in others' caches.
+  template <class Sources, class Peers>
+  static void reduce_to(void* destination, Peers peers, Sources sources, size_t count) {
     constexpr size_t kUnroll = 2;
-    // How far ahead lines of other cores' caches are asked for. With less, few are on their way at
-    // a time; 512 bytes take a fifth longer than none where the cores do not share a cache, as does
-    // a line behind the end, to which its owner may be writing.
+    // How far ahead peers' lines are asked for. With less, few are on their way at a time; 512
+    // bytes take a fifth longer than none where the cores do not share a cache, as do lines behind
+    // the end, to which their owner may be writing.
     constexpr size_t kAhead = 384 / sizeof(Element);
     const int terms = sources.count;
     size_t i = 0;
     for (; i + kUnroll * kElements <= count; i += kUnroll * kElements) {
+      const size_t ahead = i + kAhead < count ? i + kAhead : i;
+      for (int p = 0; p < peers.count; ++p) {
+        for (size_t u = 0; u < kUnroll; ++u) {
+          __builtin_prefetch(static_cast<Element*>(peers[p]) + ahead + u * kElements);
+        }
+      }
       W wide[kUnroll];
       for (size_t u = 0; u < kUnroll; ++u) {
         wide[u] = W::load(sources[0], i + u * kElements, kElements);
@@ -243,30 +267,32 @@ struct Kernels {
       }
       Vector<Element> results[kUnroll];
       for (size_t u = 0; u < kUnroll; ++u) results[u] = wide[u].template finish<Op>(terms);
-      const size_t ahead = i + kAhead < count ? i + kAhead : i;
-      for (int d = 0; d < destinations.count; ++d) {
-        auto* const destination = static_cast<Element*>(destinations[d]);
+      const auto store = [&](void* place) {
         for (size_t u = 0; u < kUnroll; ++u) {
-          if (d + 1 < destinations.count) __builtin_prefetch(destination + ahead + u * kElements);
-          W::store(results[u], destination, i + u * kElements, kElements);
+          W::store(results[u], place, i + u * kElements, kElements);
         }
-      }
+      };
+      for (int p = 0; p < peers.count; ++p) store(peers[p]);
+      store(destination);
     }
     for_each_vector(i, count, [=](size_t at, size_t n) {
       W wide = W::load(sources[0], at, n);
       for (int s = 1; s < terms; ++s) wide.template combine<Op>(W::load(sources[s], at, n));
       const Vector<Element> result = wide.template finish<Op>(terms);
-      for (int d = 0; d < destinations.count; ++d) W::store(result, destinations[d], at, n);
+      for (int p = 0; p < peers.count; ++p) W::store(result, peers[p], at, n);
+      W::store(result, destination, at, n);
     });
   }
 
-  static void reduce(void* const* destinations, int copies, const void* const* sources, int terms,
-                     size_t count) {
-    if (terms == 2 && copies == 2) {  // Two ranks, where that is a fifth faster.
-      return reduce_to(Pair<void*>{destinations[0], destinations[1]},
-                       Pair<const void*>{sources[0], sources[1]}, count);
+  static void reduce(void* destination, const void* const* sources, int terms, size_t count) {
+    reduce_to(destination, None{}, Pointers{sources, terms}, count);
+  }
+
+  static void reduce_in_place(void* const* tensors, int terms, int own, size_t count) {
+    if (terms == 2) {  // Two ranks, where that is a fifth faster.
+      return reduce_to(tensors[own], One{tensors[1 - own]}, Pair{tensors[0], tensors[1]}, count);
     }
-    reduce_to(Pointers<void*>{destinations, copies}, Pointers<const void*>{sources, terms}, count);
+    reduce_to(tensors[own], Others{tensors, own, terms - 1}, Pointers{tensors, terms}, count);
   }
 
   static void accumulate(void* destination, const void* partial, const void* source, size_t count) {
@@ -290,7 +316,7 @@ struct Kernels {
     });
   }
 
-  static constexpr ReduceKernels kTable = {&reduce, &accumulate, &finish};
+  static constexpr ReduceKernels kTable = {&reduce, &reduce_in_place, &accumulate, &finish};
 };
 
 template <class Type>

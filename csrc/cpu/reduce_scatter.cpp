@@ -40,7 +40,7 @@ void reduce_scatter(Communicator& communicator, const void* input, void* output,
       }
       const size_t begin = block.begin - slices.slice(me).begin;
       void* destination = static_cast<std::byte*>(output) + begin * size;
-      kernels.reduce(&destination, 1, sources.data(), terms, block.count);
+      kernels.reduce(destination, sources.data(), terms, block.count);
     };
 
     size_t rounds = slices.blocks();

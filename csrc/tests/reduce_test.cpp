@@ -165,8 +165,7 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
       };
 
       unsigned char* result = memory[terms].data() + random() % 64;
-      void* destination = result;
-      kernels.reduce(&destination, 1, pointers.data(), terms, count);
+      kernels.reduce(result, pointers.data(), terms, count);
       check(result);
 
       if (terms > 1) {  // The same by a chain of partial results.
@@ -184,7 +183,7 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
 
       std::vector<void*> in_place;
       for (const void* pointer : pointers) in_place.push_back(const_cast<void*>(pointer));
-      kernels.reduce(in_place.data(), terms, pointers.data(), terms, count);
+      kernels.reduce_in_place(in_place.data(), terms, random() % terms, count);
       for (void* each : in_place) check(static_cast<unsigned char*>(each));
     }
   }
@@ -196,8 +195,7 @@ void test_all_values(DType dtype, Isa isa) {
   std::vector<T> values(1 << 16), result(1 << 16);
   for (size_t i = 0; i < values.size(); ++i) values[i].bits = static_cast<uint16_t>(i);
   const void* source = values.data();
-  void* destination = result.data();
-  reduce_kernels(dtype, Reduction::kMax, isa).reduce(&destination, 1, &source, 1, values.size());
+  reduce_kernels(dtype, Reduction::kMax, isa).reduce(result.data(), &source, 1, values.size());
   for (size_t i = 0; i < values.size(); ++i) CHECK(same(values[i], result[i]));
 }
 
@@ -213,8 +211,7 @@ void test_rounding(DType dtype, Isa isa, int mantissa_bits) {
       small[i] = Element<T>::narrow(std::ldexp(std::isfinite(value) ? value : 1.f, exponent));
     }
     const void* sources[] = {large.data(), small.data()};
-    void* destination = result.data();
-    reduce_kernels(dtype, Reduction::kSum, isa).reduce(&destination, 1, sources, 2, count);
+    reduce_kernels(dtype, Reduction::kSum, isa).reduce(result.data(), sources, 2, count);
     for (size_t i = 0; i < count; ++i) {
       const float sum = Element<T>::widen(large[i]) + Element<T>::widen(small[i]);
       CHECK(same(result[i], T{narrow(sum, mantissa_bits)}));

@@ -52,9 +52,8 @@ inline Bytes reduced(const std::vector<Bytes>& inputs, DType dtype, Reduction re
   std::vector<const void*> sources;
   for (const Bytes& input : inputs) sources.push_back(input.data());
   Bytes result(inputs[0].size());
-  void* destination = result.data();
   reduce_kernels(dtype, reduction, Isa::kBaseline)
-      .reduce(&destination, 1, sources.data(), static_cast<int>(inputs.size()),
+      .reduce(result.data(), sources.data(), static_cast<int>(inputs.size()),
               result.size() / size_of(dtype));
   return result;
 }

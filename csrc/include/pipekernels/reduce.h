@@ -16,11 +16,11 @@ namespace pipekernels {
 // No pointer needs any alignment. A destination may be one of the sources, but not overlap it
 // otherwise.
 struct ReduceKernels {
-  // destinations[0][i] = ... = destinations[copies - 1][i]
-  //   = reduction of sources[0][i], ..., sources[terms - 1][i].
-  // All destinations but the last are taken to be in other cores' caches, and prefetched.
-  void (*reduce)(void* const* destinations, int copies, const void* const* sources, int terms,
-                 size_t count);
+  // destination[i] = reduction of sources[0][i], ..., sources[terms - 1][i].
+  void (*reduce)(void* destination, const void* const* sources, int terms, size_t count);
+  // The same in place of each of the tensors, of which all but tensors[own] are expected in other
+  // cores' caches.
+  void (*reduce_in_place)(void* const* tensors, int terms, int own, size_t count);
   // destination[i] = partial[i] combined with source[i]: a step of a chain, not yet rounded. The
   // partials have partial_size_of(dtype) bytes per element; null `partial` starts the chain.
   void (*accumulate)(void* destination, const void* partial, const void* source, size_t count);
