@@ -32,9 +32,9 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Time all candidates in turn, so that a machine whose speed drifts slows all of them alike.
 
-    Orders are those of a Latin square balanced for neighbours (E. J. Williams, 1949): over as many
-    rounds as there are candidates, each follows every other one equally often. It matters who had
-    the caches before.
+    Orders are those of Latin squares balanced for neighbours (E. J. Williams, 1949): one and its
+    mirror image, as an odd number of candidates needs both. Over twice as many rounds as there are
+    candidates each follows every other one equally often. It matters who had the caches before.
 
     Args:
         candidates: by name; each call is one sample. One that times itself (without its set-up, or
@@ -50,7 +50,8 @@ def alternate(
     samples: dict[str, list[float]] = {name: [] for name in names}
     steps = [(i + 1) // 2 * (-1) ** (i + 1) for i in range(len(names))]  # 0, 1, -1, 2, -2, ...
     for round_ in range(warmup + rounds):
-        for name in (names[(round_ + step) % len(names)] for step in steps):
+        side = (-1) ** (round_ // len(names))
+        for name in (names[(round_ + side * step) % len(names)] for step in steps):
             begin = time.perf_counter()
             own = candidates[name]()
             seconds = time.perf_counter() - begin if own is None else own
