@@ -63,11 +63,7 @@ class Scatter:
         self.dim = dim
         self.sizes = micro_batch_sizes(self.batch, chunks)
         if dim == 0:
-            offsets = [sum(self.sizes[:m]) for m in range(len(self.sizes))]
-            self._parts = [
-                tuple(t.narrow(0, offset, size) for t in tensors)
-                for offset, size in zip(offsets, self.sizes, strict=True)
-            ]
+            self._parts = list(zip(*(_views(t, self.sizes) for t in tensors), strict=True))
         else:
             self._parts = split_micro_batches(tensors, chunks, dim)  # type: ignore[assignment]
 
@@ -83,6 +79,14 @@ class Scatter:
         output."""
         part, self._parts[m] = self._parts[m], ()
         return part
+
+
+def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    views = tensor.split(sizes)
+    if tensor.requires_grad:
+        return views  # A target that wants a gradient gets it.
+    # Layers may work in place on them, which autograd forbids on what split() returns.
+    return [view.detach() for view in views]
 
 
 class Gather:

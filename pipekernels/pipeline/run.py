@@ -67,7 +67,9 @@ class Run:
         self._scatter = scatter
         self._wants_grad = wants_grad
         self._structure = structure
-        self._context = CallerContext()
+        # Of the thread that begins the run. Asked for where lanes or recomputations need it: cold, it
+        # takes as long as two small layers.
+        self._context: CallerContext
         self._random = RunRandom(engine.devices)
         micro_batches = len(scatter)
         self._drop = [
@@ -123,10 +125,12 @@ class Run:
         """Run every forward of the program; returns the outputs ``[batch, ...]``."""
         aliases = installed(self._parameters) if self.grad else nullcontext()
         forward = partial(self._forward, outputs)
+        around: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._way != "inline" or any(self._drop):
+            self._context = CallerContext()
+            around = self._context.applied
         with preserved(self._engine.devices), aliases, self._phase():
-            self._execute(
-                self._program.forwards, forward, self._context.applied, last=not self.grad
-            )
+            self._execute(self._program.forwards, forward, around, last=not self.grad)
         return outputs.take()
 
     def backward(
@@ -186,6 +190,7 @@ class Run:
 
         if self._engine.with_streams:
             self._in_autograd = self._engine.unlocked
+        self._context = CallerContext()
         with (
             self._context.without_autocast(),
             self._phase(),
