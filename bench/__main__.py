@@ -8,7 +8,9 @@ from pathlib import Path
 
 from bench import harness
 
-NOT_BENCHMARKS = {"__init__", "__main__", "harness", "report", "groups", "rank", "systems"}
+NOT_BENCHMARKS = {
+    "__init__", "__main__", "groups", "harness", "processes", "rank", "report", "systems",
+}  # fmt: skip
 
 
 def names() -> list[str]:

@@ -16,6 +16,7 @@ import argparse
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +120,22 @@ def by_size(session: Session, sizes: list[int], quick: bool) -> list[Row]:
     for dtype in DTYPES:
         for size in sizes:
             print(f"{dtype}, {size} bytes", flush=True)
-            calls = prepare(session, size, dtype)
-            wrong = check(calls)
-            samples = sample(calls, size, quick)
-            wrong_after = check(calls)
-            for name, times in samples.items():
-                figures: dict[str, Any] = harness.summary(times)
-                figures["algbw"] = size / figures["median"] / 1e9
-                figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
-                figures["wrong"] = wrong[name] + wrong_after[name]
-                rows.append(row("sizes", name, calls[name][1], size, dtype, **figures))
+            rows += groups.survived(session, partial(_of_size, size, dtype, quick))
+    return rows
+
+
+def _of_size(size: int, dtype: str, quick: bool, session: Session) -> list[Row]:
+    calls = prepare(session, size, dtype)
+    wrong = check(calls)
+    samples = sample(calls, size, quick)
+    wrong_after = check(calls)
+    rows = []
+    for name, times in samples.items():
+        figures: dict[str, Any] = harness.summary(times)
+        figures["algbw"] = size / figures["median"] / 1e9
+        figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
+        figures["wrong"] = wrong[name] + wrong_after[name]
+        rows.append(row("sizes", name, calls[name][1], size, dtype, **figures))
     return rows
 
 
@@ -184,9 +191,9 @@ def run(args: argparse.Namespace) -> list[Row]:
     """A row per part, candidate, type and size."""
     with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
         rows = by_size(session, QUICK_SIZES if args.quick else SIZES, args.quick)
-        rows += back_to_back(session, args.quick)
+        rows += groups.survived(session, partial(back_to_back, quick=args.quick))
     with groups.session(["pipekernels", *PEERS], CROWD) as session:
-        rows += crowded(session, args.quick)
+        rows += groups.survived(session, partial(crowded, quick=args.quick))
     return rows
 
 

@@ -69,7 +69,21 @@ ENVIRONMENT = {
 
 
 class GroupError(RuntimeError):
-    """A group cannot start, has died, or has failed; says why."""
+    """A group cannot start, has died, or has failed; says why.
+
+    Args:
+        system: the group's.
+        reason: what has happened.
+    """
+
+    def __init__(self, system: str, reason: str) -> None:
+        super().__init__(f"{system}: {reason}")
+        self.system = system
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the system needs nothing but our own Python, so that the error is ours."""
+        return PYTHONS[self.system] == OURS
 
 
 class Group:
@@ -129,7 +143,7 @@ class Group:
                 if time.monotonic() > deadline or any(
                     process.poll() is not None for process in self._processes
                 ):
-                    raise GroupError(f"{self.system} does not start:\n{self._tail()}") from None
+                    raise GroupError(self.system, f"does not start:\n{self._tail()}") from None
             else:
                 connection.settimeout(LIMIT + 10)  # The rank's own limit comes first.
                 self._streams.append(connection.makefile("rw"))
@@ -138,7 +152,7 @@ class Group:
         self._streams = [self._streams[i] for i in order]
         self._pids = [answer["pid"] for answer in described]
         if {answer["cores"] for answer in described} != {len(os.sched_getaffinity(0))}:
-            raise GroupError(f"the ranks of {self.system} are pinned to cores, others are not")
+            raise GroupError(self.system, "the ranks are pinned to cores, others are not")
         return described[order[0]]
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
@@ -153,7 +167,7 @@ class Group:
                 stream.write(request)
                 stream.flush()
         except OSError as error:
-            raise GroupError(f"a rank of {self.system} has died:\n{self._tail()}") from error
+            raise GroupError(self.system, f"a rank has died:\n{self._tail()}") from error
         return [self._answer(stream) for stream in self._streams]
 
     def cpu_seconds(self) -> float:
@@ -187,10 +201,10 @@ class Group:
         except OSError:  # A timeout, or a connection that was reset.
             line = ""
         if not line:
-            raise GroupError(f"a rank of {self.system} has died or hangs:\n{self._tail()}")
+            raise GroupError(self.system, f"a rank has died or hangs:\n{self._tail()}")
         answer = json.loads(line)
         if "error" in answer:
-            raise GroupError(f"{self.system}: {answer['error']}")
+            raise GroupError(self.system, answer["error"])
         return answer["result"]
 
     def _tail(self) -> str:
@@ -222,7 +236,7 @@ def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, s
             try:
                 ready[system] = group, group.wait_until_ready()["version"]
             except GroupError as error:
-                if PYTHONS[system] == OURS:
+                if error.is_ours:
                     raise
                 group.close()
                 print(f"{error}\n{system}: left out", flush=True)
@@ -231,6 +245,24 @@ def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, s
             groups[system].close()
             del ready[system]
         yield ready
+
+
+def survived(
+    session: dict[str, tuple[Group, str]], work: Callable[[dict[str, tuple[Group, str]]], Any]
+) -> Any:
+    """``work(session)``. A peer that fails is left out from then on, and the work done again.
+
+    Raises:
+        GroupError: a system has failed that needs nothing but our own Python.
+    """
+    while True:
+        try:
+            return work(session)
+        except GroupError as error:
+            if error.is_ours:
+                raise
+            session.pop(error.system)[0].close()
+            print(f"{error}\n{error.system}: left out from here on", flush=True)
 
 
 def busy_while_idle(groups: dict[str, Group]) -> list[str]:

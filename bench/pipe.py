@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
-import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +24,7 @@ import torch
 from torch import nn
 
 from bench import harness
+from bench.processes import Processes
 from bench.report import duration, markdown
 from pipekernels import Pipe
 
@@ -40,7 +38,6 @@ CONDITIONS = {
     "timing": "forward and backward, candidates in turn, each with one step that does not count and one "
     "that does; medians",
 }
-LIMIT = 120.0  # seconds to wait for a peer's processes
 
 
 def build(width: int) -> nn.Sequential:
@@ -124,73 +121,19 @@ def independent(module: nn.Sequential, x: torch.Tensor, grad: torch.Tensor) -> C
     return run
 
 
-class Peer:
-    """Processes that wait for a word, run one step and answer with their seconds; the slowest counts.
-
-    Peers live in processes of their own: fairscale's threads can keep an interpreter from exiting.
-
-    Args:
-        ranks: how many processes.
-        worker: called in each as ``worker(rank, width, batch, port, serve)``; it must call ``serve(step)``.
-    """
-
-    def __init__(self, ranks: int, worker: Callable[..., None], width: int, batch: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self._ends = []
-        self._processes = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_peer_main, args=(worker, rank, width, batch, port, theirs), daemon=True
-            )
-            process.start()
-            self._ends.append(ours)
-            self._processes.append(process)
-
-    def __call__(self) -> float:
-        for end in self._ends:
-            end.send("step")
-        seconds = []
-        for end in self._ends:
-            if not end.poll(LIMIT):
-                raise TimeoutError(f"a peer did not answer in {LIMIT} s")
-            seconds.append(end.recv())
-        return max(seconds)
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
-def _peer_main(
-    worker: Callable[..., None], rank: int, width: int, batch: int, port: int, end: Any
-) -> None:
-    warnings.simplefilter("ignore")
-
-    def serve(step: Callable[[], float]) -> None:
-        while end.recv() == "step":
-            end.send(step())
-
-    worker(rank, width, batch, port, serve)
-
-
-def _fairscale(rank: int, width: int, batch: int, port: int, serve: Callable[..., None]) -> None:
+def _fairscale(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
     from fairscale.nn import Pipe
 
     serve(step(Pipe(build(width), BALANCE, **OPTIONS), *data(width, batch), threads=1))
 
 
-def _torchgpipe(rank: int, width: int, batch: int, port: int, serve: Callable[..., None]) -> None:
+def _torchgpipe(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
     from torchgpipe import GPipe
 
     serve(step(GPipe(build(width), BALANCE, **OPTIONS), *data(width, batch), threads=1))
 
 
-def _pipelining(rank: int, width: int, batch: int, port: int, serve: Callable[..., None]) -> None:
+def _pipelining(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -239,7 +182,7 @@ def candidates(width: int, batch: int) -> dict[str, Callable[[], float]]:
         if importlib.util.find_spec(name.split(".")[0]) is None:
             print(f"{name} is not installed: left out")
         else:
-            found[name] = Peer(ranks, worker, width, batch)
+            found[name] = Processes(ranks, worker, width, batch)
     return found
 
 
@@ -256,7 +199,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             samples = harness.alternate(turns, warmup=7, rounds=rounds)
         finally:
             for runner in runners.values():
-                if isinstance(runner, Peer):
+                if isinstance(runner, Processes):
                     runner.close()
             torch.set_num_threads(threads)
         medians = {name: harness.summary(seconds)["median"] for name, seconds in samples.items()}

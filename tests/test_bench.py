@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from bench import collectives, groups, harness, report
+from bench import collectives, groups, harness, processes, report, tensor_parallel
 from bench.rank import Rank, Start, contents, expected
 from bench.systems import STORAGE, Candidate
 
@@ -53,8 +54,6 @@ def start_file(folder: Path, ranks: int) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_expected_sum_is_that_of_the_contents(dtype: str, ranks: int) -> None:
-    import torch
-
     def values(array: np.ndarray) -> torch.Tensor:
         if dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).double()
@@ -167,7 +166,7 @@ def test_a_rank_that_dies_or_fails_is_an_error_that_names_the_system(
 ) -> None:
     with pytest.raises(groups.GroupError, match="(?s)streaming: .*KeyError: 'nonsense'"):
         streaming.call("check", candidate="nonsense")
-    with pytest.raises(groups.GroupError, match="a rank of streaming has died"):
+    with pytest.raises(groups.GroupError, match="streaming: a rank has died"):
         streaming.call("describe")
 
 
@@ -201,6 +200,49 @@ def test_a_session_leaves_out_what_is_missing_or_does_not_start(
     printed = capsys.readouterr().out
     assert "absent is not installed" in printed
     assert "broken: left out" in printed and "no such library" in printed
+
+
+class FailingGroup(LocalGroup):
+    """Is closed, and fails with the given call."""
+
+    def __init__(self, rank: Rank, system: str, fails_in: str) -> None:
+        super().__init__(rank)
+        self._system, self._fails_in = system, fails_in
+        self.closed = False
+
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        if method == self._fails_in:
+            raise groups.GroupError(self._system, "a rank has died or hangs")
+        return super().call(method, **arguments)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rank(name: str) -> Rank:
+        start = Start(start_file(tmp_path, 1), 0, 1)
+        return Rank(FakeSystem(0, 3, name=name), 3, start)
+
+    ours, peer = LocalGroup(rank("ordinary")), FailingGroup(rank("MPICH"), "MPICH", "measure")
+    session: Any = {"pipekernels": (ours, "1.0"), "MPICH": (peer, "5.0")}
+    rows = collectives.by_size(session, [1024], quick=True)
+    assert [(row["candidate"], row["type"]) for row in rows] == [
+        ("ordinary", "float32"),
+        ("ordinary", "bfloat16"),
+    ]
+    assert list(session) == ["pipekernels"] and peer.closed
+    assert "MPICH: left out from here on" in capsys.readouterr().out
+
+
+def test_our_own_failure_is_an_error(tmp_path: Path) -> None:
+    system = FakeSystem(0, 3, name="ordinary")
+    rank = Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))
+    session: Any = {"pipekernels": (FailingGroup(rank, "pipekernels", "check"), "1.0")}
+    with pytest.raises(groups.GroupError, match="pipekernels: a rank has died or hangs"):
+        collectives.by_size(session, [1024], quick=True)
 
 
 def test_a_session_without_our_own_ranks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +305,46 @@ def test_each_candidate_follows_every_other_one_equally_often(names: str) -> Non
     assert all(sorted(each) == list(names) for each in rounds)
     neighbours = [pair for each in rounds for pair in itertools.pairwise(each)]
     assert sorted(neighbours) == sorted([*itertools.permutations(names, 2)] * 2)
+
+
+def answer_at_once(rank: int, port: int, serve: Any, seconds: list[float]) -> None:
+    serve(lambda: seconds[rank])
+
+
+def fail(rank: int, port: int, serve: Any) -> None:
+    raise ValueError("no such library")
+
+
+def test_a_turn_of_processes_takes_as_long_as_the_slowest() -> None:
+    pair = processes.Processes(2, answer_at_once, [1.0, 3.0])
+    try:
+        assert [pair(), pair()] == [3.0, 3.0]
+    finally:
+        pair.close()
+
+
+def test_a_process_that_ends_is_an_error_that_names_its_work(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    one = processes.Processes(1, fail)
+    try:
+        with pytest.raises(RuntimeError, match="a process of fail has ended"):
+            one()
+    finally:
+        one.close()
+    assert "no such library" in capfd.readouterr().err
+
+
+def test_tensor_parallel_layers_are_checked_before_they_are_timed() -> None:
+    turns, threads = list[float](), torch.get_num_threads()
+    for case in tensor_parallel.CASES:
+        module = tensor_parallel.build()
+        tensor_parallel.serve_steps(module, case, lambda turn: turns.append(turn()), threads)
+        with torch.no_grad():
+            module[2].weight[0] *= 1.01
+        with pytest.raises(AssertionError):
+            tensor_parallel.serve_steps(module, case, lambda turn: turns.append(turn()), threads)
+    assert len(turns) == len(tensor_parallel.CASES) and min(turns) > 0
 
 
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
