@@ -24,13 +24,15 @@ using Integers = std::vector<int64_t>;
 
 // How torch describes its tensors to C; null before torch 2.10.
 inline int (*describe_tensor)(void* object, dlpack::Tensor* described) = nullptr;
-inline PyTypeObject* tensor_class = nullptr;
+inline PyTypeObject *tensor_class = nullptr, *parameter_class = nullptr;
 
 // Tells autograd that the tensors of a tuple have changed in place.
 inline PyObject* increment_version = nullptr;
 
-inline void use_tensors(const py::type& cls, const py::object& increment) {
+inline void use_tensors(const py::type& cls, const py::type& parameter,
+                        const py::object& increment) {
   tensor_class = reinterpret_cast<PyTypeObject*>(cls.inc_ref().ptr());
+  parameter_class = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
   increment_version = increment.inc_ref().ptr();
   if (!py::hasattr(cls, "__dlpack_c_exchange_api__")) return;
   const py::capsule capsule = cls.attr("__dlpack_c_exchange_api__");
@@ -59,10 +61,13 @@ inline void check_memory(py::handle tensor) {
       "wraps (of a DTensor: tensor.to_local())");
 }
 
-// False, without an exception, for what is no tensor of just that class, cannot be described, or
-// has no memory, as what torch wraps around a tensor while it traces or transforms.
+// False, without an exception, for what is neither a tensor of just that class nor a parameter,
+// cannot be described, or has no memory, as what torch wraps around a tensor while it traces or
+// transforms.
 inline bool describe(py::handle object, dlpack::Tensor& described) {
-  if (describe_tensor == nullptr || Py_TYPE(object.ptr()) != tensor_class) return false;
+  const PyTypeObject* const cls = Py_TYPE(object.ptr());
+  if (cls != tensor_class && cls != parameter_class) return false;
+  if (describe_tensor == nullptr) return false;
   if (describe_tensor(object.ptr(), &described) == 0) {
     return has_memory(object, described.data) || is_empty(described);
   }

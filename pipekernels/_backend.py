@@ -30,7 +30,7 @@ def load() -> ModuleType:
         raise ImportError(
             f"pipekernels._C was built for version {built}, the package is {__version__}. {_REMEDY}"
         )
-    module.use_tensors(torch.Tensor, torch._C._increment_version)
+    module.use_tensors(torch.Tensor, torch.nn.Parameter, torch._C._increment_version)
     return module
 
 

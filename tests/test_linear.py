@@ -12,6 +12,7 @@ from devices import on
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import (
@@ -370,6 +371,27 @@ def test_autocast_and_no_grad(device: torch.device) -> None:
             assert not pair(x).requires_grad
 
     run_threads(2, on(device, on_rank))
+
+
+def test_modes_see_the_operation_and_change_nothing(device: torch.device) -> None:
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    full, x = nn.Linear(IN, OUT).to(device), torch.randn(ROWS, IN).to(device)
+
+    def on_rank(comm: Communicator) -> None:
+        layer = RowParallelLinear.from_linear(full, comm)
+        with torch.no_grad():
+            plain = layer(x)
+            with Names():
+                seen = layer(x)
+        assert torch.equal(plain, seen) and torch.equal(plain, layer(x).detach())
+
+    run_threads(1, on(device, on_rank))
+    assert names.count("pipekernels.row_linear.default") == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

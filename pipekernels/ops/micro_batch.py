@@ -7,7 +7,6 @@ Both are registered operations (schema, fake, autograd), so they trace under
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pipekernels import _backend
+from pipekernels.ops.dispatch import has_derivatives, is_observed
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
@@ -121,7 +121,7 @@ def concat_micro_batches(
     flat = [tensor for row in rows for tensor in row]
     _check_casts(rows[0], dtype)
     # The extension's look is quick, but it cannot say what is wrong, nor do some tensors let it look.
-    if not _observed() and _backend.load().are_plain_and_fit(dim, width, flat):
+    if not is_observed() and _backend.load().are_plain_and_fit(dim, width, flat):
         wholes = _CONCAT.directly(flat, width, dim, dtype)
     else:
         for i, row in enumerate(rows):
@@ -387,23 +387,6 @@ def _dtype_back(
     return given.pop() if len(given) == 1 else None
 
 
-def _has_derivatives(tensors: Sequence[Tensor]) -> bool:
-    """Whether gradients may be asked for, or tensors may have tangents (of forward-mode
-    differentiation)."""
-    return (torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), tensors))) or (
-        forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-    )
-
-
-def _observed() -> bool:
-    """Whether a compiler, a mode or the profiler is to see which operations are called."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._autograd._profiler_enabled()
-    )
-
-
 def _is_transformed() -> bool:
     """Whether a transform of ``torch.func`` is to see autograd functions instead of operations."""
     if not torch._C._are_functorch_transforms_active():
@@ -440,7 +423,7 @@ class _Operation:
         self._op = getattr(torch.ops.pipekernels, name).default
 
     def __call__(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
-        if not _observed():
+        if not is_observed():
             if _backend.load().are_plain(tensors):
                 return self.directly(tensors, *args)
             if _is_transformed():
@@ -449,13 +432,13 @@ class _Operation:
 
     def directly(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
         """Past the dispatcher, for plain tensors and where nobody observes."""
-        if _has_derivatives(tensors):
+        if has_derivatives(tensors):
             return list(self._function.apply(*args, *tensors))
         return self._kernel(tensors, *args)
 
     def _with_autograd(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
         """The kernel of the Autograd key: records a node only where a gradient can be asked for."""
-        if _has_derivatives(tensors):
+        if has_derivatives(tensors):
             return list(self._function.apply(*args, *tensors))
         with torch._C._AutoDispatchBelowAutograd():
             return self._op(tensors, *args)

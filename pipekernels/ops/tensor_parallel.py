@@ -39,6 +39,7 @@ from pipekernels.ops.collectives import (
     communicator_of,
     symmetric_empty,
 )
+from pipekernels.ops.dispatch import is_needless
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.overlap import gemm_all_reduce, plan_for
@@ -68,7 +69,7 @@ def copy_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
 
     Backward: the all-reduce of the gradients that these parts contribute.
     """
-    return _CopyToRanks.apply(x, comm)
+    return x.view_as(x) if is_needless([x]) else _CopyToRanks.apply(x, comm)
 
 
 def reduce_from_ranks(x: Tensor, comm: Ranks, algorithm: str = "auto") -> Tensor:
@@ -149,6 +150,8 @@ def row_linear(
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
+    if is_needless([x, weight]):
+        return _row_linear(x, weight, comm.handle, scatter, algorithm)
     return _RowLinear.apply(x, weight, comm, scatter, algorithm)
 
 
@@ -207,7 +210,9 @@ class _RowLinear(torch.autograd.Function):
         ctx.comm, ctx.scatter, ctx.algorithm = comm, scatter, algorithm
         ctx.on_gpu = x.is_cuda  # In torch 2.6 a backward that is compiled may not ask a tensor.
         ctx.save_for_backward(x, weight)
-        return torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter, algorithm)
+        registered: Any = torch.ops.pipekernels.row_linear
+        compute = _row_linear if is_needless([x, weight]) else registered
+        return compute(x, weight, comm.handle, scatter, algorithm)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
