@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels.ops.dispatch import is_needless
 from pipekernels.ops.transforms import deny_tangents
 
 
@@ -93,7 +94,7 @@ def all_reduce(x: Tensor, comm: Ranks, op: str = "sum", algorithm: str = "auto")
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
     deny_tangents("all_reduce", [x])
-    return torch.ops.pipekernels.all_reduce(x, comm.handle, op, algorithm)
+    return _call_all_reduce(x, comm.handle, op, algorithm)
 
 
 def reduce_scatter(x: Tensor, comm: Ranks, op: str = "sum") -> Tensor:
@@ -116,7 +117,7 @@ def reduce_scatter(x: Tensor, comm: Ranks, op: str = "sum") -> Tensor:
     """
     check_rows(x, comm.world_size)
     deny_tangents("reduce_scatter", [x])
-    return torch.ops.pipekernels.reduce_scatter(x, comm.handle, op)
+    return _call_reduce_scatter(x, comm.handle, op)
 
 
 def all_gather(x: Tensor, comm: Ranks) -> Tensor:
@@ -137,7 +138,7 @@ def all_gather(x: Tensor, comm: Ranks) -> Tensor:
     if x.dim() == 0:
         raise ValueError("all_gather joins tensors along dimension 0, but x has none; use x[None]")
     deny_tangents("all_gather", [x])
-    return torch.ops.pipekernels.all_gather(x, comm.handle)
+    return _call_all_gather(x, comm.handle)
 
 
 def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
@@ -156,7 +157,7 @@ def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
     if not 0 <= src < comm.world_size:
         raise ValueError(f"src must be a rank in 0..{comm.world_size - 1}, got {src}")
     deny_tangents("broadcast", [x])
-    return torch.ops.pipekernels.broadcast(x, comm.handle, src)
+    return _call_broadcast(x, comm.handle, src)
 
 
 def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:
@@ -186,12 +187,20 @@ def _register(
     fake: Callable[..., Tensor],
     setup_context: Callable[..., None],
     backward: Callable[..., tuple[Tensor | None, ...]],
-) -> None:
-    name = "pipekernels::" + schema.partition("(")[0]
+) -> Callable[..., Tensor]:
+    """Register an operation; returns what calls it, past the dispatcher where that is needless."""
+    name = schema.partition("(")[0]
     _library.define(schema)
-    torch.library.impl(name, "CompositeExplicitAutograd", kernel, lib=_library)
-    torch.library.register_fake(name, fake, lib=_library)
-    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
+    qualified = f"pipekernels::{name}"
+    torch.library.impl(qualified, "CompositeExplicitAutograd", kernel, lib=_library)
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    registered = getattr(torch.ops.pipekernels, name).default
+
+    def call(x: Tensor, *arguments: Any) -> Tensor:
+        return (kernel if is_needless([x]) else registered)(x, *arguments)
+
+    return call
 
 
 def _symmetric_copy(x: Tensor, communicator: Any) -> Tensor:
@@ -214,11 +223,11 @@ def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x = torch.ops.pipekernels.all_reduce(grad, ctx.comm, ctx.op, ctx.algorithm)
+    grad_x = _call_all_reduce(grad, ctx.comm, ctx.op, ctx.algorithm)
     return grad_x, None, None, None
 
 
-_register(
+_call_all_reduce = _register(
     "all_reduce(Tensor x, int comm, str op, str algorithm) -> Tensor",
     _all_reduce,
     _all_reduce_fake,
@@ -242,10 +251,10 @@ def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.pipekernels.all_gather(grad / ctx.scale, ctx.comm), None, None
+    return _call_all_gather(grad / ctx.scale, ctx.comm), None, None
 
 
-_register(
+_call_reduce_scatter = _register(
     "reduce_scatter(Tensor x, int comm, str op) -> Tensor",
     _reduce_scatter,
     _reduce_scatter_fake,
@@ -267,10 +276,10 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.pipekernels.reduce_scatter(grad, ctx.comm, "sum"), None
+    return _call_reduce_scatter(grad, ctx.comm, "sum"), None
 
 
-_register(
+_call_all_gather = _register(
     "all_gather(Tensor x, int comm) -> Tensor",
     _all_gather,
     _all_gather_fake,
@@ -293,12 +302,12 @@ def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    total = torch.ops.pipekernels.all_reduce(grad, ctx.comm, "sum", "auto")
+    total = _call_all_reduce(grad, ctx.comm, "sum", "auto")
     sends = communicator_of(ctx.comm).rank == ctx.src
     return total if sends else torch.zeros_like(total), None, None
 
 
-_register(
+_call_broadcast = _register(
     "broadcast(Tensor x, int comm, int src) -> Tensor",
     _broadcast,
     _broadcast_fake,
