@@ -20,6 +20,7 @@ from torch import nn
 
 from pipekernels import Pipe
 from pipekernels.pipeline.checkpoint import MODES
+from pipekernels.pipeline.context import default_device
 from pipekernels.pipeline.schedule import SCHEDULES
 from pipekernels.skip import pop, skippable, stash
 
@@ -334,7 +335,7 @@ class Asks(nn.Module):
         kinds = ("cpu", "cuda")
         told = (
             torch.get_default_dtype(),
-            torch.get_default_device(),
+            default_device(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_cache_enabled(),
             *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),

@@ -141,6 +141,35 @@ class Normalised(nn.Linear):
         return super().forward(input) * self.weight.gain
 
 
+class MakesTensors(nn.Module):
+    """Notes where tensors are made that name no device."""
+
+    def __init__(self, made: list[torch.device]) -> None:
+        super().__init__()
+        self._made = made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._made.append(torch.empty(()).device)
+        return x + 1
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_default_device_is_that_of_the_caller(way: Way, checkpoint: str) -> None:
+    made: list[torch.device] = []
+    layers = [MakesTensors(made), MakesTensors(made)]
+    pipe = Pipe(
+        nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint
+    )
+    x = torch.ones(4, 2, requires_grad=True)
+
+    for device in (torch.device("meta"), torch.device("cpu")):
+        made.clear()
+        with device:
+            output = pipe(x)
+        output.backward(torch.ones(4, 2))  # Recomputes as the forward was.
+        assert made == [device] * (4 if checkpoint == "never" else 8)
+
+
 def test_parameters_that_a_layer_changes_and_marks(way: Way) -> None:
     module = nn.Sequential(Normalised(3, 3), nn.Linear(3, 3)).double()
     module[0].weight.gain = 2.0
@@ -195,9 +224,12 @@ def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.Warning
     torch.testing.assert_close(step(x), expected.detach(), rtol=0, atol=1e-12)
     assert_same_gradients(module, reference)
     # Compiled layers may have breaks of their own, under the modes that watch a first run.
-    breaks = [n for reason, n in counters["graph_break"].items() if "Pipe." in reason]
+    named = ("Pipe.", "torch/_compile.py")  # In torch 2.6 by the file of what keeps it out.
+    breaks = [n for why, n in counters["graph_break"].items() if any(map(why.__contains__, named))]
     assert breaks == [1, 1]
-    assert around.frame_count == 4 and inside.frame_count > 0  # Before and after the pipe, in both.
+    assert around.frame_count == 4  # Before and after the pipe, in both.
+    old = torch.__version__.startswith("2.6.")  # What is called from a break is not compiled there.
+    assert inside.frame_count > 0 or old
     assert not recwarn.list
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward|skip function forward"):
         torch.compile(pipe, fullgraph=True)(x)

@@ -24,7 +24,7 @@ class CallerContext:
             if torch.is_autocast_enabled(device_type)
         }
         self.cache_autocast = torch.is_autocast_cache_enabled()
-        device = torch.get_default_device()
+        device = default_device()
         self.default_device = None if device.type == "cpu" else device
 
     @contextmanager
@@ -52,6 +52,16 @@ class CallerContext:
             for device_type in self.autocast:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             yield
+
+
+def default_device() -> torch.device:
+    """Where the calling thread makes tensors. As ``torch.get_default_device()``, which in torch 2.6 does
+    not know of ``with device:``."""
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() > 0 else []
+    for mode in reversed(modes):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return torch.device("cpu")
 
 
 # Not in torch 2.6, which does not tell.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipekernels.pipeline.context import default_device
 from pipekernels.pipeline.random_state import HookWatch
 from pipekernels.pipeline.task import Activation
 
@@ -82,7 +83,7 @@ def torch_settings() -> tuple[Any, ...]:
     return (
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        torch.get_default_device(),
+        default_device(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_cache_enabled(),
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
