@@ -94,7 +94,16 @@ class RecordedGraph(TorchDispatchMode):
                     tensor.zero_()
         with torch.no_grad():
             args, kwargs, results = tree_map(self._own, (args, kwargs or {}, tensors(result)))
-        if func.overloadpacket.__name__ not in _EMPTY:
+        if func.overloadpacket.__name__ in _EMPTY:
+            if (
+                torch.are_deterministic_algorithms_enabled()
+                and torch.utils.deterministic.fill_uninitialized_memory
+            ):  # A kernel of the graph then fills it.
+                for tensor in results:
+                    value = float("nan") if tensor.is_floating_point() else 101
+                    fill = torch.ops.aten.fill_.Scalar
+                    self._operations.append((fill, (tensor, value), {}, [tensor], []))
+        else:
             given = {key(tensor) for tensor in tensors((args, kwargs))}
             made = [tensor for tensor in results if key(tensor) not in given]
             self._operations.append((func, args, kwargs, results, made))

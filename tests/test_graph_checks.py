@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -344,6 +344,47 @@ def test_a_capture_that_fails(
     stream = ops_graphs.streams.current(device)
     assert device.type == "cpu" or stream == torch.cuda.default_stream(device)
     assert torch.rand(2, device=device).isfinite().all()
+
+
+class Flattens(nn.Linear):
+    """Gives a parameter that it has not seen other memory, as cuDNN's recurrent layers do."""
+
+    seen: ClassVar[dict[int, nn.Parameter]] = {}
+
+    def forward(self, input):
+        if self.seen.get(id(self)) is not self.weight:
+            self.seen[id(self)] = self.weight
+            self.weight.data = self.weight.data.clone()
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layer_that_gives_its_parameters_other_memory(
+    grad: bool, device: torch.device, record: Record
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Flattens(WIDTH, WIDTH))
+    module = module.to(device=device, dtype=torch.float64)
+    plain, (x, _) = copy.deepcopy(module), data(device)
+    pipe = pipe_of(module, [1, 1], device)
+    told = "stage 1 runs without CUDA graphs: a layer gives its parameters other memory"
+
+    def run() -> None:
+        for _ in range(STEPS):
+            outputs = [of(x) for of in (pipe, plain)]
+            assert_equal([outputs[0].detach()], [outputs[1].detach()])
+            if grad:
+                for output in outputs:
+                    output.square().sum().backward()
+            record.spoil()
+
+    with torch.set_grad_enabled(grad), pytest.warns(RuntimeWarning, match=told):
+        run()
+    Flattens.seen.clear()
+    assert_equal(list(module.state_dict().values()), list(plain.state_dict().values()))
+    if grad:
+        assert_equal([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
+    assert slots(pipe)[1] == 0
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -364,6 +364,7 @@ def deterministic() -> Iterator[None]:
 
 def test_settings_of_torch(device: torch.device, record: Record) -> None:
     """Each is another pass; none is captured again when it comes back."""
+    Asks.known.clear()
     pipe = pipe_of(nn.Sequential(Asks(), nn.Tanh()), [1, 1], device, chunks=1)
     x, _ = data(device)
     autocast = partial(torch.autocast, device.type)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from bench.gpu.steps import Log, Process
 
 PIECE = 24  # tests, long enough that the start of a process does not matter
-TEST_SECONDS = 60  # for one test; a few start processes that each load torch and CUDA
+TEST_SECONDS = 90  # for one test; a few start processes that each load torch and CUDA
 COLLECT_SECONDS = 60.0
 # Their tests compile kernels, for seconds each: begun first, in smaller pieces.
 COMPILING = {"tests/test_sharded_gemm.py"}

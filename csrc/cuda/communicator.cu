@@ -182,6 +182,7 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
     memory_ = std::make_shared<DeviceMemory>(device_, begin + symmetric_bytes,
                                              core_.is_threads() ? nullptr : segment_, core_.rank());
     heap_ = std::make_shared<CudaHeap>(memory_, begin, symmetric_bytes);
+    const NoLaunches alone;
     check_cuda(cudaMemset(memory_->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     mine.memory = &memory_;
@@ -276,7 +277,7 @@ void CudaCommunicator::throw_failure() {
       case DeviceFailureKind::kMissing:
         throw TimeoutError(failure.rank, rank_name(failure.rank) + " of " +
                                              std::to_string(world_size()) + " did not arrive at " +
-                                             text + " on its device" + limit);
+                                             text + " on its device" + limit + advice());
       case DeviceFailureKind::kNotReady:
         throw TimeoutError(rank(), "the data of " + text + " were not ready" + limit);
       case DeviceFailureKind::kMismatch: {
@@ -299,6 +300,13 @@ void CudaCommunicator::throw_failure() {
     core_.fail_elsewhere(Reason::kMismatched, failure.rank, error.what());
     throw;
   }
+}
+
+// Of ranks that share a device, what else may keep one from arriving.
+const char* CudaCommunicator::advice() const {
+  if (!core_.is_threads()) return "";
+  return "; ranks that are threads want CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment, and a "
+         "backward that has collectives wants torch.autograd.set_multithreading_enabled(False)";
 }
 
 void CudaCommunicator::synchronize() {

@@ -367,6 +367,41 @@ void test_never_ready() {
   CHECK(job.tensors[0]->spoiled() && job.tensors[1]->spoiled());
 }
 
+// A clock that jumps back once, and then past the timeout at the very moment when what is awaited
+// comes, or `comes` being false does not.
+class JumpingTeam : public CpuTeam {
+ public:
+  JumpingTeam(CpuBlock& shared, int32_t& ready, bool comes)
+      : CpuTeam(shared, 0, 0, 1), ready_(ready), comes_(comes) {}
+
+  uint64_t now() {
+    const uint64_t begin = uint64_t{1} << 40, second = 1000000000;
+    if (++looks_ <= 2) return begin - (looks_ - 1) * second;
+    __atomic_store_n(&ready_, comes_ ? 1 : 0, __ATOMIC_RELEASE);
+    return begin + 1000 * second;
+  }
+  int looks() const { return looks_; }
+
+ private:
+  int32_t& ready_;
+  const bool comes_;
+  int looks_ = 0;
+};
+
+void test_last_look(bool comes) {
+  CpuDevices devices({1, 1, 256, 128, 64}, 0, 1.0);
+  CpuBlock block(1);
+  int32_t ready = 0;
+  JumpingTeam team(block, ready, comes);
+  DeviceLaunch launch{};
+  launch.ranks = devices.seen_by(0);
+  launch.gates = {&ready, 1, 500};
+  Meeting<JumpingTeam> meeting(team, launch);
+  CHECK(meeting.wait_ready(0, 1) == comes);
+  CHECK(team.looks() == 3);
+  CHECK((devices.flags(0).reported != 0) == !comes);
+}
+
 // ---- what needs no ranks
 // --------------------------------------------------------------------------
 
@@ -458,6 +493,8 @@ int main(int argc, char** argv) {
   test_stop(RankStatus::failed(Reason::kAborted, 0), 0);
   test_stop(RankStatus::kClosed, 2);
   test_never_ready();
+  test_last_look(true);
+  test_last_look(false);
   test_chunks();
   test_conversions<Fp16Element>(DType::kFloat16);
   test_conversions<Bf16Element>(DType::kBFloat16);

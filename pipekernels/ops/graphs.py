@@ -124,6 +124,18 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def input_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of a capture that is to be written before each replay. So not by a fill in the graph, which
+    is what torch does to empty tensors where algorithms are to be deterministic."""
+    deterministic: Any = torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False
+    try:
+        return torch.empty_like(tensor)
+    finally:
+        deterministic.fill_uninitialized_memory = fills
+
+
 def new_pool() -> Any:
     """A pool that nobody shares yet. Its memory is free when all graphs that were captured with it are
     gone, and all tensors in it."""
@@ -144,7 +156,8 @@ def _record(work: Callable[[], T], stream: Any, pool: Any) -> tuple[Graph, T]:
 
 
 def _capturing(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any = None) -> torch.cuda.graph:
-    """Other threads may go on meanwhile, such as a data loader's that pins memory."""
+    """Other threads may go on meanwhile, such as a data loader's that pins memory, but with nothing that
+    waits for the whole device or draws from its generator."""
     return torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local")
 
 

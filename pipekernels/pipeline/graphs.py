@@ -262,9 +262,12 @@ class GraphedTask:
         pool = graphs.new_pool()
 
         def captured() -> tuple[Activation, Activation | None, Tape | None]:
-            memory = replace(inputs, tensors=tuple(map(torch.empty_like, inputs.tensors)))
+            memory = replace(inputs, tensors=tuple(map(graphs.input_like, inputs.tensors)))
             with installed([leaves]):
-                return memory, *work(memory, _unseeded)
+                results = work(memory, _unseeded)
+                if leaves.moved():
+                    raise RuntimeError("a layer gives its parameters other memory")
+            return memory, *results
 
         found = self._graphs.capture(captured, pool, signature)
         if found is None:
@@ -305,7 +308,7 @@ class GraphedTask:
         if present not in slot.backwards and not signature.refused:
 
             def captured() -> tuple[Grads, Grads, Grads]:
-                memory = tuple([None if g is None else torch.empty_like(g) for g in grads])
+                memory = tuple([None if g is None else graphs.input_like(g) for g in grads])
                 results = slot.differentiate(self._task, memory)
                 for grad in (*results[0], *results[1]):
                     if grad is not None and grad.layout is not torch.strided:

@@ -55,6 +55,7 @@ class StageParameters:
         own_versions: bool = False,
     ) -> None:
         known = previous.pairs if previous is not None else {}
+        self._own_versions = own_versions
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # where each lives: (its layer's parameter dict, its name there, parameter, alias)
@@ -84,6 +85,10 @@ class StageParameters:
         """What is in the aliases' places, and where the aliases' memory is."""
         return [(owner.get(name), alias.data_ptr()) for owner, name, _, alias in self._slots]
 
+    def moved(self) -> bool:
+        """Whether an alias has got other memory than its parameter."""
+        return any(alias.data_ptr() != p.data_ptr() for p, alias in self.pairs.values())
+
     def install(self) -> None:
         for owner, name, _, alias in self._slots:
             owner[name] = alias
@@ -94,8 +99,9 @@ class StageParameters:
             self._slots, found, strict=True
         ):
             owner[name] = before
-            if alias.data_ptr() != memory:
-                parameter.data = alias.data  # A layer has given its parameter other memory.
+            # A layer has given its parameter other memory; but that of a graph is the graph's.
+            if alias.data_ptr() != memory and not self._own_versions:
+                parameter.data = alias.data
 
 
 @contextmanager

@@ -130,6 +130,7 @@ class CudaCommunicator {
   std::unique_lock<std::mutex> lock();
   void require_usable();
   [[noreturn]] void throw_failure();
+  const char* advice() const;
   void drain();
   void tear_down();
 

@@ -206,7 +206,7 @@ class Meeting {
       if (reached()) return true;
       if (spins % kSpins != 0) continue;
       team_.pause();
-      const int failed_rank = look_around(owner, patience);
+      const int failed_rank = look_around(reached, owner, patience);
       if (failed_rank == kGoOn) continue;
       if (failed_rank == kGiveUp) return false;
       // A rank fails after its last signal: what has been read before may be older than that.
@@ -223,8 +223,10 @@ class Meeting {
     return team_.load_acquire(&failed(own_memory(), peer));
   }
 
-  // Returns the rank of a peer that has failed, or one of the above. Reports what it finds else.
-  PK_HOST_DEVICE int look_around(int owner, Patience& patience) {
+  // Returns the rank of a peer that has failed, or one of the above. Reports what it finds else,
+  // after a last look: this thread may have been away from the device for long.
+  template <class Reached>
+  PK_HOST_DEVICE int look_around(const Reached& reached, int owner, Patience& patience) {
     if (team_.load_relaxed(&failed(own_memory(), rank())) != 0) return kGiveUp;
     for (int peer = 0; peer < ranks(); ++peer) {
       const uint64_t status = status_of(peer);
@@ -232,9 +234,10 @@ class Meeting {
     }
     const uint64_t now = team_.now();
     if (patience.start == 0) patience = {now, now};
-    if (now - patience.looked > kHostInterval) {
+    if (now > patience.looked + kHostInterval) {
       patience.looked = now;
       if (const uint64_t stop = team_.load_acquire(&ranks_.host->stop)) {
+        if (reached()) return kGoOn;
         report({DeviceFailureKind::kStopped,
                 static_cast<int32_t>(stop),
                 static_cast<uint32_t>(stop >> 32),
@@ -243,7 +246,8 @@ class Meeting {
         return kGiveUp;
       }
     }
-    if (now - patience.start <= ranks_.timeout) return kGoOn;
+    // Multiprocessors' clocks may differ: one that is behind is not late.
+    if (now < patience.start || now - patience.start <= ranks_.timeout || reached()) return kGoOn;
     const auto kind = owner == rank() ? DeviceFailureKind::kNotReady : DeviceFailureKind::kMissing;
     report(
         {kind, owner, RankStatus::failed(Reason::kTimedOut, owner), launch_.descriptor.call, {}});
