@@ -77,6 +77,31 @@ def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
         assert torch.equal(value, other)
 
 
+class OwnDropout(nn.Module):
+    """Might work in place, for all that anybody knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("features", [3, 4])
+def test_the_mask_is_that_of_the_recomputation_wherever_the_input_lies(
+    features: int, place: torch.device
+) -> None:
+    pipe = Pipe(
+        nn.Sequential(OwnDropout(), nn.Identity()),
+        [1, 1],
+        devices=[place] * 2,
+        chunks=4,
+        checkpoint="always",
+    )
+    x = torch.rand(13, features, requires_grad=True)
+    for _ in range(3):
+        output = pipe(x)
+        (grad,) = torch.autograd.grad(output.sum(), x)
+        assert torch.equal(output, x * grad)
+
+
 def test_stages_and_micro_batches_have_masks_of_their_own(force_way: Callable[[Way], None]) -> None:
     force_way("lanes")
     pipe = Pipe(

@@ -85,6 +85,10 @@ def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
     views = tensor.split(sizes)
     if tensor.requires_grad:
         return views  # A target that wants a gradient gets it.
+    if tensor.is_cuda and type(tensor) is torch.Tensor:
+        # Which numbers dropout draws there depends on the alignment of its input, and that of a
+        # recomputation, or of a graph, may be a copy.
+        return [view.clone() if view.data_ptr() % 16 else view.detach() for view in views]
     # Layers may work in place on them, which autograd forbids on what split() returns.
     return [view.detach() for view in views]
 
