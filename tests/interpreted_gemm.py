@@ -225,7 +225,8 @@ def test_who_shares_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first is not None and first is again and second is not None
     places = [t.data_ptr() for t in (first, second, *captured) if t is not None]
     steps = [(b - a) // 4 for a, b in itertools.pairwise(places)]
-    assert steps == [launching._PER_STREAM, launching._PER_STREAM, 10]  # Apart.
+    assert steps == [launching._PER_STREAM, launching._PER_STREAM, 32]  # Apart, and all aligned.
+    assert [len(t) for t in captured if t is not None] == [10, 20]
     assert arena.take(launching._PER_STREAM) is None  # There are no more.
     assert arena.of_stream(9) is None
     assert arena.of_stream(8) is second

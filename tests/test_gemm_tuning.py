@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.layout import layout_of
 from pipekernels.kernels.table import Shape
-from pipekernels.ops import sharded_gemm
+from pipekernels.ops import gemm_tuning, sharded_gemm
 from pipekernels.ops.gemm_tuning import by_library
-from pipekernels.ops.sharded_gemm import measured
+from pipekernels.ops.sharded_gemm import measured, tf32_allowed
 
 CONFIGS = [Config(Blocks(128, 128, 64, 8, 4)), Config(Blocks(64, 128, 64, 4, 5))]
 
@@ -62,6 +63,52 @@ def test_a_class_is_as_fast_as_the_slower_of_its_products(
     for wrong in (other, shape):
         times[wrong] = times[wrong]._replace(configs=[])
         assert tuner.measure_class(shape, None, 1e-5) is None
+
+
+def test_a_product_that_fails_loses_no_other(tuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [Shape("bfloat16", "forward", m, 64, 64) for m in (16, 32, 64)]
+
+    def measure(shape: Shape, library: Any, launching: float) -> table.Entry:
+        if shape.m == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nfurther lines")
+        return table.Entry(shape, CONFIGS[0], 2.0, 3.0, 1.5)
+
+    properties = SimpleNamespace(name="a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tuner, "launch_seconds", lambda: 1e-5)
+    monkeypatch.setattr(tuner, "measure_class", measure)
+    lines: list[str] = []
+    found = tuner.measure(shapes, None, seconds=60, report=lines.append)
+    assert [entry.shape.m for entry in found.entries.values()] == [16, 64]
+    assert len(lines) == 3 and lines[1].endswith("is not measured: CUDA out of memory.")
+
+
+def test_a_configuration_that_fails_is_not_right(
+    tuner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    (product,) = tuner._products(Shape("float32", "forward", 64, 512, 48), 0)
+    by_library(product)
+    expected = product.out.clone()
+
+    def fail(product: Any) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    assert tuner._is_right(product, by_library, expected)
+    assert not tuner._is_right(product, fail, expected)
+
+
+@pytest.mark.parametrize("kind", ["float32", "tfloat32"])
+def test_the_library_rounds_as_the_kind_says_and_leaves_torch_as_it_was(
+    kind: str, tuner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(gemm_tuning, "gemm_into", lambda *_, **__: seen.append(tf32_allowed()))
+    (product,) = tuner._products(Shape(kind, "forward", 4, 4, 4), 0)
+    before = tf32_allowed()
+    by_library(product)
+    assert seen == [kind == "tfloat32"] and tf32_allowed() == before
 
 
 @pytest.mark.parametrize("layout", table.LAYOUTS)

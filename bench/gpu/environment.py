@@ -12,6 +12,7 @@ import subprocess
 import torch
 
 from bench import harness
+from pipekernels.ops.sharded_gemm import tf32_allowed
 
 PACKAGES = (
     "triton",
@@ -52,7 +53,7 @@ def report() -> str:
     rows = [
         f"{properties}",
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl()}",
-        f"TF32 in matmul: {torch.backends.cuda.matmul.allow_tf32}",
+        f"TF32 in matmul: {tf32_allowed()}",
         *(f"{name} {_version(name)}" for name in PACKAGES),
         f"{len(os.sched_getaffinity(0))} cores, {os.cpu_count()} in the machine",
         answer("nvcc", "--version"),

@@ -156,6 +156,9 @@ def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
 
 _COUNTERS = 1 << 20  # In an arena: 4 MiB.
 _PER_STREAM = 4096
+_LINE = (
+    32  # Counters that are taken together: a kernel is another one for memory that is not aligned.
+)
 
 
 class _Arena:
@@ -180,10 +183,11 @@ class _Arena:
         return self._of_stream[stream]
 
     def take(self, count: int) -> Tensor | None:
-        if self._taken + count > _COUNTERS:
+        lines = ceil(count / _LINE) * _LINE
+        if self._taken + lines > _COUNTERS:
             return None
-        self._taken += count
-        return self._counters[self._taken - count : self._taken]
+        first, self._taken = self._taken, self._taken + lines
+        return self._counters[first : first + count]
 
 
 _arenas: dict[int, _Arena] = {}

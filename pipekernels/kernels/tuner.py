@@ -90,7 +90,11 @@ def measure(
     for shape in shapes:
         if time.monotonic() > deadline:
             break
-        entry = measure_class(shape, library, launching)
+        try:
+            entry = measure_class(shape, library, launching)
+        except RuntimeError as error:  # No memory, say: what was measured is not lost.
+            report(f"{shape} is not measured: {str(error).partition(chr(10))[0]}")
+            continue
         if entry is not None:
             entries[shape_class(*shape)] = entry
             rate = 2e-12 * shape.m * shape.n * shape.k / entry.seconds
@@ -230,8 +234,8 @@ def _is_right(product: Product, way: Callable[[Product], None], expected: Tensor
     try:
         way(product)
         torch.cuda.synchronize()
-    except triton.runtime.errors.OutOfResources:  # Of a smaller GPU of the generation.
-        return False
+    except (triton.runtime.errors.OutOfResources, RuntimeError):
+        return False  # Of a smaller GPU of the generation, or what this Triton cannot compile.
     # TF32 has as many bits; and as many are sure where Hopper sums up products of float8. The errors of
     # a float32 sum grow like the square root of its length.
     coarse = product.kind in ("tfloat32", "float8_e4m3fn")

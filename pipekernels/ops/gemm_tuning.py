@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,14 +43,18 @@ def tune(seconds: float, kind: str) -> list[str]:
 
 def by_library(product: Product) -> None:
     """Compute a product by the vendor's library, with TF32 where its kind says so."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
-    matmul.allow_tf32 = product.kind == "tfloat32"
+    matmul: Any = torch.backends.cuda.matmul
+    name: str = "allow_tf32"
+    values: tuple[Any, Any] = False, True
+    if hasattr(matmul, "fp32_precision"):  # As in tf32_allowed().
+        name, values = "fp32_precision", ("ieee", "tf32")
+    before = getattr(matmul, name)
+    setattr(matmul, name, values[product.kind == "tfloat32"])
     try:
         _, a, b, out, _, _, scale_a, scale_b = product
         gemm_into(out, a, b, scale_a=scale_a, scale_b=scale_b, algorithm="cublas")
     finally:
-        matmul.allow_tf32 = before
+        setattr(matmul, name, before)
 
 
 def describe(gpu: str) -> str:
