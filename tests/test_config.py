@@ -32,8 +32,10 @@ def test_the_first_candidate_suits_the_product() -> None:
     """Large tiles where there are enough of them, else programs that share tiles along a deep k."""
     large = candidates(90, "bfloat16", 8192, 8192, 8192, 132)[0]
     assert large.split_k == 1 and large.blocks.m * large.blocks.n == 128 * 256
-    deep = candidates(90, "bfloat16", 1, 4096, 11008, 132)[0]
+    deep = candidates(90, "bfloat16", 1, 1024, 11008, 132)[0]
     assert deep.split_k > 1 and deep.blocks.m == 16
+    wide = candidates(90, "bfloat16", 1, 8192, 8192, 132)[0]
+    assert wide.split_k == 1 and wide.blocks.m == 16
 
 
 def test_which_gpus_take_whose_blocks() -> None:

@@ -95,7 +95,11 @@ BLOCKS: dict[tuple[int, str], Choice] = {
             Blocks(128, 128, 64, 8, 4),
             Blocks(128, 128, 64, 4, 3),
             Blocks(64, 256, 64, 8, 4),
+            Blocks(64, 256, 64, 4, 2),
             Blocks(64, 128, 64, 4, 5),
+            Blocks(32, 64, 128, 4, 4),
+            Blocks(16, 64, 128, 4, 4),
+            Blocks(16, 32, 128, 4, 6),
         ),
         shared=(
             Blocks(16, 64, 128, 4, 4),
@@ -166,7 +170,8 @@ def kind_of(dtype: torch.dtype, tf32: bool) -> str | None:
 def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> list[Config]:
     """What is worth a try for C [m, n] of depth k on ``sms`` multiprocessors; best guess first."""
     choice = BLOCKS[generation, kind]
-    lowest = min(blocks.m for blocks in choice.whole)
+    # Tiles of 64 rows are worth a try for fewer, too.
+    lowest = min(blocks.m for blocks in choice.whole if blocks.m >= 64)
     found = [Config(blocks) for blocks in choice.whole if blocks.m < 2 * max(m, lowest)]
     for blocks, programs in itertools.product(choice.shared, (sms, 2 * sms, 4 * sms)):
         tiles, steps = ceil(m / blocks.m) * ceil(n / blocks.n), ceil(k / blocks.k)
@@ -186,7 +191,7 @@ def _cycles(config: Config, m: int, n: int, k: int, itemsize: int, sms: int) -> 
     blocks, split_k = config.blocks, config.split_k
     items = ceil(m / blocks.m) * ceil(n / blocks.n) * split_k
     steps = ceil(ceil(k / blocks.k) / split_k)
-    multiply = max(blocks.m, 64) * blocks.n * blocks.k * itemsize / 8192
-    load = (min(blocks.m, m) + min(blocks.n, n)) * blocks.k * itemsize / 32
+    multiply = max(blocks.m, 64) * blocks.n * blocks.k * itemsize / 4096
+    load = (min(blocks.m, m) + min(blocks.n, n)) * blocks.k * itemsize / 48
     finish = 1000 + blocks.m * blocks.n * (4 * 3 if split_k > 1 else itemsize) / 32
     return ceil(items / sms) * (steps * max(multiply, load) + finish)
