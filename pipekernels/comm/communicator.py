@@ -64,6 +64,11 @@ class Communicator(Collectives):
     several hosts a call waits on the CPU until all ranks have made it, for different calls to be
     found before they reach NCCL; it cannot be captured in a graph.
 
+    A graph orders what was captured, and nothing else does: the collectives of one communicator in it
+    belong in one stream, or one after the other, and its replays, and calls outside of it, likewise.
+    Ranks that are threads meet, by :meth:`barrier`, right before each replay. A graph must not be
+    replayed once a communicator that it uses has been closed, or is gone.
+
     Every collective raises, besides what it says itself:
         ValueError: the ranks call different collectives, or with different shapes, dtypes or
             arguments; raised on all ranks, and the communicator stays usable. Or a tensor on a
