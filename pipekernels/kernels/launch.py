@@ -156,9 +156,8 @@ def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
 
 _COUNTERS = 1 << 20  # In an arena: 4 MiB.
 _PER_STREAM = 4096
-_LINE = (
-    32  # Counters that are taken together: a kernel is another one for memory that is not aligned.
-)
+# Counters that are taken together: a kernel is another one for memory that is not aligned.
+_LINE = 32
 
 
 class _Arena:
