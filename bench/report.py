@@ -33,6 +33,25 @@ def duration(seconds: float) -> str:
     return f"{rounded * 1e9:g} ns"
 
 
+def speed_ups(rows: list[dict[str, Any]], base: str) -> str:
+    """A row per candidate and case, with its speed-up over ``base``, in ``rows`` as
+    ``'speed-up over <base>'``."""
+    speed_up = f"speed-up over {base}"
+    return markdown(
+        ["case", "candidate", "median", "p10 to p90", speed_up],
+        [
+            [
+                row["case"],
+                row["candidate"],
+                duration(row["median"]),
+                f"{duration(row['p10'])} to {duration(row['p90'])}",
+                f"{row[speed_up]:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
 def render(record: Mapping[str, Any]) -> str:
     """One result file as Markdown: the machine, its benchmark's own table, and how it was measured."""
     module = importlib.import_module(f"bench.{record['name']}")

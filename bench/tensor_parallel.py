@@ -23,7 +23,7 @@ from torch import nn
 
 from bench import harness
 from bench.processes import Processes
-from bench.report import duration, markdown
+from bench.report import speed_ups
 
 RANKS = 2
 WIDTH, HIDDEN = 768, 3072
@@ -184,16 +184,4 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row per candidate and case."""
-    return markdown(
-        ["case", "candidate", "median", "p10 to p90", "speed-up over one thread"],
-        [
-            [
-                row["case"],
-                row["candidate"],
-                duration(row["median"]),
-                f"{duration(row['p10'])} to {duration(row['p90'])}",
-                f"{row['speed-up over one thread']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+    return speed_ups(rows, "one thread")

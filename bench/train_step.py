@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from bench import harness
 from bench.pipe import build
-from bench.report import duration, markdown
+from bench.report import speed_ups
 from demo.gpt import VOCABULARY, gpt
 from pipekernels import Pipe
 
@@ -121,16 +121,4 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row per candidate and case."""
-    return markdown(
-        ["case", "candidate", "median", "p10 to p90", "speed-up over sequential"],
-        [
-            [
-                row["case"],
-                row["candidate"],
-                duration(row["median"]),
-                f"{duration(row['p10'])} to {duration(row['p90'])}",
-                f"{row['speed-up over sequential']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+    return speed_ups(rows, "sequential")

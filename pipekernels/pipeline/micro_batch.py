@@ -80,6 +80,21 @@ class Scatter:
         part, self._parts[m] = self._parts[m], ()
         return part
 
+    def joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """One tensor of what each micro-batch has, zeros where that is None; None if none has any."""
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        shape = list(present[0].shape)
+        shape[self.dim] = self.batch
+        whole = present[0].new_empty(shape)
+        for piece, part in zip(whole.split(self.sizes, self.dim), parts, strict=True):
+            if part is None:
+                piece.zero_()
+            else:
+                piece.copy_(part)
+        return whole
+
 
 def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
     views = tensor.split(sizes)

@@ -353,32 +353,16 @@ class Run:
             if self._transport.arrivals:
                 for m in range(len(self._scatter)):
                     self._transport.receive(Receiver(-1, m, backward=True))
-            results.inputs = self._joined(self._input_grads)
+            columns = [
+                [grads[i] if grads and wants else None for grads in self._input_grads]
+                for i, wants in enumerate(self._wants_grad)
+            ]
+            results.inputs = tuple([self._scatter.joined(column) for column in columns])
         finally:
             self._second_parts.clear()
             self._skip_grads.clear()
             self._input_grads = [()] * len(self._scatter)
             results.parameters = tuple(accumulated(unique(self._parameters), self._parameters))
-
-    def _joined(self, parts_of: Sequence[Grads]) -> Grads:
-        """Each input's gradient from those of its micro-batches; zeros where one has none."""
-        joined: list[torch.Tensor | None] = []
-        for i, wants in enumerate(self._wants_grad):
-            parts = [grads[i] if grads else None for grads in parts_of]
-            present = [part for part in parts if part is not None]
-            if not wants or not present:
-                joined.append(None)
-                continue
-            dim, shape = self._scatter.dim, list(present[0].shape)
-            shape[dim] = self._scatter.batch
-            whole = present[0].new_empty(shape)
-            for piece, part in zip(whole.split(self._scatter.sizes, dim), parts, strict=True):
-                if part is None:
-                    piece.zero_()
-                else:
-                    piece.copy_(part)
-            joined.append(whole)
-        return tuple(joined)
 
     def _execute(
         self,
