@@ -17,10 +17,10 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kSlice{20};
 
 // How often a rank looks for a signal before it goes to sleep: first in a tight loop, then offering
-// its core to others in between. Ranks that share cores meet fast that way. One with a core of its
-// own should not offer it while its peers are at work in the same collective, which takes some 10
-// us at most: any other process would keep it for milliseconds.
-constexpr int kSpinsCrowded = 20;
+// its core to others in between. Ranks that share cores do the latter alone: the peer they wait for
+// may want this very core. One with a core of its own should not offer it while its peers are at
+// work in the same collective, which takes some 10 us at most: any other process would keep it for
+// milliseconds.
 constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
 constexpr int kSpins = 1000;      // In the others.
 constexpr int kYields = 200;
@@ -319,7 +319,7 @@ void Collective::wait(Signal& signal, uint32_t target, int owner) {
 }
 
 int Collective::spins() const {
-  if (communicator_.crowded_) return kSpinsCrowded;
+  if (communicator_.crowded_) return 0;
   return compared_ ? kSpins : kSpinsFirst;
 }
 
