@@ -10,6 +10,7 @@ import torch
 from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from pipekernels import Communicator, Pipe, tensor_parallelize
 from pipekernels.pipeline.pace import Pace, Way
@@ -36,6 +37,12 @@ def by_torch(comm: Communicator) -> nn.Sequential:
     return parallelize_module(model(), mesh, plan)
 
 
+def after_it_was_made(comm: Communicator) -> nn.Sequential:
+    pipe = Pipe(model(), [2, 2, 2], devices=["cpu"] * 3, chunks=6)
+    plan = {f"partitions.*.{i}": "row" if i % 2 else "column" for i in range(6)}
+    return tensor_parallelize(pipe, plan, comm)
+
+
 def of_this_rank(grad: Tensor) -> Tensor:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
@@ -55,7 +62,9 @@ def pipe_on_rank(
         return ways[comm.rank]
 
     Pace.choose = unlike_the_other_rank  # type: ignore[method-assign]
-    pipe = Pipe(shard(comm), [2, 2, 2], devices=["cpu"] * 3, chunks=6)
+    layers = shard(comm)
+    made = isinstance(layers, Pipe)
+    pipe = layers if made else Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6)
     for _ in range(5):
         pipe.zero_grad()
         if schedule is None:
@@ -76,9 +85,43 @@ def pipe_on_rank(
         (by_pipekernels, "1f1b"),
         (by_pipekernels, "zb-h1"),
         (by_torch, None),
+        (after_it_was_made, None),
     ],
 )
 def test_a_pipe_of_sharded_layers(
     shard: Callable[[Communicator], nn.Sequential], schedule: str | None
 ) -> None:
     run_processes(2, pipe_on_rank, shard, schedule)
+
+
+def fsdp_on_rank(comm: Communicator) -> None:
+    mesh = init_device_mesh("cpu", (comm.world_size,))
+    x = torch.randn(6 * comm.world_size, 8, dtype=torch.float64)
+    plain = model()
+    for reshard in (False, True):
+        pipe = Pipe(model(), [2, 2, 2], devices=["cpu"] * 3, chunks=6)
+        fully_shard(pipe, mesh=mesh, reshard_after_forward=reshard)
+        for _ in range(3):
+            plain.zero_grad()
+            pipe.zero_grad()
+            x = x.roll(1, 0) * 1.1
+            plain(x).square().mean().backward()
+            pipe(x.chunk(comm.world_size)[comm.rank]).square().mean().backward()
+            for layer, parallel in zip(plain, pipe, strict=True):
+                torch.testing.assert_close(parallel.weight.grad.full_tensor(), layer.weight.grad)
+
+    sharded = model()
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    with pytest.raises(ValueError, match=r"FSDP shards FSDPLinear.*fully_shard\(pipe\)"):
+        Pipe(sharded, [2, 2, 2], devices=["cpu"] * 3)
+    pipe = Pipe(model(), [2, 2, 2], devices=["cpu"] * 3)
+    pipe(x)
+    fully_shard(pipe[3], mesh=mesh)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="FSDP shards FSDPLinear"):
+            pipe(x)
+
+
+def test_fsdp_around_a_pipe_and_not_inside() -> None:
+    run_processes(2, fsdp_on_rank)

@@ -3,6 +3,7 @@ becomes."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -63,7 +64,6 @@ class Engine:
             Task([stage], index, device, skips.received[index], skips.sent[index])
             for index, (stage, device) in enumerate(zip(partitions, devices, strict=True))
         ]
-        on_cpu = all(device.type == "cpu" for device in devices)
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
         self.graphs: dict[int, StageGraphs] = {}  # by stage
         if cuda_graphs:
@@ -77,16 +77,7 @@ class Engine:
         self.chain = Task(partitions, 0, devices[0]) if whole else None
         # Stages whose work the thread that runs them all does itself.
         self.waits = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
-        # Stages that share a layer would run it, and accumulate into its parameters, in an order
-        # left to timing.
-        layers = [id(layer) for stage in partitions for layer in stage.modules()]
-        self.may_use_lanes = (
-            on_cpu
-            and not self.graphs
-            and len(layers) == len(set(layers))
-            # Ranks must call collectives in one order, and lanes know none between stages.
-            and not any(_has_collectives(stage) for stage in partitions)
-        )
+        self._look_at_layers()
         # Layers that draw random numbers where no lane can see it stay on one thread.
         self.hidden_randomness = False
         self._deferred_batch_norm = deferred_batch_norm
@@ -169,6 +160,20 @@ class Engine:
         if self.with_streams:
             self._spare.append(parameters)
 
+    def _look_at_layers(self) -> None:
+        """Find out how the layers may run."""
+        layers = [layer for stage in self.stages for layer in stage.modules()]
+        _refuse_fsdp(layers)
+        self.may_use_lanes = (
+            all(device.type == "cpu" for device in self.devices)
+            and not self.graphs
+            # Stages that share a layer would run it, and accumulate into its parameters, in an
+            # order left to timing.
+            and len(layers) == len(set(layers))
+            # Ranks must call collectives in one order, and lanes know none between stages.
+            and not any(map(_has_collectives, layers))
+        )
+
     def _committed(self) -> AbstractContextManager[None]:
         return committed(self.stages) if self._deferred_batch_norm else nullcontext()
 
@@ -176,31 +181,48 @@ class Engine:
         known: Sequence[StageParameters | None] = self._parameters
         if self.with_streams:
             known = self._spare.pop() if self._spare else [None] * len(self.stages)
-        self._parameters = [
+        parameters = [
             StageParameters(stage, previous)
             for stage, previous in zip(self.stages, known, strict=True)
         ]
+        if not all(map(StageParameters.is_made_up_as, parameters, self._parameters)):
+            self._look_at_layers()
+        self._parameters = parameters
         grad = torch.is_grad_enabled()
         wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in batch.tensors)
         grad = grad and (any(wants_grad) or bool(unique(self._parameters)))
         tensors = [t.detach() for t in batch.tensors] if grad else batch.tensors
         scatter = Scatter(tensors, batch.chunks, batch.dim)
-        parameters = self._parameters if grad else None
-        if parameters is None:
-            self.give_back(self._parameters)
+        if not grad:
+            self.give_back(parameters)
         structure = batch.structure.on(self.devices[0])
         return Run(
-            self, schedule, scatter, wants_grad, structure, parameters, checkpoint, may_split
+            *(self, schedule, scatter, wants_grad, structure),
+            *(parameters if grad else None, checkpoint, may_split),
         )
 
 
-def _has_collectives(stage: nn.Module) -> bool:
-    """Whether a layer has a communicator, or parameters on a mesh (``DTensor``)."""
-    return any(hasattr(parameter, "device_mesh") for parameter in stage.parameters()) or any(
-        isinstance(attribute, Communicator)
-        for layer in stage.modules()
-        for attribute in vars(layer).values()
-    )
+def _has_collectives(layer: nn.Module) -> bool:
+    """Whether it has a communicator, or parameters of its own on a mesh (``DTensor``)."""
+    return any(
+        hasattr(parameter, "device_mesh") for parameter in layer._parameters.values()
+    ) or any(isinstance(attribute, Communicator) for attribute in vars(layer).values())
+
+
+def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:
+    """FSDP puts the gathered parameters where the aliases are, and keeps gradients to itself until
+    a backward, as autograd knows it, has ended."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    sharded = next((type(layer).__name__ for layer in layers if isinstance(layer, kinds)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"FSDP shards {sharded}, a layer of the pipe; shard the pipe as a whole, "
+            "fully_shard(pipe), or have torch's schedules run stages of sharded layers "
+            "(pipe.to_torch_stage())"
+        )
 
 
 class _Unlocked:

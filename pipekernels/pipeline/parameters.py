@@ -56,6 +56,8 @@ class StageParameters:
     ) -> None:
         known = previous.pairs if previous is not None else {}
         self._own_versions = own_versions
+        # The layers, and the classes of layers and of parameters: what says how the stage may run.
+        self._makeup: list[object] = []
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # where each lives: (its layer's parameter dict, its name there, parameter, alias)
@@ -69,8 +71,10 @@ class StageParameters:
             layer = stack.pop()
             if layer is None:
                 continue
+            self._makeup += layer, type(layer)
             stack.extend(reversed(layer._modules.values()))
             for name, parameter in layer._parameters.items():
+                self._makeup.append(type(parameter))
                 if parameter is None or not parameter.requires_grad:
                     continue
                 key = id(parameter)
@@ -80,6 +84,10 @@ class StageParameters:
                     pair = (parameter, _make_alias(parameter, detached))
                 self.pairs[key] = pair
                 self._slots.append((layer._parameters, name, *pair))
+
+    def is_made_up_as(self, other: StageParameters) -> bool:
+        """Whether the same layers are there, of the same classes, as are their parameters."""
+        return self._makeup == other._makeup
 
     def found(self) -> list[tuple[nn.Parameter | None, int]]:
         """What is in the aliases' places, and where the aliases' memory is."""
