@@ -94,6 +94,45 @@ def test_conversion_keeps_parameters_and_keys_and_refuses_bad_chunks() -> None:
         DeferredBatchNorm(3)(torch.zeros(3))
 
 
+class NormAndRelu(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+@pytest.mark.parametrize("which", ["subclass", "lazy", "parametrized"])
+def test_conversion_refuses_what_it_would_lose(which: str) -> None:
+    norm: nn.Module = {"subclass": NormAndRelu, "lazy": nn.LazyBatchNorm1d}.get(
+        which, nn.BatchNorm1d
+    )(*[] if which == "lazy" else [2])
+    if which == "parametrized":
+        nn.utils.parametrizations.weight_norm(norm, dim=None)
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(norm))
+    with pytest.raises(TypeError, match=r"^1\.0 is a .*, which does more than BatchNorm does"):
+        convert_deferred_batch_norm(module)
+    assert type(module[0]) is nn.BatchNorm1d and module[1][0] is norm
+
+
+def test_a_pipe_refuses_them_too() -> None:
+    with pytest.raises(TypeError, match=r"^1\.1 is a NormAndRelu, which does more"):
+        Pipe(
+            nn.Sequential(nn.BatchNorm1d(2), NormAndRelu(2)),
+            [1, 1],
+            devices=["cpu"] * 2,
+            deferred_batch_norm=True,
+        )
+
+
+def test_conversion_keeps_hooks_and_what_is_shared() -> None:
+    norm = nn.BatchNorm1d(2)
+    norm.note = "mine"  # type: ignore[assignment]
+    seen = []
+    norm.register_forward_hook(lambda *_: seen.append(1))
+    module = convert_deferred_batch_norm(nn.Sequential(norm, nn.Sequential(norm.eval())))
+    module(torch.randn(3, 2))
+    assert module[0] is module[1][0] and isinstance(module[0], DeferredBatchNorm)
+    assert len(seen) == 2 and module[0].note == "mine" and not module[0].training
+
+
 def test_another_thread_waits_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
     pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipekernels.pipeline.checkpoint import is_recomputing
 
@@ -117,7 +118,7 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
     """Replace every ``nn.BatchNorm1d/2d/3d`` in ``module``, in place, by a
-    :class:`DeferredBatchNorm`.
+    :class:`DeferredBatchNorm`; ``nn.SyncBatchNorm`` stays as it is.
 
     Parameters, statistics and state_dict keys stay the same.
 
@@ -128,22 +129,34 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
     Raises:
         ValueError: ``chunks`` is below 1.
+        TypeError: a BatchNorm is of a class that does more, is lazy or parametrized; nothing is
+            replaced then.
     """
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}; it must be at least 1")
-    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-        deferred = DeferredBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
+    replacements: dict[nn.Module, nn.Module] = {
+        norm: _deferred(name, norm)
+        for name, norm in module.named_modules()
+        if isinstance(norm, _BatchNorm) and not isinstance(norm, _KEPT)
+    }
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = replacements.get(child, child)
+    return replacements.get(module, module)
+
+
+_KEPT = (DeferredBatchNorm, nn.SyncBatchNorm)
+
+
+def _deferred(name: str, norm: _BatchNorm) -> DeferredBatchNorm:
+    is_plain = type(norm).forward is _BatchNorm.forward and not hasattr(norm, "parametrizations")
+    if not is_plain or isinstance(norm, LazyModuleMixin):
+        raise TypeError(
+            f"{name or 'the module'} is a {type(norm).__name__}, which does more than BatchNorm does, "
+            "and that would be lost; use nn.BatchNorm1d, 2d or 3d there (a lazy one becomes that with "
+            "its first input), or no deferred batch norm"
         )
-        deferred._parameters = module._parameters
-        deferred._buffers = module._buffers
-        deferred.train(module.training)
-        return deferred
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = convert_deferred_batch_norm(child, chunks)
-    return module
+    deferred = DeferredBatchNorm(norm.num_features, affine=False, track_running_stats=False)
+    vars(deferred).update(vars(norm))
+    return deferred

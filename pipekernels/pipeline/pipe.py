@@ -69,6 +69,7 @@ class Pipe(nn.Module):
     Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its stages
     do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has parameters
     that are ``DTensor``. Layers that hide their collectives otherwise do not belong in a pipe on CPUs.
+    FSDP2 goes around a pipe, ``fully_shard(pipe)``; layers that it shards one by one are refused.
 
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
     threads must not read or change the pipe's parameters.
@@ -97,8 +98,10 @@ class Pipe(nn.Module):
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, skips of its layers do not match, ``balance``
-            does not list integers, or ``devices`` is a single one.
-        ValueError: an argument is out of its range, or ``balance`` does not fit the module.
+            does not list integers, ``devices`` is a single one, or a BatchNorm to be deferred is of a
+            class that does more.
+        ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
+            shards a layer.
         IndexError: fewer devices than stages.
     """
 
@@ -144,9 +147,6 @@ class Pipe(nn.Module):
         if devices is None and not chosen:
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
-        if deferred_batch_norm:
-            for partition in partitions:
-                convert_deferred_batch_norm(partition, int(chunks))
         self.devices: list[torch.device] = chosen[: len(partitions)]
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
@@ -154,6 +154,8 @@ class Pipe(nn.Module):
         self.cuda_graphs = bool(cuda_graphs)
         self._deferred_batch_norm = deferred_batch_norm
         self.partitions = nn.ModuleList(partitions)
+        if deferred_batch_norm:
+            convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = self._new_engine()
 
     # One graph break to torch.compile, which could follow neither lanes nor their locks. Unlike
