@@ -64,7 +64,7 @@ def test_moving_is_denied_and_casting_allowed() -> None:
     for move in (
         pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), lambda: pipe.to(torch.device("cpu")),
         lambda: pipe.to(device="cpu"), lambda: pipe.to(0), lambda: pipe.to(x),
-        lambda: pipe.to(tensor=x),
+        lambda: pipe.to(tensor=x), lambda: pipe.to_empty(device="cpu"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match="cannot be moved"):
             move()
@@ -87,10 +87,34 @@ def test_deepcopy_and_pickle() -> None:
     assert pipe[0].weight.grad is None
 
 
+class Residual(nn.Sequential):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + super().forward(input)
+
+
+def with_scale() -> nn.Sequential:
+    module = mlp()
+    module.register_buffer("scale", torch.ones(1))
+    return module
+
+
+def with_hook() -> nn.Sequential:
+    module = mlp()
+    module.register_forward_hook(lambda module, inputs, output: output * 2)
+    return module
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"module": nn.Linear(1, 1)}, TypeError, "nn.Sequential, not Linear"),
+        ({"module": Residual(nn.Tanh())}, TypeError, "the Residual has a forward of its own"),
+        (
+            {"module": with_scale()},
+            TypeError,
+            "the Sequential has parameters or buffers of its own",
+        ),
+        ({"module": with_hook()}, TypeError, "the Sequential has hooks of its own"),
         ({"chunks": 0}, ValueError, "chunks is 0"),
         ({"chunks": -1}, ValueError, "chunks is -1"),
         ({"chunks": 1.5}, ValueError, "chunks is 1.5"),

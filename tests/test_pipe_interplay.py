@@ -233,3 +233,65 @@ def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.Warning
     assert not recwarn.list
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward|skip function forward"):
         torch.compile(pipe, fullgraph=True)(x)
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+@pytest.mark.parametrize("sparse_first", [True, False])
+def test_a_weight_with_sparse_and_dense_gradients(sparse_first: bool) -> None:
+    embedding = nn.Embedding(5, 5, sparse=True, dtype=torch.float64)
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = embedding
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.embedding(torch.arange(len(x))) + x
+
+    layers = [Lookup(), nn.Tanh(), Tied(embedding.weight)]
+    module = nn.Sequential(*(layers if sparse_first else reversed(layers)))
+    x = torch.randn(6, 5, dtype=torch.float64)
+    torch.cat([module(part) for part in x.tensor_split(2)]).square().sum().backward()
+    expected, embedding.weight.grad = embedding.weight.grad, None
+    Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=2)(x).square().sum().backward()
+    torch.testing.assert_close(embedding.weight.grad.to_dense(), expected.to_dense())
+
+
+def test_cached_parametrizations_are_refused_where_graphs_are_made() -> None:
+    module = mlp()
+    nn.utils.parametrizations.weight_norm(module[0])
+    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    expected = module(x)
+    with nn.utils.parametrize.cached():
+        with pytest.raises(
+            RuntimeError, match=r"cached\(\) would give every micro-batch the graph"
+        ):
+            pipe(x)
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), expected)
+    pipe(x).sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_work_in_place_that_begins_later(checkpoint: str, way: Way) -> None:
+    module = mlp()
+    pipe = Pipe(module, [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    pipe(x).sum().backward()
+    module[3].register_forward_pre_hook(lambda layer, inputs: (inputs[0].mul_(3),))
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe(x).sum().backward()
+    reference = copy.deepcopy(pipe.to_sequential())
+    reference.zero_grad()
+    reference(x).sum().backward()
+    assert_same_gradients(pipe, reference)

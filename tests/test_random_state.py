@@ -132,22 +132,30 @@ def test_the_callers_generator_moves_by_one_number(training: bool, place: torch.
     assert torch.equal(torch.rand(4), there)
 
 
-def test_randomness_that_lanes_cannot_see_stays_inline() -> None:
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+@pytest.mark.parametrize("begins", ["at once", "in training mode", "with a probability"])
+def test_randomness_that_lanes_cannot_see_stays_inline(begins: str) -> None:
     """An LSTM draws its dropout masks inside C++."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
-
-        def forward(self, x):
-            return self.lstm(x)[0]
-
     torch.manual_seed(0)
-    pipe = Pipe(nn.Sequential(Recurrent(), Recurrent()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    layers = [Recurrent(0.0 if begins == "with a probability" else 0.5) for _ in range(2)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2)
+    if begins != "at once":
+        pipe.train(begins == "with a probability")
+        pipe(torch.ones(4, 3, 6))
+        assert not pipe._engine.has_hidden_randomness()
+        for layer in layers:
+            layer.lstm.train().dropout = 0.5
     torch.manual_seed(1)
     first = pipe(torch.ones(4, 3, 6))
-    assert pipe._engine.hidden_randomness
+    assert pipe._engine.has_hidden_randomness()
     first.sum().backward()
     for _ in range(4):
         torch.manual_seed(1)
@@ -156,10 +164,27 @@ def test_randomness_that_lanes_cannot_see_stays_inline() -> None:
         assert torch.equal(again, first)
 
 
+def test_randomness_that_begins_in_training_mode_is_found_then() -> None:
+    class Sometimes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            forward = super().forward
+            if not self.training:
+                return forward(x)
+            return checkpoint(lambda x: F.dropout(forward(x)), x, use_reentrant=False)
+
+    layers = [Sometimes(6, 6), Sometimes(6, 6)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2).eval()
+    pipe(torch.ones(4, 6)).sum().backward()
+    assert not pipe._engine.has_hidden_randomness()
+    layers[1].train()
+    pipe(torch.ones(4, 6)).sum().backward()
+    assert pipe._engine.has_hidden_randomness()
+
+
 def test_visible_randomness_may_use_lanes() -> None:
     pipe = Pipe(build(), [2, 3], devices=["cpu"] * 2, chunks=4)
     pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
-    assert not pipe._engine.hidden_randomness
+    assert not pipe._engine.has_hidden_randomness()
 
 
 def test_attention_whose_dropout_is_given_by_position(force_way: Callable[[Way], None]) -> None:
@@ -218,7 +243,7 @@ def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: b
         return [p.grad for p in module.parameters()]
 
     runs = [gradients()]
-    assert pipe._engine.hidden_randomness
+    assert pipe._engine.has_hidden_randomness()
     runs += [gradients() for _ in range(8)]
     for layer in module[1:]:
         layer.use_reentrant = None
@@ -236,7 +261,7 @@ def test_a_pipe_within_a_pipe() -> None:
         layers = nn.Sequential(nn.Dropout(0.5), inner, nn.Linear(8, 8)).double()
         outer = Pipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2)
         runs.extend(results(outer, 3) for _ in range(8))
-        assert outer._engine.hidden_randomness
+        assert outer._engine.has_hidden_randomness()
 
     runs: list[list[torch.Tensor]] = []
     thread = threading.Thread(target=work, daemon=True)

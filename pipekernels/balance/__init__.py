@@ -23,7 +23,7 @@ from torch import nn
 
 from pipekernels.balance import blockpartition
 from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.partition import check_partitions, layers, solve
+from pipekernels.pipeline.partition import check_partitions, check_sequential, layers, solve
 from pipekernels.pipeline.profile import (
     Device,
     as_device,
@@ -116,8 +116,7 @@ def balance_by_size(
 
 
 def _check(module: nn.Sequential, partitions: int) -> None:
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+    check_sequential(module)
     check_partitions(len(layers(module)), partitions)
 
 

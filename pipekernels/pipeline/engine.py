@@ -78,8 +78,7 @@ class Engine:
         # Stages whose work the thread that runs them all does itself.
         self.waits = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
         self._look_at_layers()
-        # Layers that draw random numbers where no lane can see it stay on one thread.
-        self.hidden_randomness = False
+        self._hidden_randomness = False
         self._deferred_batch_norm = deferred_batch_norm
         self.pace = Pace()
         self.timeline: Timeline | None = None
@@ -153,7 +152,13 @@ class Engine:
     def note_hidden_randomness(self) -> None:
         """Keep to one thread from the next mini-batch on: random numbers are drawn where no lane
         could keep them apart."""
-        self.hidden_randomness = True
+        self._hidden_randomness = True
+
+    def has_hidden_randomness(self) -> bool:
+        """Whether layers draw random numbers where no lane could keep them apart, as far as known."""
+        return self._hidden_randomness or any(
+            layer.dropout > 0 and layer.training for layer in self._recurrent
+        )
 
     def give_back(self, parameters: list[StageParameters]) -> None:
         """Take over the aliases of a run that has ended."""
@@ -161,9 +166,14 @@ class Engine:
             self._spare.append(parameters)
 
     def _look_at_layers(self) -> None:
-        """Find out how the layers may run."""
+        """Find out how the layers may run, at first and whenever they have changed."""
         layers = [layer for stage in self.stages for layer in stage.modules()]
         _refuse_fsdp(layers)
+        for task in (*self.tasks, *filter(None, [self.chain])):
+            task.look_at_layers()
+        self.modes = tuple(layer.training for layer in layers)
+        # Their dropout is drawn in one call with all else that they do.
+        self._recurrent = [layer for layer in layers if isinstance(layer, nn.RNNBase)]
         self.may_use_lanes = (
             all(device.type == "cpu" for device in self.devices)
             and not self.graphs

@@ -36,7 +36,8 @@ class Kind(NamedTuple):
     size_bits: int
     """Length, in bits, of the number of elements of a micro-batch."""
     grad: bool
-    training: bool
+    training: tuple[bool, ...]
+    """Which layers are."""
     recomputed: int
     """How many micro-batches are."""
     may_split: bool

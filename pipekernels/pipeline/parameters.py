@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 def _make_alias(parameter: nn.Parameter, detached: torch.Tensor) -> nn.Parameter:
@@ -56,7 +57,7 @@ class StageParameters:
     ) -> None:
         known = previous.pairs if previous is not None else {}
         self._own_versions = own_versions
-        # The layers, and the classes of layers and of parameters: what says how the stage may run.
+        # The layers, and what says how they may run: classes, also of parameters, modes, hooks.
         self._makeup: list[object] = []
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -71,7 +72,7 @@ class StageParameters:
             layer = stack.pop()
             if layer is None:
                 continue
-            self._makeup += layer, type(layer)
+            self._makeup += layer, type(layer), layer.training, bool(layer._forward_pre_hooks)
             stack.extend(reversed(layer._modules.values()))
             for name, parameter in layer._parameters.items():
                 self._makeup.append(type(parameter))
@@ -86,7 +87,8 @@ class StageParameters:
                 self._slots.append((layer._parameters, name, *pair))
 
     def is_made_up_as(self, other: StageParameters) -> bool:
-        """Whether the same layers are there, of the same classes, as are their parameters."""
+        """Whether the same layers are there, and nothing about them says that they are to be looked
+        at again."""
         return self._makeup == other._makeup
 
     def found(self) -> list[tuple[nn.Parameter | None, int]]:
@@ -115,7 +117,16 @@ class StageParameters:
 @contextmanager
 def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     """Have the aliases of all ``stages`` in place while the body runs. What was there comes back
-    afterwards: the parameters, aliases of another run, or what the user has put there since."""
+    afterwards: the parameters, aliases of another run, or what the user has put there since.
+
+    Raises:
+        RuntimeError: in ``torch.nn.utils.parametrize.cached()``, whose values are of one graph.
+    """
+    if parametrize._cache_enabled:
+        raise RuntimeError(
+            "torch.nn.utils.parametrize.cached() would give every micro-batch the graph of the first; "
+            "leave it away around forwards and backwards of a pipe, or evaluate under no_grad()"
+        )
     found = [parameters.found() for parameters in stages]
     try:
         for parameters in stages:
@@ -141,5 +152,10 @@ def accumulated(
         for key, (_, alias) in stage.pairs.items():
             grad, alias.grad = alias.grad, None
             if grad is not None:
-                total[key] = total[key].add(grad) if key in total else grad
+                total[key] = _sum(total[key], grad) if key in total else grad
     return [total.get(id(parameter)) for parameter in parameters]
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Sparse tensors can be added to dense ones, not the other way round.
+    return other.add(one) if one.is_sparse else one.add(other)

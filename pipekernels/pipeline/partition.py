@@ -54,6 +54,26 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
     return lengths
 
 
+def check_sequential(module: nn.Module) -> None:
+    """Raise a TypeError unless ``module`` is an ``nn.Sequential`` that does nothing but call its
+    layers."""
+    kind = type(module).__name__
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be an nn.Sequential, not {kind}")
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    more = {
+        "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
+        "parameters or buffers": module._parameters or module._buffers,
+        "hooks": any(getattr(module, kind) for kind in hooks),
+    }
+    for what, there in more.items():
+        if there:
+            raise TypeError(
+                f"the {kind} has {what} of its own, beyond its layers, and the stages would not have "
+                "them; make a layer of it, nn.Sequential(module, ...)"
+            )
+
+
 def check_partitions(n: int, partitions: int) -> None:
     """Raise a ValueError unless ``n`` elements can be cut into ``partitions`` non-empty ones."""
     if partitions < 1:

@@ -17,7 +17,12 @@ from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
 from pipekernels.pipeline.micro_batch import Batch, Scatter
-from pipekernels.pipeline.partition import balance_by_parameters, layers, split_module
+from pipekernels.pipeline.partition import (
+    balance_by_parameters,
+    check_sequential,
+    layers,
+    split_module,
+)
 from pipekernels.pipeline.schedule import Schedule
 from pipekernels.pipeline.sink import Losses, LossFunction
 from pipekernels.pipeline.skip import verify_skippables
@@ -97,9 +102,9 @@ class Pipe(nn.Module):
             warning says why. Parameters must not be modified between a forward and its backward.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, skips of its layers do not match, ``balance``
-            does not list integers, ``devices`` is a single one, or a BatchNorm to be deferred is of a
-            class that does more.
+        TypeError: ``module`` is no ``nn.Sequential`` or has a forward, parameters or hooks of its own,
+            skips of its layers do not match, ``balance`` does not list integers, ``devices`` is a
+            single one, or a BatchNorm to be deferred is of a class that does more.
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
         IndexError: fewer devices than stages.
@@ -118,8 +123,7 @@ class Pipe(nn.Module):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Sequential):
-            raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+        check_sequential(module)
         for name, value in (("balance", balance), ("devices", devices)):
             if isinstance(value, (str, int, torch.device)):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
@@ -379,6 +383,10 @@ class Pipe(nn.Module):
         ):
             raise TypeError(_MOVE_DENIED)
         return super().to(*args, **kwargs)
+
+    def to_empty(self, *, device: Device | None, recurse: bool = True) -> Pipe:
+        """Denied: see ``devices``. Give the layers memory before they become a pipe."""
+        raise TypeError(_MOVE_DENIED)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

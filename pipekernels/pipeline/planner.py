@@ -16,7 +16,7 @@ from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.lanes import intra_op_threads
-from pipekernels.pipeline.partition import cuts, layers
+from pipekernels.pipeline.partition import check_sequential, cuts, layers
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.profile import (
     Device,
@@ -192,8 +192,7 @@ def plan_pipeline(
             on the meta device, or nothing fits into ``memory_limit``; then the error names the
             smallest peak found.
     """
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be an nn.Sequential, not {type(module).__name__}")
+    check_sequential(module)
     for name, names in (("devices", devices), ("schedules", schedules)):
         if isinstance(names, str):
             raise TypeError(f"{name} is {names!r}; give a list, such as [{names!r}]")

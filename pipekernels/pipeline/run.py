@@ -433,7 +433,7 @@ class Run:
             len(self._scatter),
             self._scatter.elements(0).bit_length(),
             self.grad,
-            any(stage.training for stage in engine.stages),
+            engine.modes,
             sum(self._drop),
             may_split,
         )
@@ -446,7 +446,7 @@ class Run:
             # A layer that recomputes its forward puts back the state of the process's generator,
             # which on lanes would be anybody's.
             self._in_autograd = DrawWatch(engine.note_hidden_randomness)
-        if engine.hidden_randomness:
+        if engine.has_hidden_randomness():
             begun.way = "inline"
         elif begun.way != "inline":
             self._draw = Run._on_lane

@@ -101,10 +101,12 @@ def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _may_modify_inputs(module: nn.Module) -> bool:
-    """Whether a layer might work in place on what it is given; torch's own layers say so by
-    ``inplace``."""
+    """Whether a layer, or a hook before it, might work in place on what it is given; torch's own
+    layers say so by ``inplace``."""
     return any(
-        getattr(layer, "inplace", False) or not type(layer).__module__.startswith("torch.nn.")
+        getattr(layer, "inplace", False)
+        or layer._forward_pre_hooks
+        or not type(layer).__module__.startswith("torch.nn.")
         for layer in module.modules()
     )
 
@@ -144,7 +146,11 @@ class Task:
         self.received_skips = tuple(received)
         self.sent_skips = tuple(sent)
         self._has_skips = any(has_skips(stage) for stage in stages)
-        self._needs_entry = any(_may_modify_inputs(stage) for stage in stages)
+        self.look_at_layers()
+
+    def look_at_layers(self) -> None:
+        """To be called when they have changed."""
+        self._needs_entry = any(_may_modify_inputs(stage) for _, stage in self.stages)
         # Whether a checkpointed input must be cloned because it is overwritten; None until one was
         # watched.
         self._overwrites_input: bool | None = None if self._needs_entry else False
