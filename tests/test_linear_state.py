@@ -11,6 +11,7 @@ import torch
 from devices import on
 from ranks import run_threads
 from torch import nn
+from torch.nn.utils import prune
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from pipekernels.tensor_parallel import full_state_dict
@@ -150,3 +151,33 @@ def test_errors_state_value_limit_and_remedy() -> None:
     for shape in ((3, 3), (3,)):
         with pytest.raises(ValueError, match="reduce_scatter.*pad"):
             scatter(torch.ones(shape))
+
+
+def test_layers_whose_weight_is_computed_are_not_taken_for_shards() -> None:
+    comm, _ = Communicator.threads(2)
+    for change in (
+        nn.utils.parametrizations.weight_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    ):
+        layer = ColumnParallelLinear(4, 6, comm=comm)
+        change(layer)
+        for call in (layer.full_state_dict, layer.reset_parameters):
+            with pytest.raises(TypeError, match="the weight of this .* is computed from"):
+                call()
+        with pytest.raises(TypeError, match="is computed from"):
+            full_state_dict(nn.Sequential(layer))
+
+
+def test_a_shallow_copy_shares_everything() -> None:
+    comm, _ = Communicator.threads(2)
+    layer = RowParallelLinear(4, 6, comm=comm)
+    clone = copy.copy(layer)
+    assert type(clone) is RowParallelLinear and clone.weight is layer.weight
+    assert clone.comm is comm
+
+
+def test_autocast_leaves_integers_to_fail_as_in_a_full_layer() -> None:
+    (comm,) = Communicator.threads(1)
+    for layer in (RowParallelLinear(4, 6, comm=comm), nn.Linear(4, 6)):
+        with torch.autocast("cpu"), pytest.raises(RuntimeError, match="same dtype"):
+            layer(torch.ones(2, 4, dtype=torch.int64))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from devices import on
@@ -116,16 +118,43 @@ def test_gradients_are_those_of_the_summed_loss(
     run_threads(world_size, on(device, on_rank))
 
 
-def test_plain_collectives_are_differentiable_twice(device: torch.device) -> None:
-    xs = [x.to(device) for x in inputs(2, ROWS)]
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_plain_collectives_are_differentiable_twice(operation: str, device: torch.device) -> None:
+    """Against one process that has the tensors of both ranks."""
+    joined = {
+        "all_reduce": lambda x: x.sum(0, keepdim=True).expand(2, -1, -1),
+        "reduce_scatter": lambda x: x.sum(0).unflatten(0, (2, -1)),
+        "all_gather": lambda x: x.flatten(0, 1).expand(2, -1, -1),
+        "broadcast": lambda x: x[:1].expand(2, -1, -1),
+    }
+    xs = torch.stack(inputs(2, ROWS, 3)).to(device)
+
+    def second(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        return torch.autograd.grad((grad**2).sum(), x)[0]
+
+    whole = xs.clone().requires_grad_()
+    expected = second(joined[operation](whole), whole)
 
     def on_rank(comm: Communicator) -> None:
         x = xs[comm.rank].clone().requires_grad_()
-        y = ops.all_reduce(x, comm)
-        (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)  # sum of 3 y^2
-        (second,) = torch.autograd.grad(grad.sum(), x)
-        # The sum over both ranks' losses, twice: 2 * 2 * 6 y.
-        torch.testing.assert_close(second, 24 * y.detach())
+        torch.testing.assert_close(second(getattr(ops, operation)(x, comm), x), expected[comm.rank])
+
+    run_threads(2, on(device, on_rank))
+
+
+@pytest.mark.parametrize("operation", [ops.all_gather, ops.broadcast])
+def test_complex_tensors_that_are_moved_have_gradients(
+    operation: Callable[..., torch.Tensor], device: torch.device
+) -> None:
+    parts = [torch.complex(*inputs(2, ROWS)).to(device) * (rank + 1) for rank in range(2)]
+
+    def on_rank(comm: Communicator) -> None:
+        x = parts[comm.rank].clone().requires_grad_()
+        y = operation(x, comm)
+        (y * y.detach().conj()).real.sum().backward()
+        moved = operation is ops.all_gather or comm.rank == 0
+        torch.testing.assert_close(x.grad, x.detach() * 2 if moved else torch.zeros_like(x))
 
     run_threads(2, on(device, on_rank))
 

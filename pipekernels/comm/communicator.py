@@ -263,7 +263,8 @@ class Communicator(Collectives):
         A call of this rank alone, but for the first use of CUDA. The memory is this tensor's (and
         its views') as long as any of them lives, also after :meth:`close`. On CUDA it belongs to the
         current stream, as torch's own does: keep a tensor that another stream uses until that is
-        done.
+        done. On CPUs it is also shared with processes forked later, which write to it for all: clone
+        what is to be theirs.
 
         Args:
             shape: sizes, one by one or as one sequence.

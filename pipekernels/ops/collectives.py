@@ -1,7 +1,9 @@
 """Functional, differentiable collectives over the ranks of a communicator.
 
 Each one is a registered operation (schema, fake, autograd) that names its communicator by an
-integer handle, so it traces under ``torch.compile(fullgraph=True)``. No result aliases an input.
+integer handle, so it traces under ``torch.compile(fullgraph=True)``. No result aliases an input. On
+CPUs, results of :func:`all_reduce` and :func:`broadcast` lie in memory that processes forked later
+share: what one writes there, all see. Clone what is to outlive a fork.
 
 Autograd convention: the loss is the *sum* of the losses of all ranks, and every rank obtains the
 derivative of that sum by its own input. Hence the backward of a sum over ranks is again a sum over
@@ -263,6 +265,13 @@ _call_reduce_scatter = _register(
 )
 
 
+def _in_reals(reduction: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
+    """What moves complex numbers has sums of them in its backward, which reductions have not."""
+    if not grad.is_complex():
+        return reduction(grad)
+    return torch.view_as_complex(reduction(torch.view_as_real(grad.resolve_conj())))
+
+
 def _all_gather(x: Tensor, comm: int) -> Tensor:
     return communicator_of(comm).all_gather(x)
 
@@ -276,7 +285,7 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _call_reduce_scatter(grad, ctx.comm, "sum"), None
+    return _in_reals(lambda real: _call_reduce_scatter(real, ctx.comm, "sum"), grad), None
 
 
 _call_all_gather = _register(
@@ -302,9 +311,11 @@ def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    total = _call_all_reduce(grad, ctx.comm, "sum", "auto")
-    sends = communicator_of(ctx.comm).rank == ctx.src
-    return total if sends else torch.zeros_like(total), None, None
+    total = _in_reals(lambda real: _call_all_reduce(real, ctx.comm, "sum", "auto"), grad)
+    if communicator_of(ctx.comm).rank != ctx.src:
+        # Zeros with a graph: a second derivative has the sum's backward, which all ranks must run.
+        total = total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
+    return total, None, None
 
 
 _call_broadcast = _register(

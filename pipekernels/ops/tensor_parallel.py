@@ -147,7 +147,8 @@ def row_linear(
     if scatter:
         check_rows(x, comm.world_size, dims=2)
     device = x.device.type  # Autocast does not know "meta".
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    if casts and device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     if is_needless([x, weight]):

@@ -105,13 +105,17 @@ class _ShardedLinear(nn.Module):
             dtype=self.weight.dtype,
         )
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
+            for name, parameter in self._plain_parameters().items():
                 parameter.copy_(self._shard(name, getattr(full, name)))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state_dict of the full ``nn.Linear``, gathered; a collective that all ranks call."""
+        """The state_dict of the full ``nn.Linear``, gathered; a collective that all ranks call.
+
+        Raises:
+            TypeError: a parametrization, or a mask, has come in the place of a parameter.
+        """
         state = {}
-        for name, parameter in self.named_parameters():
+        for name, parameter in self._plain_parameters().items():
             full = parameter.detach().clone()
             if name in self._shard_dims:
                 dim = self._shard_dims[name]
@@ -133,6 +137,17 @@ class _ShardedLinear(nn.Module):
                 shard = self._shard(name, parameter.detach())
                 parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             self.register_parameter(name, parameter)
+
+    def _plain_parameters(self) -> dict[str, nn.Parameter]:
+        """The weight and the bias, if there is one."""
+        for name in ("weight", "bias"):
+            if name not in self._parameters:
+                raise TypeError(
+                    f"the {name} of this {type(self).__name__} is computed from parameters that are not "
+                    f"known to be shards of those of a full layer; {REMEDY}"
+                )
+        named = {name: self._parameters[name] for name in ("weight", "bias")}
+        return {name: parameter for name, parameter in named.items() if parameter is not None}
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
         return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
@@ -181,6 +196,11 @@ class _ShardedLinear(nn.Module):
         memo[id(self.comm)] = self.comm  # The copy talks to the same ranks.
         clone = memo[id(self)] = type(self).__new__(type(self))
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+    def __copy__(self) -> Any:
+        clone = type(self).__new__(type(self))
+        clone.__dict__.update(self.__dict__)
         return clone
 
     def __getstate__(self) -> NoReturn:
@@ -372,6 +392,9 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
     A collective: all ranks call it, and all receive the whole. ``module`` may hold sharded layers
     at any depth, or be one.
+
+    Raises:
+        TypeError: a sharded layer has got a parametrization, or a mask.
     """
     state = module.state_dict()
     for name, layer in module.named_modules(remove_duplicate=False):

@@ -29,12 +29,18 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     the result is the model's, with one all-reduce per pair in the forward and one in the backward.
     What lies between the two sees this rank's features alone. So a module that counts heads must be
     told the count of this rank (``attention.num_heads //= comm.world_size``, say), and the world
-    size must divide it.
+    size must divide it. Ranks take consecutive features: of a layer that several outputs are fused in
+    (``qkv``, ``gate_up_proj``), a rank's part is no such fusion, unless its features are grouped by
+    head. A parameter between the two, such as the norms of queries and keys in Qwen3, gets this rank's
+    part of its gradient; have the parts summed with
+    ``parameter.register_hook(lambda grad: comm.all_reduce(grad.clone()))``. Dropout between the two may
+    differ from rank to rank; elsewhere all ranks must draw the same, so there ranks want the same
+    seed and one process each.
 
     In evaluation mode PyTorch's ``nn.TransformerEncoderLayer`` hands the weights of its layers to
     one kernel; where some of them are replaced, it calls them in all modes.
 
-    Gradients of parameters that are not sharded are whole on every rank. So a norm over all gradients,
+    Gradients of all other parameters that are not sharded are whole on every rank. So a norm over all gradients,
     as ``torch.nn.utils.clip_grad_norm_`` takes it, differs between ranks, which would then scale
     those parameters differently: add the squares of the sharded ones up over the ranks first.
 
