@@ -108,6 +108,25 @@ def test_a_backward_in_autocast(checkpoint: str, force_way: Callable[[Way], None
         assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_forward_in_autocast(checkpoint: str, force_way: Callable[[Way], None]) -> None:
+    """Micro-batches that shared the cast of a parameter would sum up its gradient in bfloat16."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    x, grads = torch.randn(64, 8), []
+    for way in ("inline", "lanes", "split"):
+        force_way(way)
+        pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=8, checkpoint=checkpoint)
+        module.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = pipe(x).float().square().sum()
+            assert torch.is_autocast_cache_enabled()
+        loss.backward()
+        grads.append([p.grad for p in module.parameters()])
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
+
+
 def test_what_watches_the_caller_sees_everything(way: Way) -> None:
     module = mlp().float()
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
@@ -117,6 +136,17 @@ def test_what_watches_the_caller_sees_everything(way: Way) -> None:
     with FlopCounterMode(display=False) as counted:
         pipe(x).sum().backward()
     assert counted.get_total_flops() == expected.get_total_flops()
+    with FlopCounterMode(display=False) as forwards:
+        loss = pipe(x).sum()
+    loss = pipe(x).sum()
+    with FlopCounterMode(display=False) as backwards:
+        loss.backward()
+    total = forwards.get_total_flops() + backwards.get_total_flops()
+    assert total == expected.get_total_flops()
+    with torch.profiler.profile() as profiled:
+        pipe(x)
+    products = [event for event in profiled.key_averages() if event.key == "aten::addmm"]
+    assert [event.count for event in products] == [2 * 3]
 
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         pytest.skip("torch 2.6 does not tell whether there are hooks on saved tensors")
@@ -295,3 +325,62 @@ def test_work_in_place_that_begins_later(checkpoint: str, way: Way) -> None:
     reference.zero_grad()
     reference(x).sum().backward()
     assert_same_gradients(pipe, reference)
+
+
+class Overwriting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sub_(0.5).mul_(x.detach() > 0)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("first", [lambda: nn.ReLU(inplace=True), Overwriting])
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_a_first_layer_in_place_leaves_the_input_as_it_is(
+    first: Callable[[], nn.Module], wants_grad: bool, checkpoint: str, way: Way
+) -> None:
+    module = nn.Sequential(first(), *mlp())
+    pipe = Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=wants_grad)
+    h = x * 1
+    before = h.detach().clone()
+    for _ in range(2):
+        pipe.zero_grad()
+        x.grad = None
+        (pipe(h).square().sum() + h.sum()).backward(retain_graph=True)
+        assert torch.equal(h, before)
+    expected = copy.deepcopy(pipe.to_sequential())
+    expected.zero_grad()
+    y = x.detach().clone().requires_grad_()
+    (expected(y * 1).square().sum() + y.sum()).backward()
+    assert_same_gradients(pipe, expected)
+    if wants_grad:
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_a_failed_backward_leaves_nothing_to_the_next(way: Way) -> None:
+    fails = True
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise ZeroDivisionError
+        return grad
+
+    class Hooked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if x[0, 0] == 1:  # The first micro-batch, whose backward is the last.
+                y.register_hook(hook)
+            return y
+
+    module = nn.Sequential(Hooked(4, 4), nn.Tanh())
+    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+    x = torch.arange(32.0).view(8, 4).div(32).index_put((torch.tensor([0]),), torch.ones(4))
+    x.requires_grad_()
+    loss = pipe(x).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    fails = False
+    loss.backward()
+    grads = [p.grad for p in (x, *module.parameters())]
+    expected = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+    torch.testing.assert_close(grads, list(expected))

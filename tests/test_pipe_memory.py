@@ -175,3 +175,21 @@ def test_an_output_keeps_nothing_else_after_its_backward(
     assert all(tensor() is None for tensor in tensors)
     for kept in (x, grad):
         assert torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == 2
+
+
+def test_what_is_not_cut_is_not_kept_beyond_the_forward(way: Way) -> None:
+    class Cache:
+        pass
+
+    class First(nn.Module):
+        def forward(self, given: tuple[torch.Tensor, Cache]) -> torch.Tensor:
+            return given[0]
+
+    layers = [First(), nn.Linear(4, 4), nn.Tanh()]
+    pipe = Pipe(nn.Sequential(*layers), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    cache = Cache()
+    kept = weakref.ref(cache)
+    output = pipe((torch.randn(4, 4), cache))
+    del cache
+    assert kept() is None
+    output.sum().backward()

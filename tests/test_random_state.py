@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import Pipe
+from pipekernels.pipeline import random_state
 from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.random_state import LaneRandom, task_seed
 
@@ -242,6 +245,7 @@ def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: b
         pipe(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().backward()
         return [p.grad for p in module.parameters()]
 
+    pipe(torch.ones(8, 8))  # Without a backward, in which it would be seen.
     runs = [gradients()]
     assert pipe._engine.has_hidden_randomness()
     runs += [gradients() for _ in range(8)]
@@ -270,3 +274,30 @@ def test_a_pipe_within_a_pipe() -> None:
     assert len(runs) == 8
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_a_forked_child_has_random_numbers_though_a_lane_was_drawing(
+    force_way: Callable[[Way], None],
+) -> None:
+    force_way("lanes")
+    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    drawing, forked = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with random_state._generator_lock:
+            drawing.set()
+            forked.wait()
+
+    lane = threading.Thread(target=draw)
+    lane.start()
+    drawing.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # A handler would wait for the main thread.
+        signal.alarm(20)
+        pipe(torch.ones(4, 4))
+        os._exit(0)
+    forked.set()
+    lane.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -339,3 +339,14 @@ def test_forwards_and_losses_have_the_callers_autocast(place: torch.device) -> N
     with torch.autocast(place.type, dtype=torch.bfloat16):
         pipe.train_step(torch.randn(4, 5), None, loss_fn, loss_reduction="sum")
     assert seen == [torch.bfloat16] * 4
+
+
+def test_a_loss_that_works_in_place(place: torch.device) -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sub_(target).square().mean()
+
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    plain, piped = model(), model()
+    loss_fn(plain(x) * 1, y).backward()
+    pipe_of(piped).train_step(x, y, loss_fn)
+    torch.testing.assert_close(gradients(piped), gradients(plain))

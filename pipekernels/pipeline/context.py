@@ -54,6 +54,18 @@ class CallerContext:
             yield
 
 
+@contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Have autocast cast parameters anew for each micro-batch, as on lanes: micro-batches that share a
+    cast sum up their gradients in its dtype."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def default_device() -> torch.device:
     """Where the calling thread makes tensors. As ``torch.get_default_device()``, which in torch 2.6 does
     not know of ``with device:``."""
@@ -70,9 +82,9 @@ _saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_h
 
 def is_observed() -> bool:
     """Whether the caller has put up something on its thread that is to see all operations, or all that
-    graphs save, and would not see what other threads do: a mode, as for counting operations, or hooks
-    on saved tensors, as for keeping them elsewhere."""
-    if torch._C._len_torch_dispatch_stack() > 0:
+    graphs save, and would not see what other threads do: a mode, as for counting operations, the
+    profiler, or hooks on saved tensors, as for keeping them elsewhere."""
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled():
         return True
     if torch._C._len_torch_function_stack() > 0:
         # The default device is carried.

@@ -77,11 +77,12 @@ class Pace:
         self._records: dict[Hashable, _Record] = {}
 
     def is_new(self, key: Hashable) -> bool:
-        """Whether no pass of kind ``key`` was ever chosen a way."""
-        return key not in self._records
+        """Whether no pass of kind ``key`` has ended yet."""
+        record = self._records.get(key)
+        return record is None or not record.warm
 
     def choose(self, key: Hashable, ways: Sequence[Way]) -> Way:
-        """The way for the next pass of kind ``key``. The first one runs inline and warms up.
+        """The way for the next pass of kind ``key``. Until one has ended they run inline, to warm up.
 
         Args:
             key: what tells kinds apart that take about equally long.

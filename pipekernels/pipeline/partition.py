@@ -35,8 +35,8 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
     """
     n = len(costs)
     check_partitions(n, partitions)
-    if any(not cost >= 0 for cost in costs):
-        raise ValueError(f"costs are {list(costs)}; none may be negative")
+    if not all(0 <= cost < inf for cost in costs):
+        raise ValueError(f"costs are {list(costs)}; all must be finite, none negative")
     prefix = [0, *accumulate(costs)]
 
     def cost(p: int, begin: int, end: int) -> float:

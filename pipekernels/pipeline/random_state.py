@@ -14,6 +14,7 @@ not torch's (``random``, NumPy) is the caller's own business.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,15 @@ from torch.overrides import TorchFunctionMode
 # One process-wide generator, one lock around every use of it by lanes, whatever pipe they belong
 # to. Reentrant: a function drawn by a pipe inside another is seen by both.
 _generator_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: a lane, which the child does not have, may have held it."""
+    global _generator_lock
+    _generator_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def task_seed(base: int, stage: int, micro_batch: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from pipekernels.pipeline import executor
 from pipekernels.pipeline.checkpoint import checkpointed
-from pipekernels.pipeline.context import CallerContext, is_observed
+from pipekernels.pipeline.context import CallerContext, is_observed, without_cast_cache
 from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
@@ -66,7 +66,8 @@ class Run:
         self._parameters = parameters or []
         self._scatter = scatter
         self._wants_grad = wants_grad
-        self._structure = structure
+        # What else is in the input may be large: not kept beyond the forward.
+        self._structure: Structure | None = structure
         # Of the thread that begins the run. Asked for where lanes or recomputations need it: cold, it
         # takes as long as two small layers.
         self._context: CallerContext
@@ -129,8 +130,12 @@ class Run:
         if self._way != "inline" or any(self._drop):
             self._context = CallerContext()
             around = self._context.applied
-        with preserved(self._engine.devices), aliases, self._phase():
+        # Only where passes that are alike may run on lanes.
+        casts = self._pass is not None and torch.is_autocast_enabled("cpu")
+        uncached = without_cast_cache() if casts else nullcontext()
+        with preserved(self._engine.devices), aliases, self._phase(), uncached:
             self._execute(self._program.forwards, forward, around, last=not self.grad)
+        self._structure = None
         return outputs.take()
 
     def backward(
@@ -206,6 +211,7 @@ class Run:
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
         _, stage, m = action
         if inputs is None:
+            assert self._structure is not None
             inputs = Activation(self._scatter.take(m), self._wants_grad, self._structure)
             inputs = self._sent(inputs, stage, m)
         task = self._tasks[stage]
@@ -377,7 +383,8 @@ class Run:
         engine = self._engine
         begin = time.perf_counter()
         with self._recorded(compute, program) as recorded:
-            if self._way != "inline":
+            # Observed may be a backward alone.
+            if self._way != "inline" and not is_observed():
                 executor.run_on_lanes(program, recorded, threads=self._threads, around=around)
             else:
                 order = None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.pipeline.entry import Entry
 from pipekernels.pipeline.micro_batch import Gather, Scatter
 from pipekernels.pipeline.structure import Structure, merged
 from pipekernels.pipeline.task import Activation, Grads
@@ -131,7 +132,7 @@ class Losses:
             for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
         ]
         tensors = [
-            tensor if leaf is None else leaf
+            tensor if leaf is None else Entry.apply(leaf)  # A loss may work in place.
             for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
         ]
         arguments = [outputs.structure.build(tensors)]

@@ -151,8 +151,8 @@ class Task:
     def look_at_layers(self) -> None:
         """To be called when they have changed."""
         self._needs_entry = any(_may_modify_inputs(stage) for _, stage in self.stages)
-        # Whether a checkpointed input must be cloned because it is overwritten; None until one was
-        # watched.
+        # Whether inputs that must stay as they are, checkpointed ones and the caller's, are cloned
+        # because they are overwritten; None until one was watched.
         self._overwrites_input: bool | None = None if self._needs_entry else False
 
     def forward(
@@ -210,7 +210,14 @@ class Task:
                 roots.append(root)
                 root_grads.append(grad)
         if roots:
-            torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
+            try:
+                torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
+            except BaseException:
+                for tape in tapes:  # Their graphs may be gone through once more.
+                    for leaf in tape.leaves:
+                        if leaf is not None:
+                            leaf.grad = None
+                raise
         return [tuple([_take_grad(leaf) for leaf in tape.leaves]) for tape in tapes]
 
     def backward_of_inputs(
@@ -240,15 +247,23 @@ class Task:
         """Run with a graph of their own, cut off from whatever made the inputs."""
         leaves: list[torch.Tensor | None] = []
         args = []
+        # Micro-batches are views of the caller's tensors: what works on them in place would change
+        # these behind autograd's back, and each other's versions.
+        copies = self.stages[0][0] == 0 and self._overwrites_input is not False
         with torch.enable_grad():
             for tensor, wants in zip(inputs.tensors, inputs.wants_grad, strict=True):
                 leaf = tensor.detach().requires_grad_() if wants else None
                 leaves.append(leaf)
-                if leaf is None:
-                    args.append(tensor)
-                else:
-                    args.append(Entry.apply(leaf) if self._needs_entry else leaf)
+                given = tensor if leaf is None else leaf
+                if copies:
+                    given = given.clone()
+                elif leaf is not None and self._needs_entry:
+                    given = Entry.apply(leaf)
+                args.append(given)
+            versions = [arg._version for arg in args] if copies else []
             outputs = self._call(inputs, args, randomness)
+        if copies:
+            self._overwrites_input = versions != [arg._version for arg in args]
         roots = [_root(tensor) for tensor in outputs.tensors]
         outputs.wants_grad = tuple([root is not None for root in roots])
         return outputs, self._tape(inputs, outputs, leaves=leaves, roots=roots)
