@@ -8,7 +8,9 @@ Importing this module registers it; nothing else in a program changes::
 Then ``all_reduce`` (sum, avg, max, min), ``all_gather``, ``reduce_scatter`` and their variants on
 one tensor, ``broadcast`` and ``barrier`` run on a :class:`pipekernels.Communicator`, on several
 hosts too, in DDP, FSDP, DTensor and functional collectives as well. What a communicator has not
-runs on Gloo: other operations and reductions, dtypes that cannot be reduced, sparse tensors.
+runs on Gloo: other operations and reductions, dtypes that cannot be reduced, sparse tensors. Torch
+itself allows ``monitored_barrier``, and DDP's built-in ``FP16_COMPRESS`` in C++, to its own backends
+alone; the hook of that name in Python works.
 
 Asynchronous calls run one after another on a thread of the group. A lost rank ends the group: its
 errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); where torch
@@ -21,7 +23,8 @@ Raises:
     ImportError: torch is older than 2.7, which may forget that such a group is at work.
 """
 
-# Torch declares several signatures for each method, but calls one alone.
+# Torch's C++ calls the methods with lists and options; its Python, and users, as their base class lets
+# them: with single tensors, and without options or with their fields in place of them.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.torch_version import TorchVersion
 
 from pipekernels.comm import Communicator
@@ -143,7 +147,7 @@ class _Group(dist.ProcessGroup):
 
         The callback of a future may run on the group's thread, which cannot wait for itself: what
         it calls runs at once. All ranks then have one order, if each callback is added before the
-        next call, as in the hooks of DDP.
+        next call and that is asynchronous, as in the hooks of DDP.
         """
 
         def run() -> None:
@@ -163,38 +167,51 @@ class _Group(dist.ProcessGroup):
 
     # ---- reductions --------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        op = _reduction(tensors, opts)
-        if op is None:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> dist.Work:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        opts = _options(dist.AllreduceOptions, opts, timeout, reduceOp=op)
+        name = _reduction(tensors, opts)
+        if name is None:
             return self._gloo.allreduce(tensors, opts)
 
         def body() -> None:
             for tensor in tensors:
-                self._comm.all_reduce(tensor, op)
+                self._comm.all_reduce(tensor, name)
 
         return self._run(opts, body, tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = _options(dist.AllreduceCoalescedOptions, opts)
         if _reduction(tensors, opts) is None:
             return self._gloo.allreduce_coalesced(tensors, opts)
         return self.allreduce(tensors, opts)
 
     def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> dist.Work:
-        op = _reduction(outputs, opts)
-        if op is None:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=op)
+        name = _reduction(outputs, opts)
+        if name is None:
             return self._gloo.reduce_scatter(outputs, inputs, opts)
+        self._check_lists("reduce_scatter", inputs)
 
         def body() -> None:
             for output, slices in zip(outputs, inputs, strict=True):
-                self._reduce_scatter(output, torch.stack(slices), op)
+                if all(part.shape == slices[0].shape for part in slices):
+                    self._reduce_scatter(output, torch.stack(slices), name)
+                else:
+                    self._reduce_scatter_uneven(output, slices, name)
 
         return self._run(opts, body, outputs)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
+        opts = _options(dist.ReduceScatterOptions, opts)
         op = _reduction(outputs, opts)
         if op is None:
             return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
@@ -205,7 +222,7 @@ class _Group(dist.ProcessGroup):
 
         return self._run(opts, body, outputs)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -219,11 +236,30 @@ class _Group(dist.ProcessGroup):
         else:
             output.copy_(self._comm.reduce_scatter(rows, op).view(output.shape))
 
+    def _reduce_scatter_uneven(self, output: Tensor, slices: list[Tensor], op: str) -> None:
+        whole = self._comm.all_reduce(torch.cat([part.reshape(-1) for part in slices]), op)
+        own = whole.split([part.numel() for part in slices])[self.rank()]
+        output.copy_(own.view(output.shape))
+
+    def _check_lists(self, call: str, lists: Sequence[Sequence[Tensor]]) -> None:
+        for tensors in lists:
+            if len(tensors) != self.size():
+                raise ValueError(
+                    f"{call} needs a list of {self.size()} tensors, one for each rank of the group, "
+                    f"got {len(tensors)}"
+                )
+
     # ---- copies ------------------------------------------------------------------------------------
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> dist.Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _options(AllgatherOptions, opts, timeout)
         if not _is_dense(inputs):
             return self._gloo.allgather(outputs, inputs, opts)
+        self._check_lists("all_gather", outputs)
 
         def body() -> None:
             for tensors, input in zip(outputs, inputs, strict=True):
@@ -234,8 +270,9 @@ class _Group(dist.ProcessGroup):
         return self._run(opts, body, [tensor for tensors in outputs for tensor in tensors])
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
+        opts = _options(AllgatherOptions, opts)
         if not _is_dense(inputs):
             return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
@@ -249,13 +286,17 @@ class _Group(dist.ProcessGroup):
 
         return self._run(opts, body, outputs)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _allgather_base = all_gather_single
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> dist.Work:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        opts = _options(dist.BroadcastOptions, opts, timeout, rootRank=root)
         if not _is_dense(tensors):
             return self._gloo.broadcast(tensors, opts)
 
@@ -265,8 +306,24 @@ class _Group(dist.ProcessGroup):
 
         return self._run(opts, body, tensors)
 
-    def barrier(self, opts: Any) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
+        opts = _options(dist.BarrierOptions, opts, timeout)
         return self._run(opts, self._comm.barrier, [])
+
+
+def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
+    """The options of a call: ``given``, or those that ``given``, as the value of the only ``field``,
+    or the field itself names."""
+    if hasattr(given, "timeout"):
+        return given
+    options = kind()
+    for name, value in field.items():
+        value = given if value is None else value
+        if value is not None:
+            setattr(options, name, value)
+    if timeout is not None:
+        options.timeout = timeout
+    return options
 
 
 def _is_dense(tensors: Sequence[Tensor]) -> bool:

@@ -423,3 +423,69 @@ def wait_in_vain(rank: int) -> None:
 
 def test_a_wait_can_have_a_limit(run_group: Callable[..., list[Any]]) -> None:
     run_group(2, wait_in_vain)
+
+
+def call_without_options(rank: int, backend: str) -> None:
+    """The signatures of ``ProcessGroup``, which torch and users call from Python."""
+    group = dist.new_group(backend="gloo") if backend == "gloo" else dist.group.WORLD
+    x, second = torch.full((2,), rank + 1.0), torch.full((2,), 10.0 * rank)
+    for call in (
+        lambda y: group.allreduce(y),
+        lambda y: group.allreduce([y]),
+        lambda y: group.allreduce(y, op=dist.ReduceOp.SUM),
+        lambda y: group.allreduce([y], dist.ReduceOp.SUM),
+        lambda y: group.allreduce_coalesced([y]),
+    ):
+        y = x.clone()
+        call(y).wait()
+        assert y.tolist() == [3, 3]
+    y = x.clone()
+    group.allreduce(y, dist.ReduceOp.MAX, datetime.timedelta(seconds=9)).wait()
+    assert y.tolist() == [2, 2]
+    group.broadcast(y.copy_(x), 1).wait()
+    assert y.tolist() == [2, 2]
+    group.broadcast(y.copy_(x), root=0).wait()
+    assert y.tolist() == [1, 1]
+    group.barrier().wait()
+    whole = torch.empty(4)
+    group._allgather_base(whole, x).wait()
+    assert whole.tolist() == [1, 1, 2, 2]
+    rows = [torch.empty(2), torch.empty(2)]
+    group.allgather(rows, x).wait()
+    assert torch.cat(rows).tolist() == [1, 1, 2, 2]
+    group.reduce_scatter(y, [x, second]).wait()
+    assert y.tolist() == [[3, 3], [10, 10]][rank]
+    uneven = torch.empty(rank + 1)
+    group.reduce_scatter(uneven, [x[:1], second]).wait()
+    assert uneven.tolist() == [[3], [10, 10]][rank]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "pipekernels"])
+def test_methods_of_groups_without_options(
+    backend: str, run_group: Callable[..., list[Any]]
+) -> None:
+    run_group(2, call_without_options, backend)
+
+
+def join_uneven_inputs(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3), find_unused_parameters=True)
+    with model.join():
+        for _ in range(3 + 2 * rank):
+            model(torch.randn(2, 3)).sum().backward()
+
+
+def test_ranks_with_unevenly_many_inputs_join(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, join_uneven_inputs)
+
+
+def gather_into_wrong_lists(rank: int) -> None:
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="all_gather needs a list of 2 tensors.*got 1"):
+        dist.all_gather([torch.empty(2)], x)
+    with pytest.raises(ValueError, match="reduce_scatter needs a list of 2 tensors.*got 3"):
+        dist.reduce_scatter(x, [x, x, x])
+    dist.barrier()
+
+
+def test_lists_of_a_wrong_length(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, gather_into_wrong_lists)

@@ -77,7 +77,9 @@ class Pipe(nn.Module):
     FSDP2 goes around a pipe, ``fully_shard(pipe)``; layers that it shards one by one are refused.
 
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
-    threads must not read or change the pipe's parameters.
+    threads must not read or change the pipe's parameters, nor draw from the default generator, as a pipe
+    of theirs with dropout does: checkpointing could then not repeat the numbers of a forward. Layers
+    must not call the pipe that they are in.
 
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
