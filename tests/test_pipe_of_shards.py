@@ -11,6 +11,7 @@ from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.torch_version import TorchVersion
 
 from pipekernels import Communicator, Pipe, tensor_parallelize
 from pipekernels.pipeline.pace import Pace, Way
@@ -123,5 +124,8 @@ def fsdp_on_rank(comm: Communicator) -> None:
             pipe(x)
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on CPUs"
+)
 def test_fsdp_around_a_pipe_and_not_inside() -> None:
     run_processes(2, fsdp_on_rank)
