@@ -86,7 +86,7 @@ def all_balances(layers: int, stages: int) -> Iterator[list[int]]:
 
 
 def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Setting]:
-    return planner.settings(lanes, layers, batch, max_chunks, SCHEDULES)
+    return planner.possible_settings(lanes, layers, batch, max_chunks, SCHEDULES)
 
 
 # ---- what a cut costs, once more and plainly ----
@@ -274,7 +274,7 @@ def test_less_memory_is_paid_for_with_time() -> None:
     costs = [layer(kept=8, entry=1, trainable=10) for _ in range(4)]
     model = CostModel(costs, Affine(0.0), SCALE)
     plans = [
-        choose(model, DEVICES[:2], planner.settings(2, 4, 16, 8, ["gpipe"]), limit)
+        choose(model, DEVICES[:2], planner.possible_settings(2, 4, 16, 8, ["gpipe"]), limit)
         for limit in (None, 200, 120)
     ]
     assert [plan.checkpoint for plan in plans] == ["never", "except_last", "except_last"]
@@ -284,7 +284,7 @@ def test_less_memory_is_paid_for_with_time() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_settings_are_distinct_and_complete(name: str) -> None:
-    found = planner.settings(2, 4, 3, 9, [name])
+    found = planner.possible_settings(2, 4, 3, 9, [name])
     assert {len(s.rows) for s in found} == {1, 2, 3}
     assert {s.checkpoint for s in found} == set(MODES)
     assert len({(len(s.rows), s.dropped) for s in found}) == len(found) == 2 + 3 + 3

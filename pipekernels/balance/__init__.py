@@ -23,10 +23,10 @@ from torch import nn
 
 from pipekernels.balance import blockpartition
 from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.ops.streams import with_index
 from pipekernels.pipeline.partition import check_partitions, check_sequential, layers, solve
 from pipekernels.pipeline.profile import (
     Device,
-    as_device,
     batch_size,
     first_rows,
     measure_bytes,
@@ -123,4 +123,4 @@ def _check(module: nn.Sequential, partitions: int) -> None:
 def _device(device: Device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return as_device(device)
+    return with_index(device)

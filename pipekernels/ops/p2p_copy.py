@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from pipekernels.ops import streams
 from pipekernels.ops.edge import edge
 from pipekernels.ops.transforms import deny_tangents
 
@@ -49,7 +50,7 @@ def p2p_copy(
     for i, tensor in enumerate(group):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected tensors, got {type(tensor).__name__} at position {i}")
-    target = _with_index(torch.device(device))
+    target = streams.with_index(device)
     moving = [tensor for tensor in group if tensor.device != target]
     for tensor in moving:
         if tensor.layout is not torch.strided:
@@ -63,12 +64,6 @@ def p2p_copy(
     copies = iter(_op(moving, target, False) if moving else ())
     result = [next(copies) if tensor.device != target else tensor for tensor in group]
     return result[0] if single else result
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")

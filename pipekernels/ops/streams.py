@@ -57,6 +57,14 @@ DONE: Event = _Done()
 HOST: Stream = _Host()
 
 
+def with_index(device: torch.device | str | int) -> torch.device:
+    """``device`` as a tensor there names it: ``"cuda"`` is the current CUDA device, where there is one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def has_streams(device: torch.device) -> bool:
     """Whether operations on ``device`` return before they are done."""
     return device.type == "cuda"

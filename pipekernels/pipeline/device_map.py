@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipekernels.ops.p2p_copy import p2p_copy
-from pipekernels.ops.streams import has_streams
+from pipekernels.ops.streams import has_streams, with_index
 from pipekernels.pipeline.chunked import forward_in_chunks
 from pipekernels.pipeline.nested import map_leaves
 from pipekernels.pipeline.override import Override
@@ -41,10 +41,7 @@ def get_device(device: Device) -> torch.device:
             f"a device must be a torch.device, a str such as 'cuda:0', or an int, "
             f"not {type(device).__name__}"
         )
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return with_index(device)
 
 
 def move_to_device(data: Any, device: Device) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 Cost = Callable[[int, int, int], float]
 """Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p, begin,
-end)``: non-negative, in any unit, ``inf`` for what must not be."""
+end)``: non-negative, not less for a later ``end``, in any unit, ``inf`` for what must not be."""
 
 EVEN_LENGTHS = 1e-9
 """Weight of evenness in length against evenness in cost: it only decides where costs are equal."""
@@ -112,8 +112,10 @@ def cuts(
             yield least, lengths
             continue
         p, begin = partitions - left, sum(lengths)
-        for end in range(begin + 1, n - left + 2):
+        for end in _ends(n, left, begin):
             made = combine(so_far, cost(p, begin, end))
+            if made == inf:
+                break
             least = combine(made, rest[p + 1][end])
             if least < inf:
                 heappush(heap, (least, left - 1, [*lengths, end - begin], made))
@@ -128,12 +130,20 @@ def _smallest_rest(
     rest[partitions][n] = 0.0
     for p in reversed(range(partitions)):
         left = partitions - p
-        for begin in range(p, n - left + 1):
-            rest[p][begin] = min(
-                combine(cost(p, begin, end), rest[p + 1][end])
-                for end in range(begin + 1, n - left + 2)
-            )
+        for begin in range(p, n - left + 1) if p > 0 else [0]:
+            least = inf
+            for end in _ends(n, left, begin):
+                here = cost(p, begin, end)
+                if here >= least:
+                    break  # A longer one costs no less.
+                least = min(least, combine(here, rest[p + 1][end]))
+            rest[p][begin] = least
     return rest
+
+
+def _ends(n: int, left: int, begin: int) -> range:
+    """Where the first of ``left`` partitions of the elements from ``begin`` on may end."""
+    return range(n if left == 1 else begin + 1, n - left + 2)
 
 
 def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:

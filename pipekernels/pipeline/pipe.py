@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pipekernels.ops.streams import with_index
 from pipekernels.ops.transforms import deny_tangents
 from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
@@ -145,7 +146,7 @@ class Pipe(nn.Module):
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
         verify_skippables(module)
-        chosen = _default_devices() if devices is None else [_device(d) for d in devices]
+        chosen = _default_devices() if devices is None else list(map(with_index, devices))
         if balance is None:
             stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
             balance = balance_by_parameters(module, stages)
@@ -413,10 +414,3 @@ class Pipe(nn.Module):
 
 def _default_devices() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-
-
-def _device(device: Device) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

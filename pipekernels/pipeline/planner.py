@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from math import inf
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.ops.streams import with_index
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.lanes import intra_op_threads
@@ -20,7 +21,6 @@ from pipekernels.pipeline.partition import check_sequential, cuts, layers
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.profile import (
     Device,
-    as_device,
     batch_size,
     first_rows,
     measure_bytes,
@@ -215,7 +215,7 @@ def plan_pipeline(
         )
     if not param_scale >= 0:
         raise ValueError(f"param_scale is {param_scale}; it must not be negative")
-    possible = settings(len(chosen), len(layers(module)), batch, max_chunks, schedules)
+    possible = possible_settings(len(chosen), len(layers(module)), batch, max_chunks, schedules)
     least, most = micro_batch_sizes(batch, max_chunks)[0], batch
     sizes = sorted({least, round((least * most) ** 0.5), most})
     threads = torch.get_num_threads()
@@ -227,8 +227,8 @@ def plan_pipeline(
     return choose(CostModel(costs, hand_off, param_scale), chosen, possible, memory_limit)
 
 
-def settings(
-    lanes: int, layers: int, batch: int, max_chunks: int, schedules: Iterable[str]
+def possible_settings(
+    lanes: int, layer_count: int, batch: int, max_chunks: int, schedules: Iterable[str]
 ) -> list[Setting]:
     """All settings for a mini-batch of ``batch`` rows; of those that come to the same, the first.
 
@@ -246,12 +246,12 @@ def settings(
             dropped = set()
             for checkpoint in reversed(MODES):
                 setting = Setting(name, program, rows, checkpoint)
-                if stages <= layers and setting.dropped not in dropped:
+                if stages <= layer_count and setting.dropped not in dropped:
                     dropped.add(setting.dropped)
                     found.append(setting)
     if not found:
         raise ValueError(
-            f"no schedule is left to choose from for {layers} layers on {lanes} lanes; take some of "
+            f"no schedule is left to choose from for {layer_count} layers on {lanes} lanes; take some of "
             f"{', '.join(SCHEDULES)}, of which 'interleaved' needs {STAGES_PER_LANE} layers per lane"
         )
     return found
@@ -275,29 +275,20 @@ def choose(
         ValueError: none fits.
     """
     limit = inf if memory_limit is None else memory_limit
-    count = len(model.layers)
     best: Plan | None = None
     smallest: tuple[int, Setting, list[int]] | None = None
     for setting in sorted(settings, key=model.least_step):
         if best is not None and model.least_step(setting) >= best.step_seconds:
             break
-        stage_bytes = model.stage_bytes(setting)
-        seconds = _where(stage_bytes, limit, model.least_seconds(setting))
-        candidates: Iterable[tuple[float, list[int]]]
-        candidates = islice(cuts(count, setting.stages, seconds), CUTS)
-        if memory_limit is not None:
-            peak, frugal = _smallest(model, devices, setting)
-            if smallest is None or peak < smallest[0]:
-                smallest = peak, setting, frugal
-            candidates = chain([(0.0, frugal)], candidates)
-        for bound, lengths in candidates:
+        for bound, peak, lengths in _candidates(model, devices, setting, limit):
             if best is not None and bound >= best.step_seconds:
                 break
-            if max(_peaks(devices, setting, lengths, stage_bytes).values()) > limit:
-                continue
-            plan = _predicted(model, devices, setting, lengths, memory_limit)
-            if best is None or plan.step_seconds < best.step_seconds:
-                best = plan
+            if peak <= limit:
+                plan = _predicted(model, devices, setting, lengths, memory_limit)
+                if best is None or plan.step_seconds < best.step_seconds:
+                    best = plan
+            elif smallest is None or peak < smallest[0]:
+                smallest = peak, setting, lengths
     if best is None:
         assert smallest is not None
         peak, setting, lengths = smallest
@@ -308,6 +299,28 @@ def choose(
             "allow more chunks, or use more devices or a smaller batch"
         )
     return best
+
+
+def _candidates(
+    model: CostModel, devices: Sequence[torch.device], setting: Setting, limit: float
+) -> Iterator[tuple[float, int, list[int]]]:
+    """Cuts to be tried, those first that promise most; if none of them fits into ``limit`` bytes, the
+    one that needs least comes last.
+
+    Yields:
+        (lower bound of the step time, peak of the device that needs most, length of each stage).
+    """
+    stage_bytes = model.stage_bytes(setting)
+    seconds = model.least_seconds(setting)
+    if limit < inf:
+        seconds = _where(stage_bytes, limit, seconds)
+    fits = False
+    for bound, lengths in islice(cuts(len(model.layers), setting.stages, seconds), CUTS):
+        peak = max(_peaks(devices, setting, lengths, stage_bytes).values())
+        fits |= peak <= limit
+        yield bound, peak, lengths
+    if not fits:
+        yield 0.0, *_smallest(model, devices, setting)
 
 
 def _smallest(
@@ -424,13 +437,13 @@ def measured(
     return costs
 
 
-def _devices(devices: Iterable[Device] | None, layers: int) -> list[torch.device]:
+def _devices(devices: Iterable[Device] | None, layer_count: int) -> list[torch.device]:
     if devices is not None:
-        return [as_device(device) for device in devices]
+        return list(map(with_index, devices))
     count = torch.cuda.device_count()
     if count:
-        return [torch.device("cuda", i) for i in range(min(count, layers))]
-    return [torch.device("cpu")] * min(torch.get_num_threads(), layers)
+        return [torch.device("cuda", i) for i in range(min(count, layer_count))]
+    return [torch.device("cpu")] * min(torch.get_num_threads(), layer_count)
 
 
 def _duration(seconds: float) -> str:

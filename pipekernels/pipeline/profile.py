@@ -189,14 +189,6 @@ def _now(*devices: torch.device) -> float:
     return perf_counter()
 
 
-def as_device(device: Device) -> torch.device:
-    """``device`` with its index."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def batch_size(sample: Any) -> int:
     """Rows of a mini-batch.
 
