@@ -45,6 +45,34 @@ class Fails(nn.Module):
         raise ZeroDivisionError("the second micro-batch")
 
 
+class Calls(nn.Module):
+    """Calls what it was given, beside passing its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[nn.Module] = []  # In a list: not a layer of this one.
+
+    def forward(self, x):
+        for module in self.called:
+            x = x + module(x)
+        return x
+
+
+@pytest.mark.timeout(60)
+def test_a_layer_cannot_call_the_pipe_that_it_is_in(way: Way) -> None:
+    calls = Calls()
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), calls), [1, 1], devices=["cpu"] * 2, chunks=2)
+    other = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.ones(4, 2)
+    calls.called = [pipe]
+    for step in (pipe, lambda x: pipe.train_step(x, x, nn.functional.mse_loss)):
+        with pytest.raises(RuntimeError, match="calls the pipe that it is in"):
+            step(x)
+    calls.called = [other]
+    y = pipe[0](x)
+    torch.testing.assert_close(pipe(x), y + other(y))
+
+
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_exception_reaches_the_caller_and_the_pipe_works_on(

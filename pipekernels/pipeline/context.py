@@ -9,6 +9,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from pipekernels.ops.dispatch import is_observed
+
 
 class CallerContext:
     """Inference mode, autocast and default device of the thread that makes it.
@@ -80,11 +82,11 @@ def default_device() -> torch.device:
 _saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-def is_observed() -> bool:
+def needs_this_thread() -> bool:
     """Whether the caller has put up something on its thread that is to see all operations, or all that
     graphs save, and would not see what other threads do: a mode, as for counting operations, the
     profiler, or hooks on saved tensors, as for keeping them elsewhere."""
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled():
+    if is_observed():
         return True
     if torch._C._len_torch_function_stack() > 0:
         # The default device is carried.

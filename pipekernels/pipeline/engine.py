@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from pipekernels.pipeline.sink import Losses, Outputs
 from pipekernels.pipeline.skip import SkipLayout
 from pipekernels.pipeline.task import Task, differentiable
 from pipekernels.pipeline.timeline import Timeline
+
+# Engines whose layers run, on this thread or on one whose lane this is: lanes have their caller's variables.
+_running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())
 
 
 class Engine:
@@ -58,10 +62,9 @@ class Engine:
     ) -> None:
         self.stages = list(partitions)
         self.devices = list(devices)
-        skips = SkipLayout(partitions)
-        self.skips = skips
+        self.skips = SkipLayout(partitions)
         self.tasks = [
-            Task([stage], index, device, skips.received[index], skips.sent[index])
+            Task([stage], index, device, self.skips.received[index], self.skips.sent[index])
             for index, (stage, device) in enumerate(zip(partitions, devices, strict=True))
         ]
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
@@ -103,14 +106,13 @@ class Engine:
         """
         # A step may wait for the thread of a backward, so that does not wait for the step.
         in_backward = torch._C._current_graph_task_id() != -1
-        with nullcontext() if in_backward else self._turns, self.lock, self._committed():
+        turn = nullcontext() if in_backward else self._turns
+        with self._entered(), turn, self.lock, self._committed():
             run = self._start(GPIPE, batch, checkpoint, may_split=True)
             outputs = Outputs(run.sizes, batch.dim)
             if run.grad:
                 parameters = unique(self._parameters)
-                tensors = _PipeNode.apply(
-                    run, outputs, len(batch.tensors), *batch.tensors, *parameters
-                )
+                tensors = _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
             else:
                 tensors = run.forward(outputs)
         return outputs.build(tensors)
@@ -134,7 +136,7 @@ class Engine:
         Returns:
             The loss, a scalar without a graph.
         """
-        with self._turns, self.lock, self._committed(), torch.enable_grad():
+        with self._entered(), self._turns, self.lock, self._committed(), torch.enable_grad():
             run = self._start(schedule, batch, checkpoint, may_split=False)
             losses = make_losses(run.sizes)
             targets = [*batch.tensors, *unique(self._parameters)]
@@ -183,6 +185,22 @@ class Engine:
             # Ranks must call collectives in one order, and lanes know none between stages.
             and not any(map(_has_collectives, layers))
         )
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Refuse the pipe to its own layers: on a lane they would wait for a lock that the caller of the
+        pipe holds, who waits for them."""
+        around = _running.get()
+        if self in around:
+            raise RuntimeError(
+                "a layer of a pipe calls the pipe that it is in; give the layer, in place of the pipe, the "
+                "module that it is to call"
+            )
+        token = _running.set((*around, self))
+        try:
+            yield
+        finally:
+            _running.reset(token)
 
     def _committed(self) -> AbstractContextManager[None]:
         return committed(self.stages) if self._deferred_batch_norm else nullcontext()
@@ -272,7 +290,7 @@ class _PipeNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, outputs: Outputs, num_inputs: int, *tensors: torch.Tensor
+        ctx: Any, run: Run, outputs: Outputs, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         whole = run.forward(outputs)
         ctx.run, ctx.outputs = run, outputs
@@ -287,4 +305,4 @@ class _PipeNode(torch.autograd.Function):
         check_differentiated_once("a pipe")
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         input_grads, parameter_grads = ctx.run.backward(ctx.outputs, grads, keep_graph)
-        return (None, None, None, *input_grads, *parameter_grads)
+        return (None, None, *input_grads, *parameter_grads)

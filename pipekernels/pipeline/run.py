@@ -13,7 +13,7 @@ import torch
 
 from pipekernels.pipeline import executor
 from pipekernels.pipeline.checkpoint import checkpointed
-from pipekernels.pipeline.context import CallerContext, is_observed, without_cast_cache
+from pipekernels.pipeline.context import CallerContext, needs_this_thread, without_cast_cache
 from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
@@ -384,7 +384,7 @@ class Run:
         begin = time.perf_counter()
         with self._recorded(compute, program) as recorded:
             # Observed may be a backward alone.
-            if self._way != "inline" and not is_observed():
+            if self._way != "inline" and not needs_this_thread():
                 executor.run_on_lanes(program, recorded, threads=self._threads, around=around)
             else:
                 order = None
@@ -432,7 +432,7 @@ class Run:
         random numbers come from: ``_draw``."""
         engine = self._engine
         several = min(len(engine.stages), len(self._scatter)) > 1
-        if not (engine.may_use_lanes and several) or is_observed():
+        if not (engine.may_use_lanes and several) or needs_this_thread():
             return None
         may_split = may_split and self.grad and not any(self._drop)
         kind = Kind(
