@@ -171,9 +171,9 @@ class Losses:
         """
         if not self._required_grad:
             raise RuntimeError(
-                "no loss requires a gradient, so nothing can be trained: all parameters are frozen, or "
-                "loss_fn returns what does not depend on them; to only evaluate, use "
-                "loss_fn(pipe(input), target)"
+                "no loss requires a gradient, so nothing can be trained: all parameters are frozen, "
+                "loss_fn returns what does not depend on them, or torch.inference_mode() is on; to "
+                "only evaluate, use loss_fn(pipe(input), target)"
             )
 
     def total(self) -> torch.Tensor:

@@ -104,7 +104,8 @@ class Phase:
 
 
 class Timeline:
-    """Records every forward and backward of a pipe inside ``with pipe.timeline() as timeline:``.
+    """Records every forward of a pipe inside ``with pipe.timeline() as timeline:``, and the backwards of
+    these there.
 
     Of stages on CUDA devices, the device's time is recorded, not the time of issue; the thread then
     waits for the devices before and after each of them. Copies between devices are not shown, but the
