@@ -94,7 +94,7 @@ def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Se
 
 def step(costs: list[LayerCost], hand_off: float, setting: Setting, balance: list[int]) -> float:
     edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
-    lane_of = {a.stage: i for i, lane in enumerate(setting.program.lanes) for a in lane}
+    lane_of = setting.program.lane_of
 
     def seconds(action: Action) -> float:
         stage, rows = action.stage, setting.rows[action.micro_batch]

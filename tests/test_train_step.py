@@ -233,7 +233,7 @@ def test_lanes_run_their_program_in_order(schedule: str, force_way: Any) -> None
     (phase,) = timeline.phases
     assert phase.lanes == LANES[schedule].get("lanes", 4)
     for lane, actions in enumerate(phase.program.lanes):
-        ran = [e.action for e in phase.events if phase.lane_of[e.action.stage] == lane]
+        ran = [e.action for e in phase.events if phase.program.lane_of[e.action.stage] == lane]
         assert ran == list(actions)
 
 

@@ -89,9 +89,8 @@ class Setting:
         self.rows = tuple(rows)
         self.checkpoint = checkpoint
         self.dropped = tuple(checkpointed(checkpoint, m, len(rows)) for m in range(len(rows)))
-        self.lane_of = {a.stage: i for i, lane in enumerate(program.lanes) for a in lane}
-        self.stages = len(self.lane_of)
-        self.splits_backward = any(a.kind == "W" for lane in program.lanes for a in lane)
+        self.lane_of = program.lane_of
+        self.stages = program.stages
         self.held = [self._held(stage) for stage in range(self.stages)]
         """Of each stage, the most that it holds at once: (graphs, inputs of dropped ones) pairs."""
 
@@ -210,7 +209,7 @@ class CostModel:
                 + (count * backward.fixed + rows * backward.slope)
             )
             # A lane may end with gradients of parameters, for which nobody waits.
-            back = 0.0 if setting.splits_backward else backward(smallest)
+            back = 0.0 if setting.program.splits else backward(smallest)
             way.append(forward(smallest) + back)
         return work, way
 

@@ -65,6 +65,11 @@ class Program:
         return linearize(self)
 
     @cached_property
+    def lane_of(self) -> dict[int, int]:
+        """Which lane runs a stage."""
+        return {action.stage: i for i, lane in enumerate(self.lanes) for action in lane}
+
+    @cached_property
     def splits(self) -> bool:
         """Whether it has backwards in two parts."""
         return any(action.kind == "I" for lane in self.lanes for action in lane)
@@ -368,14 +373,13 @@ def simulate(program: Program, cost: Callable[[Action], float] = lambda action: 
         ValueError: the program deadlocks.
     """
     progress = _Progress(program)
-    lane_of = {action: i for i, lane in enumerate(program.lanes) for action in lane}
     end: dict[Action, float] = {}
     start: dict[Action, float] = {}
     clock = [0.0] * len(program.lanes)
     held = [0] * len(program.lanes)
     peak = [0] * len(program.lanes)
     for action in program.order:
-        lane = lane_of[action]
+        lane = program.lane_of[action.stage]
         begin = max([clock[lane], *(end[need] for need in progress.needs(action))])
         start[action] = begin
         end[action] = clock[lane] = begin + cost(action)

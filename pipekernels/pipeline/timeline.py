@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -89,11 +88,6 @@ class Phase:
     def lanes(self) -> int:
         """Number of lanes."""
         return len(self.program.lanes)
-
-    @cached_property
-    def lane_of(self) -> dict[int, int]:
-        """Which lane runs a stage."""
-        return {a.stage: i for i, lane in enumerate(self.program.lanes) for a in lane}
 
     @property
     def makespan(self) -> float:
@@ -182,7 +176,7 @@ class Timeline:
                     {
                         "ph": "X",
                         "pid": 0,
-                        "tid": phase.lane_of[stage],
+                        "tid": phase.program.lane_of[stage],
                         "name": f"{kind}{micro_batch}",
                         "cat": _NAMES[kind],
                         "ts": (e.start - origin) * 1e6,
@@ -222,7 +216,7 @@ class Timeline:
             for e in phase.events:
                 kind, stage, micro_batch = e.action
                 seen.add(kind)
-                lane = phase.lane_of[stage]
+                lane = phase.program.lane_of[stage]
                 left, width = (e.start - origin) * 1e3, (e.end - e.start) * 1e3
                 axes.broken_barh(
                     [(left, width)],
@@ -253,6 +247,6 @@ class Timeline:
         """Each lane by the stages that it runs."""
         stages: dict[int, set[int]] = {}
         for phase in self.phases:
-            for stage, lane in phase.lane_of.items():
+            for stage, lane in phase.program.lane_of.items():
                 stages.setdefault(lane, set()).add(stage)
         return ["stage " + ", ".join(map(str, sorted(stages[lane]))) for lane in sorted(stages)]
