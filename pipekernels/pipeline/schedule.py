@@ -357,9 +357,6 @@ class Simulation:
     makespan: float
     bubble: float
     """Idle share of ``lanes x makespan``, 0 to 1."""
-    in_flight: tuple[int, ...]
-    """Per lane, the most (stage, micro-batch) pairs whose activations it held at once: from the
-    start of their forward to the end of their backward, or of its second part."""
 
 
 def simulate(program: Program, cost: Callable[[Action], float] = lambda action: 1.0) -> Simulation:
@@ -376,16 +373,12 @@ def simulate(program: Program, cost: Callable[[Action], float] = lambda action: 
     end: dict[Action, float] = {}
     start: dict[Action, float] = {}
     clock = [0.0] * len(program.lanes)
-    held = [0] * len(program.lanes)
-    peak = [0] * len(program.lanes)
     for action in program.order:
         lane = program.lane_of[action.stage]
         begin = max([clock[lane], *(end[need] for need in progress.needs(action))])
         start[action] = begin
         end[action] = clock[lane] = begin + cost(action)
-        held[lane] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        peak[lane] = max(peak[lane], held[lane])
     makespan = max(end.values(), default=0.0)
     busy = sum(cost(action) for action in end)
     capacity = len(program.lanes) * makespan
-    return Simulation(start, makespan, 1.0 - busy / capacity if capacity > 0 else 0.0, tuple(peak))
+    return Simulation(start, makespan, 1.0 - busy / capacity if capacity > 0 else 0.0)
