@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipekernels.pipeline.checkpoint import is_recomputing
+from pipekernels.pipeline.integers import integer
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -132,8 +133,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
         TypeError: a BatchNorm is of a class that does more, is lazy or parametrized; nothing is
             replaced then.
     """
-    if chunks < 1:
-        raise ValueError(f"chunks is {chunks}; it must be at least 1")
+    integer("chunks", chunks)
     replacements: dict[nn.Module, nn.Module] = {
         norm: _deferred(name, norm)
         for name, norm in module.named_modules()

@@ -14,6 +14,7 @@ from torch import nn
 from pipekernels.ops.p2p_copy import p2p_copy
 from pipekernels.ops.streams import has_streams, with_index
 from pipekernels.pipeline.chunked import forward_in_chunks
+from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.nested import map_leaves
 from pipekernels.pipeline.override import Override
 from pipekernels.pipeline.structure import NoChunk
@@ -150,8 +151,7 @@ def parallelize_pipeline(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks is {chunks!r}; it must be an integer of at least 1")
+    chunks = integer("chunks", chunks)
     modules = dict(model.named_modules(remove_duplicate=False))
     placed = {name: _pair(name, value) for name, value in module_to_device.items()}
     _check(modules, placed)

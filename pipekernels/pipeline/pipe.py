@@ -17,6 +17,7 @@ from pipekernels.ops.transforms import deny_tangents
 from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
+from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.partition import (
     balance_by_parameters,
@@ -130,15 +131,10 @@ class Pipe(nn.Module):
         for name, value in (("balance", balance), ("devices", devices)):
             if isinstance(value, (str, int, torch.device)):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
-        if isinstance(chunks, bool) or int(chunks) != chunks or chunks < 1:
-            raise ValueError(f"chunks is {chunks!r}; it must be an integer of at least 1")
+        self.chunks = integer("chunks", chunks)
+        self.batch_dim = integer("batch_dim", batch_dim, least=0)
         if checkpoint not in MODES:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
-        if isinstance(batch_dim, bool) or int(batch_dim) != batch_dim or batch_dim < 0:
-            raise ValueError(
-                f"batch_dim is {batch_dim!r}; it must be an integer of at least 0, the same dimension of "
-                "every input and output"
-            )
         if not layers(module):
             raise ValueError("module has no layers; a pipe needs at least one")
         if any(nn.parameter.is_lazy(p) for p in module.parameters()):
@@ -155,9 +151,7 @@ class Pipe(nn.Module):
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
-        self.chunks = int(chunks)
         self.checkpoint = checkpoint
-        self.batch_dim = int(batch_dim)
         self.cuda_graphs = bool(cuda_graphs)
         self._deferred_batch_norm = deferred_batch_norm
         self.partitions = nn.ModuleList(partitions)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipekernels.ops.once import check_differentiated_once
+from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.random_state import RunRandom, preserved
 from pipekernels.pipeline.spmd_transport import (
     Axis,
@@ -98,7 +99,7 @@ def execute_pipeline(
     in its backward leaves the others waiting until its process ends or the group's timeout is over.
     """
     _check_module(module, "module")
-    _check_count(num_microbatches)
+    num_microbatches = integer("num_microbatches", num_microbatches)
     mesh = _given_or_enclosing(mesh)
     axis = Axis.of(mesh, model_axis_name)
     key = _random_key(mesh, model_axis_name, replicated_axis_names)
@@ -219,9 +220,8 @@ class PipelineModule(nn.Module):
         replicated_axis_names: Collection[str] = (),
     ) -> None:
         super().__init__()
-        _check_count(num_microbatches)
         self.model_axis_name = model_axis_name
-        self.num_microbatches = num_microbatches
+        self.num_microbatches = integer("num_microbatches", num_microbatches)
         self.module_fn = module_fn
         self.replicated_axis_names = tuple(replicated_axis_names)
         self._mesh = _given_or_enclosing(mesh)
@@ -275,14 +275,6 @@ def _random_key(mesh: DeviceMesh, model_axis_name: str, replicated: Collection[s
 def _check_module(module: object, what: str) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{what} must be an nn.Module, not {type(module).__name__}")
-
-
-def _check_count(num_microbatches: object) -> None:
-    m = num_microbatches
-    if isinstance(m, bool) or not isinstance(m, int) or m < 1:
-        raise ValueError(
-            f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1"
-        )
 
 
 def _batch_error(x: Any, num_microbatches: int, *, needed: bool) -> Exception | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.pipe import Pipe
 
 
@@ -28,9 +29,7 @@ class PipelineStage(nn.Module):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise ValueError(f"index is {index!r}; it must be an integer of at least 0")
-        self.index = index
+        self.index = integer("index", index, least=0)
         self.layers = nn.Sequential()
         self._complete = False
 
@@ -93,15 +92,13 @@ class PipelineParallel(Pipe):
         checkpoint: str = "never",
     ) -> None:
         ordered = _in_order(stages)
-        m = num_micro_batches
-        if isinstance(m, bool) or not isinstance(m, int) or m < 1:
-            raise ValueError(f"num_micro_batches is {m!r}; it must be an integer of at least 1")
+        chunks = integer("num_micro_batches", num_micro_batches)
         layers = [list(stage.layers) or [nn.Identity()] for stage in ordered]
         super().__init__(
             nn.Sequential(*chain.from_iterable(layers)),
             [len(own) for own in layers],
             devices=_devices(ordered),
-            chunks=m,
+            chunks=chunks,
             checkpoint=checkpoint,
         )
         for stage in ordered:

@@ -1,0 +1,26 @@
+"""Arguments that are whole numbers."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def integer(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an int; one of NumPy or a tensor counts, a bool or a float does not.
+
+    Args:
+        name: what an error calls it.
+        value: the argument.
+        least: the smallest that will do.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    return number
