@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipekernels.pipeline.context import default_device
 from pipekernels.pipeline.random_state import HookWatch
+from pipekernels.pipeline.structure import tensors_in
 from pipekernels.pipeline.task import Activation
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
@@ -123,7 +123,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.why_not is None:
-            self.why_not = self._why_not(func, _tensors((args, kwargs)), _tensors(result))
+            self.why_not = self._why_not(func, tensors_in((args, kwargs)), tensors_in(result))
         return result
 
     def _why_not(
@@ -145,10 +145,6 @@ class _Watch(TorchDispatchMode):
         if name in ("_to_copy", "copy_") and len({*here, *(not t for t in there)}) > 1:
             return f"tensors come from another device, or go there ({name})"
         return None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.random_state import preserved
 from pipekernels.pipeline.skip import Key, carried
-from pipekernels.pipeline.structure import take_apart
+from pipekernels.pipeline.structure import take_apart, tensors_in
 
 PASSES = 3
 """The fewest times that a layer is timed: one of them may be disturbed."""
@@ -233,7 +233,7 @@ class _LayerRun:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         leaves = _detached((value, popped))
-        self.leaves = _tensors(leaves)
+        self.leaves = tensors_in(leaves)
         # A layer may work in place on its inputs, but not on a leaf.
         self.value, self.popped = tree_map_only(torch.Tensor, torch.Tensor.clone, leaves)
         self.result: Any = None
@@ -281,10 +281,6 @@ def _sandbox(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _detached(value: Any) -> Any:
     """``value`` without its graph; its tensors want gradients where they did before."""
     return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
@@ -297,7 +293,7 @@ def _time(run: _LayerRun, split: bool) -> Seconds:
     forward = _now(run.device) - begin
     run.result, run.stashed = _detached(outputs)
 
-    roots = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     grads = [torch.ones_like(root) for root in roots]
     leaves = [leaf for leaf in run.leaves if leaf.requires_grad]
     if not roots:
@@ -332,7 +328,7 @@ class LiveStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if tensor.layout is torch.strided and _storage(tensor) not in self._known:
                 self._made[_storage(tensor)] = tensor.untyped_storage().nbytes()
         self.peak = max(self.peak, sum(self.alive().values()))
@@ -361,23 +357,23 @@ def _trace(run: _LayerRun) -> _Trace:
     sizes = {
         "trainable": _nbytes(p for p in parameters if p.requires_grad),
         "constant": _nbytes([*(p for p in parameters if not p.requires_grad), *buffers]),
-        "inputs": _nbytes(_tensors(run.value)),
+        "inputs": _nbytes(tensors_in(run.value)),
     }
-    received = [_storage(tensor) for tensor in _tensors(run.value)]
+    received = [_storage(tensor) for tensor in tensors_in(run.value)]
     nbytes = _storage_bytes((run.value, run.popped))
     inputs = list(nbytes)
-    live = LiveStorages([*_tensors((run.value, run.popped)), *parameters, *buffers])
+    live = LiveStorages([*tensors_in((run.value, run.popped)), *parameters, *buffers])
     with live:
         outputs = run.forward()
-    sizes["outputs"] = _nbytes(_tensors(outputs[0]))
-    given = [_storage(tensor) for tensor in _tensors(outputs[0])]
+    sizes["outputs"] = _nbytes(tensors_in(outputs[0]))
+    given = [_storage(tensor) for tensor in tensors_in(outputs[0])]
     nbytes |= _storage_bytes(outputs)
     run.result, run.stashed = tree_map_only(
         torch.Tensor,
         lambda t: t.detach().clone().requires_grad_(t.requires_grad),
         outputs,
     )
-    wanted = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    wanted = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     grads: list[torch.Tensor] = []
     root = _Root.apply(grads, *wanted) if wanted else None
     one = torch.ones(())
@@ -388,7 +384,7 @@ def _trace(run: _LayerRun) -> _Trace:
     lost = [ref for ref in inputs if ref.expired()]
     nbytes |= made
     with live:
-        tensors = _tensors((run.result, run.stashed))
+        tensors = tensors_in((run.result, run.stashed))
         grads += [torch.ones_like(tensor) for tensor in tensors if tensor.requires_grad]
         if root is not None:
             torch.autograd.backward(root, one)
@@ -446,7 +442,7 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _storage_bytes(value: Any) -> dict[StorageWeakRef, int]:
-    return {_storage(t): t.untyped_storage().nbytes() for t in _tensors(value)}
+    return {_storage(t): t.untyped_storage().nbytes() for t in tensors_in(value)}
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

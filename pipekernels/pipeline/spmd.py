@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipekernels.ops.once import check_differentiated_once
 from pipekernels.pipeline.integers import integer
@@ -40,6 +39,7 @@ from pipekernels.pipeline.spmd_transport import (
     ranks_along,
     zeros,
 )
+from pipekernels.pipeline.structure import tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -302,9 +302,8 @@ def _start(
 ) -> Tensor:
     # An output requires a gradient on all ranks or none, so this must not hang on what this rank has.
     anchor = torch.empty(0, device=axis.device, requires_grad=True)
-    others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     x = x if isinstance(x, Tensor) else None
-    return _Start.apply(source, anchor, x, *module.parameters(), *others)
+    return _Start.apply(source, anchor, x, *module.parameters(), *tensors_in((args, kwargs)))
 
 
 def _pass_all(

@@ -164,6 +164,11 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
     return tensors, Structure(spec, marked)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value`` and the containers that torch's pytree knows."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def _hides_tensors(leaf: Any) -> bool:
     if isinstance(leaf, dict):
         inside = list(leaf.values())
@@ -171,7 +176,7 @@ def _hides_tensors(leaf: Any) -> bool:
         inside = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
     else:
         return False
-    return any(isinstance(inner, torch.Tensor) for inner in tree_leaves(inside))
+    return bool(tensors_in(inside))
 
 
 def _described(value: Any) -> str:
