@@ -74,7 +74,6 @@ class Pool:
     """Workers that are there before they are needed."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
         self._workers = [Worker() for _ in range(size)]
 
     def __enter__(self) -> Self:
