@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import groups, harness
-from bench.report import duration, markdown, svg
+from bench.report import duration, markdown, spread, svg
 from bench.systems import Pipekernels
 
 RANKS = 2
@@ -286,10 +286,7 @@ def _algorithms(cases: dict[tuple[str, int], dict[str, Row]]) -> str:
 def _back_to_back(found: dict[str, Row]) -> str:
     return markdown(
         ["candidate", "median", "p10 to p90"],
-        [
-            [name, duration(r["median"]), f"{duration(r['p10'])} to {duration(r['p90'])}"]
-            for name, r in found.items()
-        ],
+        [[name, duration(r["median"]), spread(r)] for name, r in found.items()],
     )
 
 

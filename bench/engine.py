@@ -12,7 +12,7 @@ from torch import nn
 
 from bench import harness
 from bench.pipe import build, data
-from bench.report import duration, markdown
+from bench.report import duration, markdown, spread
 from pipekernels import Pipe
 
 STAGES = 2
@@ -83,7 +83,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             [
                 row["case"],
                 duration(row["median"]),
-                f"{duration(row['p10'])} to {duration(row['p90'])}",
+                spread(row),
                 "" if row["ratio"] is None else f"{row['ratio']:.2f}",
             ]
             for row in rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench import harness
-from bench.report import duration, markdown
+from bench.report import duration, markdown, spread
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 CHUNKS = 8
@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """A row per case and direction."""
 
-    def spread(times: dict[str, float]) -> str:
-        return f"{duration(times['median'])} ({duration(times['p10'])} to {duration(times['p90'])})"
+    def median(times: dict[str, float]) -> str:
+        return f"{duration(times['median'])} ({spread(times)})"
 
     return markdown(
         ["case", "operation", "pipekernels (p10 to p90)", "torch (p10 to p90)", "torch / ours"],
@@ -107,8 +107,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             [
                 row["case"],
                 row["direction"],
-                spread(row["ours"]),
-                spread(row["torch"]),
+                median(row["ours"]),
+                median(row["torch"]),
                 f"{row['ratio']:.2f}",
             ]
             for row in rows

@@ -25,7 +25,7 @@ from torch import nn
 
 from bench import harness
 from bench.processes import Processes
-from bench.report import duration, markdown
+from bench.report import duration, markdown, spread
 from pipekernels import Pipe
 
 STAGES, CHUNKS, LAYERS = 2, 8, 8
@@ -227,7 +227,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{row['width']} wide, batch {row['batch']}",
                 row["candidate"],
                 duration(row["median"]),
-                f"{duration(row['p10'])} to {duration(row['p90'])}",
+                spread(row),
                 f"{row['speed-up over sequential']:.2f}",
                 f"{row['time over loop']:.2f}",
             ]

@@ -33,6 +33,11 @@ def duration(seconds: float) -> str:
     return f"{rounded * 1e9:g} ns"
 
 
+def spread(figures: Mapping[str, float]) -> str:
+    """From the 10th percentile to the 90th, in seconds, of a :func:`bench.harness.summary`."""
+    return f"{duration(figures['p10'])} to {duration(figures['p90'])}"
+
+
 def speed_ups(rows: list[dict[str, Any]], base: str) -> str:
     """A row per candidate and case, with its speed-up over ``base``, in ``rows`` as
     ``'speed-up over <base>'``."""
@@ -44,7 +49,7 @@ def speed_ups(rows: list[dict[str, Any]], base: str) -> str:
                 row["case"],
                 row["candidate"],
                 duration(row["median"]),
-                f"{duration(row['p10'])} to {duration(row['p90'])}",
+                spread(row),
                 f"{row[speed_up]:.2f}",
             ]
             for row in rows

@@ -22,7 +22,7 @@ from torch import nn
 
 from bench import harness
 from bench.gpu.timing import Row, attempt, call_seconds, errors
-from bench.report import duration, markdown
+from bench.report import duration, markdown, spread
 from bench.train_step import token_loss
 from demo.gpt import VOCABULARY, gpt
 from pipekernels import Pipe
@@ -226,7 +226,7 @@ def table(rows: list[Row]) -> str:
             lines.append(
                 [
                     *(row["model"], str(row["chunks"]), name, duration(figures["median"])),
-                    f"{duration(figures['p10'])} to {duration(figures['p90'])}",
+                    spread(figures),
                     f"{figures['median'] / ways['plain']['median']:.2f}",
                     f"{figures['median'] / ways['loop']['median']:.2f}",
                     f"{row['losses'][name]:.4f}",
