@@ -8,17 +8,16 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipekernels import _cache
 from pipekernels.comm.tuning import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -107,7 +106,7 @@ def _gpu() -> dict[str, Any]:
 def machine_name(described: Mapping[str, Any]) -> str:
     """Folder name for a machine's results: its GPU, else its CPU and number of cores."""
     name = described.get("gpu") or f"{described['cpu']} {described['cores']}c"
-    return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
+    return _cache.slug(name)
 
 
 def results_folder() -> Path:
@@ -148,7 +147,7 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, 
     path = folder / f"{name}.json"
     record = {
         "name": name,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": _cache.now(),
         "commit": commit(),
         "machine": machine(),
         "conditions": dict(conditions),

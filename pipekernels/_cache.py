@@ -6,8 +6,13 @@ import json
 import os
 import re
 import secrets
+import warnings
+from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def file(what: str, machine: str) -> Path:
@@ -21,6 +26,27 @@ def file(what: str, machine: str) -> Path:
 def slug(name: str) -> str:
     """``name`` in letters that suit a file's name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def now() -> str:
+    """When something has been measured, for people to read."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def read(path: Path, parse: Callable[[Any], T]) -> T | None:
+    """What ``parse`` makes of a file's record; ``None`` if there is no file, and, with a warning, if it
+    cannot be read or ``parse`` raises a ValueError."""
+    try:
+        return parse(json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.
+        return None
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"{path} is not used ({error}); write it anew with `pipekernels tune`, or delete it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
 
 
 def write(path: Path, record: Any) -> None:

@@ -104,7 +104,7 @@ def test_a_bad_file_is_ignored_with_a_warning_that_says_what_to_do(cache: Path, 
     with pytest.warns(RuntimeWarning):
         communicators = Communicator.threads(2)
     assert [communicator._core.one_shot_bytes for communicator in communicators] == [0, 0]
-    assert f"! built-in settings are used instead of {path}" in cli.info()
+    assert f"! {path} is not used" in cli.info()
 
 
 def test_a_world_size_between_takes_the_next_smaller_one_measured() -> None:

@@ -13,13 +13,13 @@ import os
 import statistics
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from pipekernels import _cache
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.tuning import Tuning
 
@@ -57,8 +57,7 @@ def measure(*, quick: bool = False) -> Tuning:
                     process.kill()
                 raise TimeoutError(f"measuring took more than {LIMIT:.0f} s; is the machine busy?")
         limits = json.loads((Path(folder) / "limits").read_text())
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return Tuning({int(size): limit for size, limit in limits.items()}, date)
+    return Tuning({int(size): limit for size, limit in limits.items()}, _cache.now())
 
 
 def world_sizes(cores: int) -> list[int]:

@@ -6,10 +6,8 @@ find there what they agree on.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,19 +58,7 @@ def path() -> Path:
 
 def load() -> Tuning | None:
     """What has been measured on this machine; ``None``, with a warning, if its file cannot be used."""
-    file = path()
-    try:
-        return _parse(json.loads(file.read_text()))
-    except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.
-        return None
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"built-in settings are used instead of {file} ({error}); "
-            "write it anew with `pipekernels tune`, or delete it",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    return _cache.read(path(), _parse)
 
 
 def save(tuning: Tuning) -> Path:

@@ -8,8 +8,6 @@ has been measured there is no entry, and the vendor's library is taken.
 from __future__ import annotations
 
 import functools
-import json
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +98,8 @@ def _quarters(size: int) -> int:
 @functools.cache
 def for_gpu(name: str) -> Table | None:
     """Everything measured on GPUs of this name, shipped or at hand; read once per process."""
-    found = [table for table in (_read(FOLDER / f"{_cache.slug(name)}.json"), load(name)) if table]
+    shipped = _cache.read(FOLDER / f"{_cache.slug(name)}.json", from_json)
+    found = [table for table in (shipped, load(name)) if table]
     if not found:
         return None
     entries: dict[Shape, Entry] = {}
@@ -116,7 +115,7 @@ def path(gpu: str) -> Path:
 
 def load(gpu: str) -> Table | None:
     """What the user has measured; ``None``, with a warning, if the file cannot be used."""
-    return _read(path(gpu))
+    return _cache.read(path(gpu), from_json)
 
 
 def save(table: Table) -> Path:
@@ -181,17 +180,3 @@ def _positive(value: Any) -> float:
     if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"times must be positive numbers, got {value!r}")
     return value
-
-
-def _read(file: Path) -> Table | None:
-    try:
-        return from_json(json.loads(file.read_text()))
-    except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.
-        return None
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"{file} is not used ({error}); write it anew with `pipekernels tune`, or delete it",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None

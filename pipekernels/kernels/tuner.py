@@ -13,7 +13,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timezone
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from pipekernels import _cache
 from pipekernels.kernels.config import Config, candidates, generation
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
@@ -102,13 +102,12 @@ def measure(
                 f"{shape.kind} {shape.layout} {shape.m} x {shape.n} x {shape.k}: {rate:.0f} TFLOP/s, "
                 f"{entry.speedup:.2f} x the library ({entry.config})"
             )
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     versions = {
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
     }
-    return Table(properties.name, date, versions, launching, entries)
+    return Table(properties.name, _cache.now(), versions, launching, entries)
 
 
 def measure_class(shape: Shape, library: Library, launching: float) -> Entry | None:
