@@ -51,7 +51,7 @@ class Communicator(Collectives):
     see different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of
     different hosts.
 
-    Tensors may have any layout. One made by :meth:`empty` is read by the peers in place, which saves
+    Tensors may have any strides. One made by :meth:`empty` is read by the peers in place, which saves
     copies. No collective is differentiable; see :mod:`pipekernels.ops`.
 
     On CUDA a rank has one device, that of its first CUDA tensor; several ranks may share one. That
@@ -72,7 +72,7 @@ class Communicator(Collectives):
     Every collective raises, besides what it says itself:
         ValueError: the ranks call different collectives, or with different shapes, dtypes or
             arguments; raised on all ranks, and the communicator stays usable. Or a tensor on a
-            device that this rank does not use.
+            device that this rank does not use, or one that is not strided.
         PeerError: a rank has died, closed its communicator or given up; raised on all that are
             left. Names the rank, unless it is on another host. The communicator cannot be used any
             more.

@@ -62,10 +62,11 @@ def sharded_gemm(
         ``[..., n]``, of the dtype of ``x``, for float8 ``out_dtype``.
 
     Raises:
-        TypeError: dtypes that differ; float8 where a gradient is needed; ``'triton'`` for a dtype
-            other than bfloat16, float16, float32 and float8.
-        ValueError: shapes that do not fit; tensors on several devices; an unknown ``algorithm``;
-            ``'triton'`` for CPU tensors.
+        TypeError: dtypes that differ; scales or ``out_dtype`` with other operands than float8; an
+            ``out_dtype`` other than bfloat16, float16 and float32; float8 where a gradient is needed;
+            ``'triton'`` for a dtype other than bfloat16, float16, float32 and float8.
+        ValueError: shapes that do not fit; scales that are not float32; tensors on several devices; an
+            unknown ``algorithm``; ``'triton'`` for CPU tensors.
         RuntimeError: ``'triton'`` on a GPU that is too old for it; on a GPU also forward-mode
             differentiation.
         ImportError: ``'triton'`` without Triton, or with one before 3.6.
