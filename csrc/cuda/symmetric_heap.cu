@@ -132,9 +132,4 @@ uint64_t CudaHeap::location_of(const void* data, size_t bytes) const {
   return begin_ + (begin - base_);
 }
 
-size_t CudaHeap::used() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return parts_.used();
-}
-
 }  // namespace pipekernels

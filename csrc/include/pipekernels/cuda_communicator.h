@@ -41,15 +41,12 @@ class CudaHeap {
   // The offset in the rank's memory, or 0 if the data are elsewhere.
   uint64_t location_of(const void* data, size_t bytes) const;
 
-  size_t capacity() const { return parts_.capacity(); }
-  size_t used() const;
-
  private:
   const std::shared_ptr<DeviceMemory> memory_;
   std::byte* const base_;
   const size_t begin_;
   const unsigned process_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   FreeList parts_;
   std::vector<void*> streams_;  // Of blocks released.
 };
