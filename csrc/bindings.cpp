@@ -45,8 +45,7 @@ constexpr const char* kCudaVersion = "";
 constexpr const char* kCudaArchitectures = "";
 #endif
 
-// ---- build information
-// ---------------------------------------------------------------------------
+// ---- build information ------------------------------------------------------------------------
 
 py::dict build_info() {
   py::dict info;
@@ -58,8 +57,7 @@ py::dict build_info() {
   return info;
 }
 
-// ---- the interpreter's lock
-// -------------------------------------------------------------------------------------
+// ---- the interpreter's lock -------------------------------------------------------------------
 
 // Gives it up for a while. As py::gil_scoped_release, whose destructor ends the whole process when
 // the interpreter has ended meanwhile: until Python 3.14 it then ends threads that want its lock,
@@ -81,8 +79,7 @@ class NoGil {
   PyThreadState* const state_;
 };
 
-// ---- micro-batches
-// -------------------------------------------------------------------------------
+// ---- micro-batches ----------------------------------------------------------------------------
 
 pipekernels::Cast cast(int from, int to) {
   if (from < 0 || to < 0) {
@@ -186,8 +183,7 @@ void bind_micro_batches(py::module_& m) {
 #endif
 }
 
-// ---- collectives
-// ---------------------------------------------------------------------------------
+// ---- collectives ------------------------------------------------------------------------------
 
 // The class that Python raises for a PeerError: cls(message, rank).
 PyObject* peer_error_class = nullptr;

@@ -48,8 +48,7 @@ std::string format_seconds(Seconds duration) {
   return text + " s";
 }
 
-// ---- life
-// ----------------------------------------------------------------------------------------
+// ---- life -------------------------------------------------------------------------------------
 
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                            Seconds timeout, std::function<void()> interrupt)
@@ -115,8 +114,7 @@ void Communicator::check_usable() const {
   throw PeerError(failure_->culprit, failure_->reason, message);
 }
 
-// ---- waiting
-// ---------------------------------------------------------------------------------------
+// ---- waiting ----------------------------------------------------------------------------------
 
 void Communicator::lock() {
   check_process();
@@ -230,8 +228,7 @@ void Communicator::throw_timeout(const Signal& signal, uint32_t target, int owne
                                 format_seconds(timeout_));
 }
 
-// ---- failing
-// ---------------------------------------------------------------------------------------
+// ---- failing ----------------------------------------------------------------------------------
 
 void Communicator::publish(uint32_t status, uint64_t failed_call) {
   RankState& mine = state(rank_);
@@ -269,8 +266,7 @@ void Communicator::fail(Failure failure) {
   }
 }
 
-// ---- a collective
-// ----------------------------------------------------------------------------------
+// ---- a collective -----------------------------------------------------------------------------
 
 Collective::Collective(Communicator& communicator, const Call& call, const void* data, size_t bytes)
     : communicator_(communicator), bytes_(bytes) {

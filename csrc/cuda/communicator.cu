@@ -62,8 +62,7 @@ void load_kernels() {
 
 }  // namespace
 
-// ---- set-up
-// ----------------------------------------------------------------------------------------
+// ---- set-up -----------------------------------------------------------------------------------
 
 // What a rank tells the others while they set up.
 struct CudaCommunicator::Card {
@@ -235,8 +234,7 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
   exchange(outcome, all);
 }
 
-// ---- calls
-// -----------------------------------------------------------------------------------------
+// ---- calls ------------------------------------------------------------------------------------
 
 std::unique_ptr<CudaBuffer> CudaCommunicator::allocate(size_t bytes, void* stream) {
   const auto hold = lock();
@@ -389,8 +387,7 @@ void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& l
   run_collective(core_, call, reinterpret_cast<void*>(key), 0, body);
 }
 
-// ---- watching
-// --------------------------------------------------------------------------------------
+// ---- watching ---------------------------------------------------------------------------------
 
 void CudaCommunicator::stop(int rank, uint32_t status) {
   __atomic_store_n(&flags_->stop, HostFlags::stop_for(rank, status), __ATOMIC_RELEASE);
@@ -416,8 +413,7 @@ void CudaCommunicator::watch() {
   if (poll(polls.data(), 1, static_cast<int>(kGrace.count())) == 0) stop(who, status);
 }
 
-// ---- the end
-// ---------------------------------------------------------------------------------------
+// ---- the end ----------------------------------------------------------------------------------
 
 CudaCommunicator::~CudaCommunicator() { close(false); }
 

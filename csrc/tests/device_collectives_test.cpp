@@ -234,8 +234,7 @@ void test_gates(int ranks, bool symmetric, uint64_t seed) {
   for (const auto& tensor : tensors) CHECK(equal(tensor->data(), expected));
 }
 
-// ---- failures
-// -------------------------------------------------------------------------------------
+// ---- failures ---------------------------------------------------------------------------------
 
 // One all-reduce of floats that every rank but `absent` launches, after `before` good ones.
 struct Failing {

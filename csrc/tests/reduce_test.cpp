@@ -16,8 +16,7 @@ namespace {
 
 using namespace pipekernels;
 
-// ---- scalar definitions of the 16-bit formats
-// ------------------------------------------------------
+// ---- scalar definitions of the 16-bit formats -------------------------------------------------
 
 float widen(uint16_t bits, int mantissa_bits) {
   const int exponent_bits = 15 - mantissa_bits;
@@ -53,8 +52,7 @@ uint16_t narrow(float value, int mantissa_bits) {
   return sign | static_cast<uint16_t>(std::min(encoded, double(infinity)));
 }
 
-// ---- scalar reductions
-// -----------------------------------------------------------------------------
+// ---- scalar reductions ------------------------------------------------------------------------
 
 template <class T>
 struct Element {
@@ -114,8 +112,7 @@ bool same(T a, T b) {
   return (is_nan(a) && is_nan(b)) || std::memcmp(&a, &b, sizeof(T)) == 0;
 }
 
-// ---- tests
-// -----------------------------------------------------------------------------------------
+// ---- tests ------------------------------------------------------------------------------------
 
 // Bits that are a number, most of the time of moderate size, else anything.
 template <class T>
