@@ -262,7 +262,7 @@ def tune(args: argparse.Namespace, seconds: float) -> Row:
     folder = harness.results_folder()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{harness.machine_name({'gpu': found.gpu})}.json").write_text(path.read_text())
-    faster = sum(entry.speedup >= tables.MARGIN for entry in found.entries.values())
+    faster = sum(entry.wins for entry in found.entries.values())
     return {"shapes": len(found.entries), "faster": faster, "launch": found.launch_seconds}
 
 

@@ -55,6 +55,11 @@ class Entry(NamedTuple):
     vendor_seconds: float
     speedup: float
 
+    @property
+    def wins(self) -> bool:
+        """Whether the kernel was so much faster that ``auto`` takes it."""
+        return self.speedup >= MARGIN
+
 
 class Table(NamedTuple):
     """What has been measured on one GPU model.
@@ -73,6 +78,10 @@ class Table(NamedTuple):
     versions: dict[str, str]
     launch_seconds: float
     entries: dict[Shape, Entry]
+
+    def entry(self, kind: str, layout: str, m: int, n: int, k: int) -> Entry | None:
+        """What was measured for the class of a product; sizes of at least 1."""
+        return self.entries.get(shape_class(kind, layout, m, n, k))
 
 
 def shape_class(kind: str, layout: str, m: int, n: int, k: int) -> Shape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pipekernels.kernels.table import LAYOUTS, MARGIN, Entry, Table, shape_class
+from pipekernels.kernels.table import LAYOUTS, Entry, Table
 from pipekernels.ops.overlap import Link, all_reduce_seconds, plan
 
 RANKS = (2, 4, 8)
@@ -60,8 +60,7 @@ def forecast(
             continue
         size = shape.m * shape.n * ITEMSIZES.get(kind, 2)
         for count in counts:
-            part = shape_class(kind, shape.layout, shape.m, shape.n, -(-shape.k // count))
-            entry = measured.entries.get(part)
+            entry = measured.entry(kind, shape.layout, shape.m, shape.n, -(-shape.k // count))
             if entry is None:
                 continue
             product, reduce = _best(entry), all_reduce_seconds(size, count, link)
@@ -105,4 +104,4 @@ def report(rows: list[Forecast], measured: Table, link: Link) -> str:
 
 def _best(entry: Entry) -> float:
     """What ``auto`` takes in a CUDA graph."""
-    return entry.seconds if entry.speedup >= MARGIN else entry.vendor_seconds
+    return entry.seconds if entry.wins else entry.vendor_seconds

@@ -36,7 +36,7 @@ def tune(seconds: float, kind: str) -> list[str]:
         tuner.row_parallel_shapes([count], kind=kind) for count in tokens
     )
     found = tuner.measure(shapes, by_library, seconds=seconds, report=lines.append)
-    faster = sum(entry.speedup >= table.MARGIN for entry in found.entries.values())
+    faster = sum(entry.wins for entry in found.entries.values())
     lines.append(f"Triton for {faster} of {len(found.entries)} shapes, the library for all others")
     return [*lines, f"written to {table.save(found)}"]
 

@@ -141,7 +141,7 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
     known = table.for_gpu(gpu.name)
     entry = None
     if known is not None and layout is not None and has_rows(out):
-        entry = known.entries.get(table.shape_class(kind, layout, m, n, k))
+        entry = known.entry(kind, layout, m, n, k)
     if entry is None or entry.config.split_k > 1:
         if not forced:
             return None

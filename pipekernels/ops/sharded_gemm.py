@@ -208,12 +208,12 @@ def choose(
     entry = None
     known = table.for_gpu(gpu.name)
     if known is not None and kind is not None and layout is not None:
-        entry = known.entries.get(table.shape_class(kind, layout, m, n, k))
+        entry = known.entry(kind, layout, m, n, k)
     waits = False
     if algorithm == "auto":
         if a.dtype == FLOAT8 and not _library_takes_float8(a, b, out):
             algorithm = "triton"
-        elif entry is None or known is None or entry.speedup < table.MARGIN or not has_triton():
+        elif entry is None or known is None or not entry.wins or not has_triton():
             return None
         else:
             waits = entry.seconds < known.launch_seconds
@@ -247,8 +247,8 @@ def _may_be_triton(x: Tensor, weight: Tensor, dtype: torch.dtype, algorithm: str
     layout = layout_of(rows, weight)
     if layout is None:
         return False
-    entry = known.entries.get(table.shape_class(kind, layout, len(rows), n, k))
-    if entry is None or entry.speedup < table.MARGIN:
+    entry = known.entry(kind, layout, len(rows), n, k)
+    if entry is None or not entry.wins:
         return False
     if entry.seconds < known.launch_seconds:
         first = (x.device, entry) not in _short
