@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -60,10 +61,10 @@ def run_on_lanes(
         for inbox in inboxes.values():
             inbox.put(_STOP)
 
-    def run_lane(index: int) -> None:
+    def run_lane(actions: Sequence[Action]) -> None:
         try:
             with around():
-                for action in program.lanes[index]:
+                for action in actions:
                     value = None
                     if program.before(action) is not None:
                         value = inboxes[action.stage, action.goes_up].get()
@@ -76,10 +77,7 @@ def run_on_lanes(
         except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
             fail(error)
 
-    def lane(index: int) -> lanes.Job:
-        return lambda: run_lane(index)
-
-    jobs = [lane(index) for index in range(len(program.lanes))]
+    jobs = [partial(run_lane, lane) for lane in program.lanes]
     lanes.run_together(jobs, threads=threads, interrupted=fail)
     if failures:
         try:
