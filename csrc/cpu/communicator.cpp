@@ -88,7 +88,7 @@ void Communicator::shut_down(uint32_t status) {
 std::shared_ptr<SymmetricHeap> Communicator::heap() const {
   check_process();
   auto heap = std::atomic_load(&heap_);
-  if (!heap) throw std::runtime_error("this communicator has been closed");
+  if (!heap) throw std::runtime_error("this communicator has been closed; make a new one");
   return heap;
 }
 

@@ -13,7 +13,7 @@ class CollectiveBarrier:
         timeout: seconds that a rank waits for the others, in any call.
 
     Raises:
-        ValueError: ``world_size`` is less than 1, or ``timeout`` is not positive.
+        ValueError: ``world_size`` is not in ``1 .. 1024``, or ``timeout`` not in ``(0, 1e9]``.
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:

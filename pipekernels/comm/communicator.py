@@ -122,7 +122,7 @@ class Communicator(Collectives):
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
                 or reach each other.
-            ValueError: this process is not in ``group``, or ``timeout`` is not positive.
+            ValueError: this process is not in ``group``, or ``timeout`` is not in ``(0, 1e9]``.
         """
         _check_timeout(timeout)
         if not dist.is_available() or not dist.is_initialized():
@@ -151,7 +151,7 @@ class Communicator(Collectives):
         Raises:
             RuntimeError: the ranks cannot share memory or reach each other.
             TimeoutError: a rank did not come within ``timeout``.
-            ValueError: there is no such rank, or ``timeout`` is not positive.
+            ValueError: there is no such rank, or ``timeout`` is not in ``(0, 1e9]``.
         """
         _check_timeout(timeout)
         if not 0 <= rank < world_size:
@@ -189,7 +189,7 @@ class Communicator(Collectives):
             timeout: seconds that a rank waits for the others, in any call.
 
         Raises:
-            ValueError: ``world_size`` is less than 1, or ``timeout`` is not positive.
+            ValueError: ``world_size`` is not in ``1 .. 1024``, or ``timeout`` not in ``(0, 1e9]``.
         """
         _check_timeout(timeout)
         if world_size < 1:

@@ -55,6 +55,9 @@ def move_to_device(data: Any, device: Device) -> Any:
 
     Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they overlap what
     both devices compute, and make the caller wait where they go to the CPU or come from pinned memory.
+
+    Raises:
+        TypeError, RuntimeError: ``device`` is none; see :func:`get_device`.
     """
     return map_leaves(partial(_moved, get_device(device)), data)
 
@@ -143,11 +146,15 @@ def parallelize_pipeline(
             most one.
 
     Raises:
-        ValueError: a name that the model does not have, or two names of one module; a value that is
-            neither a device nor a pair; a parameter or buffer shared by modules on different
-            devices; ``chunks`` below 1. Nothing has been changed then.
-        TypeError: ``model`` is no ``nn.Module``, or a module to be placed a ``ScriptModule``.
-        RuntimeError: ``model`` or a module in it is parallelized already.
+        ValueError: a name that the model does not have, or two names of one module with different
+            places; a tuple or list that is no pair; a parameter or buffer shared by modules on
+            different devices; ``chunks`` is no integer of at least 1.
+        TypeError: ``model`` is no ``nn.Module``, a module to be placed a ``ScriptModule``, or a value
+            neither a device nor a pair of them.
+        RuntimeError: ``model`` or a module in it is parallelized already, or torch knows no device of a
+            name.
+
+    After one of these nothing has been changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")

@@ -112,6 +112,7 @@ class Pipe(nn.Module):
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
         IndexError: fewer devices than stages.
+        RuntimeError: torch knows no device of a name.
     """
 
     def __init__(

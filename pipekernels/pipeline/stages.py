@@ -81,7 +81,7 @@ class PipelineParallel(Pipe):
     Raises:
         TypeError: a stage is no :class:`PipelineStage`.
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
-            1, or a stage whose layers are on several devices.
+            1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
     """
 
     def __init__(

@@ -58,7 +58,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
 
     Raises:
         TypeError: a pattern matches a module that is no plain ``nn.Linear``, or one with more than
-            its weight and bias: a parametrization, an adapter, hooks (register them afterwards).
+            its weight and bias: a parametrization, an adapter, hooks (register them afterwards); or
+            ``comm`` is no communicator.
         ValueError: a pattern matches nothing or the model itself, or patterns that match one layer
             disagree; a kind that does not exist; a layer with fewer features than there are ranks;
             one whose weight belongs to another module too. The model is unchanged then.
