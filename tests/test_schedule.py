@@ -16,6 +16,7 @@ from pipekernels.pipeline.schedule import (
     linearize,
     order_of_issue,
     simulate,
+    units,
 )
 
 
@@ -27,7 +28,7 @@ def test_gpipe_has_every_action_once_and_the_ideal_bubble(stages: int, micro_bat
     assert len(actions) == len(set(actions)) == 2 * stages * micro_batches
     assert all(action.stage == s for s, lane in enumerate(program.lanes) for action in lane)
 
-    simulation = simulate(program, cost=lambda action: 1.0 if action.kind == "F" else 2.0)
+    simulation = simulate(program)
     ideal = (stages - 1) / (micro_batches + stages - 1)
     assert simulation.bubble == pytest.approx(ideal)
     assert simulation.makespan == pytest.approx(3 * (micro_batches + stages - 1))
@@ -109,7 +110,7 @@ def test_the_thread_does_its_own_work_last() -> None:
 def test_a_phase_alone_needs_nothing_of_the_other() -> None:
     program = gpipe(2, 3)
     assert len(linearize(program.backwards)) == 6
-    assert simulate(program.backwards).makespan == 4
+    assert simulate(program.backwards).makespan == 8
 
 
 def test_a_program_that_waits_for_itself_is_an_error() -> None:
@@ -156,10 +157,6 @@ def test_interleaved_deals_out_stages_and_can_run(lanes: int, rounds: int) -> No
             assert {a.stage for a in actions} == set(range(lane, stages, lanes))
 
 
-def _units(action: Action) -> float:
-    return 2.0 if action.kind == "B" else 1.0
-
-
 def _most_held(program: Program) -> list[int]:
     """Per lane, the most (stage, micro-batch) pairs whose activations it holds at once: from their
     forward to their backward, or its second part."""
@@ -171,7 +168,7 @@ def test_schedules_against_each_other() -> None:
     """The known makespans and memory with B = 2 F and I = W = F."""
     for stages, m in ((2, 4), (4, 8), (4, 16)):
         programs = {name: Schedule(name).program(stages, m) for name in ("gpipe", "1f1b", "zb-h1")}
-        runs = {name: simulate(program, _units) for name, program in programs.items()}
+        runs = {name: simulate(program) for name, program in programs.items()}
         assert runs["gpipe"].makespan == runs["1f1b"].makespan == 3 * (m + stages - 1)
         # A third of 1F1B's bubble is left (Qi et al., 2023).
         assert runs["zb-h1"].makespan == 3 * m + (stages - 1)
@@ -179,7 +176,7 @@ def test_schedules_against_each_other() -> None:
         assert _most_held(programs["1f1b"]) == list(range(stages, 0, -1))
         assert _most_held(programs["zb-h1"]) == [stages] * stages
         halves = interleaved(stages, 2 * stages, m)
-        makespan = simulate(halves, lambda a: _units(a) / 2).makespan
+        makespan = simulate(halves, lambda a: units(a) / 2).makespan
         assert makespan == 3 * (m + (stages - 1) / 2)
         # The forwards that go before a lane's first backward (Narayanan et al., 2021), and one more.
         warm_up = [2 * (stages - lane - 1) + stages for lane in range(stages)]

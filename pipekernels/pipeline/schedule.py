@@ -330,10 +330,6 @@ def linearize(program: Program) -> tuple[Action, ...]:
     return tuple(order)
 
 
-UNITS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""How long actions take where nothing else is known, in the time of a forward."""
-
-
 @lru_cache(maxsize=256)
 def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tuple[Action, ...]:
     """One order of all actions for a thread that issues them to devices and goes on at once: that in
@@ -345,7 +341,7 @@ def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tup
         waits: stages whose actions the thread does itself; of actions that could start together
             they come last.
     """
-    start = simulate(program, lambda action: UNITS[action.kind]).start
+    start = simulate(program).start
     return tuple(sorted(program.order, key=lambda action: (start[action], action.stage in waits)))
 
 
@@ -359,7 +355,12 @@ class Simulation:
     """Idle share of ``lanes x makespan``, 0 to 1."""
 
 
-def simulate(program: Program, cost: Callable[[Action], float] = lambda action: 1.0) -> Simulation:
+def units(action: Action) -> float:
+    """Duration of ``action`` where nothing else is known, in the time of a forward."""
+    return 2.0 if action.kind == "B" else 1.0
+
+
+def simulate(program: Program, cost: Callable[[Action], float] = units) -> Simulation:
     """Run ``program`` on ideal lanes, without communication cost.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipekernels.pipeline.schedule import UNITS, Action, Kind, Program, simulate
+from pipekernels.pipeline.schedule import Action, Kind, Program, simulate
 
 _COLOURS: dict[Kind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"
@@ -154,7 +154,7 @@ class Timeline:
     def ideal_bubble(self) -> float:
         """Idle share of the same programs on ideal lanes with equal stages, where a backward takes
         twice as long as a forward."""
-        simulated = [simulate(p.program, cost=lambda a: UNITS[a.kind]) for p in self.phases]
+        simulated = [simulate(phase.program) for phase in self.phases]
         capacity = sum(p.lanes * s.makespan for p, s in zip(self.phases, simulated, strict=True))
         idle = sum(
             p.lanes * s.makespan * s.bubble for p, s in zip(self.phases, simulated, strict=True)
