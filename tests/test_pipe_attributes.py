@@ -153,6 +153,8 @@ def test_inputs_that_cannot_be_split() -> None:
         pipe(torch.tensor(1.0))
     with pytest.raises(ValueError, match="batch size 3 and input 0 has 4"):
         pipe((torch.zeros(4, 6), torch.zeros(3, 6)))
+    with pytest.raises(ValueError, match="input 0 has no dimension"):
+        pipe.train_step(torch.tensor(1.0), None, torch.sum)
 
 
 def test_a_stage_that_returns_no_tensor(place: torch.device) -> None:

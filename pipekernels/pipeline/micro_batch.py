@@ -28,6 +28,33 @@ class Batch:
     dim: int = 0
 
 
+def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
+    """The batch size that all ``tensors`` have, in dimension ``dim``.
+
+    Args:
+        tensors: at least one.
+        dim: the batch dimension, from 0.
+        what: what an error calls them.
+
+    Raises:
+        ValueError: a tensor has no such dimension, or the batch sizes differ.
+    """
+    for i, tensor in enumerate(tensors):
+        if tensor.dim() <= dim:
+            raise ValueError(
+                f"{what} {i} has {tensor.dim() or 'no'} dimension{'s' * (tensor.dim() > 1)}; batch "
+                f"dimension {dim} is needed to split it (NoChunk(tensor) gives it whole to every "
+                "micro-batch)"
+            )
+        if tensor.size(dim) != tensors[0].size(dim):
+            raise ValueError(
+                f"{what} {i} has batch size {tensor.size(dim)} and {what} 0 has "
+                f"{tensors[0].size(dim)}; all tensors are split together and must agree in "
+                f"dimension {dim} (NoChunk(tensor) gives one whole to every micro-batch)"
+            )
+    return tensors[0].size(dim)
+
+
 class Scatter:
     """Micro-batches of ``tensors`` along dimension ``dim``: views along dimension 0, contiguous
     copies, made at once, along another.
@@ -40,26 +67,13 @@ class Scatter:
         what: what an error calls ``tensors``.
 
     Raises:
-        ValueError: a tensor has no such dimension, or the tensors' batch sizes differ.
+        ValueError: as :func:`rows_of`.
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], chunks: int, dim: int = 0, what: str = "input"
     ) -> None:
-        for i, tensor in enumerate(tensors):
-            if tensor.dim() <= dim:
-                raise ValueError(
-                    f"{what} {i} has {tensor.dim() or 'no'} dimension{'s' * (tensor.dim() > 1)}; batch "
-                    f"dimension {dim} is needed to split it (NoChunk(tensor) gives it whole to every "
-                    "micro-batch)"
-                )
-            if tensor.size(dim) != tensors[0].size(dim):
-                raise ValueError(
-                    f"{what} {i} has batch size {tensor.size(dim)} and {what} 0 has "
-                    f"{tensors[0].size(dim)}; all tensors are split together and must agree in "
-                    f"dimension {dim} (NoChunk(tensor) gives one whole to every micro-batch)"
-                )
-        self.batch = tensors[0].size(dim)
+        self.batch = rows_of(tensors, dim, what)
         self.dim = dim
         self.sizes = micro_batch_sizes(self.batch, chunks)
         if dim == 0:

@@ -18,7 +18,7 @@ from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
 from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.micro_batch import Batch, Scatter
+from pipekernels.pipeline.micro_batch import Batch, Scatter, rows_of
 from pipekernels.pipeline.partition import (
     balance_by_parameters,
     check_sequential,
@@ -246,7 +246,7 @@ class Pipe(nn.Module):
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
         batch = self._batch(input)
-        rows = batch.tensors[0].size(self.batch_dim)
+        rows = rows_of(batch.tensors, self.batch_dim, "input")
         targets, structure = None, LONE
         if target is not None:
             tensors, structure = take_apart(target, "target")
