@@ -403,7 +403,9 @@ def test_errors_of_one_of_them() -> None:
         balance_by_size(1, module, sample, chunks=0, device="cpu")
     with pytest.raises(ValueError, match="param_scale is -2"):
         balance_by_size(1, module, sample, param_scale=-2, device="cpu")
-    with pytest.raises(ValueError, match="cannot be cut into micro-batches"):
+    with pytest.raises(
+        ValueError, match="sample tensor 1 has batch size 3 and sample tensor 0 has 2"
+    ):
         balance_by_size(1, module, (sample, torch.rand(3, 2)), device="cpu")
 
 

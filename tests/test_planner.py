@@ -388,7 +388,7 @@ def test_by_default_a_lane_per_intra_op_thread() -> None:
     [
         ({"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
         ({"sample": 3}, TypeError, "the sample must be .* not int"),
-        ({"sample": torch.rand(())}, ValueError, "cannot be cut into micro-batches"),
+        ({"sample": torch.rand(())}, ValueError, "sample tensor 0 has no dimension"),
         ({"sample": torch.rand(0, 2)}, ValueError, "the batch has 0 rows"),
         ({"max_chunks": 0}, ValueError, "max_chunks is 0"),
         ({"param_scale": -1.0}, ValueError, "param_scale is -1.0"),

@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from pipekernels.pipeline.micro_batch import rows_of
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.random_state import preserved
 from pipekernels.pipeline.skip import Key, carried
@@ -196,13 +197,7 @@ def batch_size(sample: Any) -> int:
         TypeError: there is no tensor in ``sample``.
         ValueError: it cannot be cut along dimension 0: a tensor has none, or they differ there.
     """
-    shapes = [tuple(tensor.shape) for tensor in take_apart(sample, "the sample")[0]]
-    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(
-            f"a sample of shapes {shapes} cannot be cut into micro-batches: "
-            "all tensors must have the same size in dimension 0"
-        )
-    return shapes[0][0]
+    return rows_of(take_apart(sample, "the sample")[0], 0, "sample tensor")
 
 
 def first_rows(sample: Any, rows: int) -> Any:
