@@ -269,7 +269,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
     ):
         tp.gather_from_ranks(torch.ones(4), first, 6)
     with pytest.raises(ValueError, match=r"is on cpu, but the input on meta; move it with \.to"):
-        collectives.symmetric_empty(comm, (3,), torch.ones(3, device="meta"))
+        comm.output((3,), torch.ones(3, device="meta"))
 
 
 def test_a_communicator_that_is_gone_is_named() -> None:

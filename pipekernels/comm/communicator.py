@@ -290,12 +290,22 @@ class Communicator(Collectives):
         return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
 
     def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
-        """As :meth:`empty`, of the dtype and on the CUDA device of ``like``; for results.
+        """As :meth:`empty`, of the dtype and on the device of ``like``; for results.
 
-        An ordinary tensor where there is no room, or while a graph is captured, whose own memory it
-        then has.
+        On CUDA an ordinary tensor where there is no room, or while a graph is captured, whose own
+        memory it then has.
+
+        Raises:
+            ValueError: ``like`` is on a device that this rank does not use.
         """
-        return self._on(like.device).output(torch.Size(shape), like.dtype)
+        if like.is_cuda:
+            return self._on(like.device).output(torch.Size(shape), like.dtype)
+        if not like.is_cpu:
+            raise ValueError(
+                f"the memory of this communicator is on cpu, but the input on {like.device}; move it "
+                "with .to('cpu')"
+            )
+        return self.empty(shape, dtype=like.dtype)
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.

@@ -19,7 +19,7 @@ wait until the others have come as far, and so CUDA may make one wait for anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -59,25 +59,6 @@ def communicator_of(handle: int) -> Any:
             "Communicator referenced until the last forward and backward that use it are done"
         )
     return communicator
-
-
-def symmetric_empty(communicator: Any, shape: Sequence[int], like: Tensor) -> Tensor:
-    """An output that the peers read in place, of the dtype and on the device of ``like``.
-
-    An ordinary tensor on CUDA where there is no room, or while a graph is captured.
-
-    Raises:
-        ValueError: ``like`` is on a device that the communicator does not use.
-    """
-    if like.is_cuda:
-        return communicator.output(shape, like)
-    out = communicator.empty(shape, dtype=like.dtype)
-    if out.device != like.device:
-        raise ValueError(
-            f"the memory of this communicator is on {out.device}, but the input on {like.device}; "
-            f"move it with .to({str(out.device)!r})"
-        )
-    return out
 
 
 def all_reduce(x: Tensor, comm: Ranks, op: str = "sum", algorithm: str = "auto") -> Tensor:
@@ -207,7 +188,7 @@ def _register(
 
 def _symmetric_copy(x: Tensor, communicator: Any) -> Tensor:
     _backend.load().check_memory(x)
-    return symmetric_empty(communicator, x.shape, x).copy_(x)
+    return communicator.output(x.shape, x).copy_(x)
 
 
 def _all_reduce(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:

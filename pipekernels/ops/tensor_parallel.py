@@ -37,7 +37,6 @@ from pipekernels.ops.collectives import (
     all_reduce,
     check_rows,
     communicator_of,
-    symmetric_empty,
 )
 from pipekernels.ops.dispatch import is_needless
 from pipekernels.ops.micro_batch import micro_batch_sizes
@@ -258,7 +257,7 @@ def _product(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:
 
 def _row_linear(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
     communicator = communicator_of(comm)
-    out = symmetric_empty(communicator, (*x.shape[:-1], weight.shape[0]), x)
+    out = communicator.output((*x.shape[:-1], weight.shape[0]), x)
     rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
     if not x.is_cuda:
         torch.mm(rows, weight.t(), out=product)
