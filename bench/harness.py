@@ -70,6 +70,15 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
+def against(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
+    """A :func:`summary` of each candidate, with its ``'speed-up over <base>'``, which is one of them."""
+    found = {name: summary(seconds) for name, seconds in samples.items()}
+    return {
+        name: {**figures, f"speed-up over {base}": found[base]["median"] / figures["median"]}
+        for name, figures in found.items()
+    }
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")

@@ -202,17 +202,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if isinstance(runner, Processes):
                     runner.close()
             torch.set_num_threads(threads)
-        medians = {name: harness.summary(seconds)["median"] for name, seconds in samples.items()}
-        for name, seconds in samples.items():
+        found = harness.against(samples, "sequential")
+        for name, figures in found.items():
             rows.append(
                 {
                     "case": case,
                     "width": width,
                     "batch": batch,
                     "candidate": name,
-                    **harness.summary(seconds),
-                    "speed-up over sequential": medians["sequential"] / medians[name],
-                    "time over loop": medians[name] / medians["loop"],
+                    **figures,
+                    "time over loop": figures["median"] / found["loop"]["median"],
                 }
             )
     return rows

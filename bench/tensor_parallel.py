@@ -169,16 +169,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         finally:
             for runner in runners.values():
                 runner.close()
-        medians = {name: harness.summary(seconds)["median"] for name, seconds in samples.items()}
-        for name, seconds in samples.items():
-            rows.append(
-                {
-                    "case": case,
-                    "candidate": name,
-                    **harness.summary(seconds),
-                    "speed-up over one thread": medians["one thread"] / medians[name],
-                }
-            )
+        for name, figures in harness.against(samples, "one thread").items():
+            rows.append({"case": case, "candidate": name, **figures})
     return rows
 
 

@@ -104,18 +104,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
         finally:
             torch.set_num_threads(threads)
-        base = harness.summary(samples["sequential"])["median"]
-        for name, seconds in samples.items():
-            figures = harness.summary(seconds)
-            rows.append(
-                {
-                    "case": case,
-                    "chunks": chunks,
-                    "candidate": name,
-                    **figures,
-                    "speed-up over sequential": base / figures["median"],
-                }
-            )
+        for name, figures in harness.against(samples, "sequential").items():
+            rows.append({"case": case, "chunks": chunks, "candidate": name, **figures})
     return rows
 
 
