@@ -293,15 +293,7 @@ class Run:
         if all(grad is None for grad in grads):
             return ()
         if tape.inputs is not None:
-            if tape.inputs.versions() != self._versions[stage, m]:
-                raise RuntimeError(
-                    f"an input of stage {stage} was modified in place after the stage was given it, "
-                    "and checkpointing needs it to recompute the stage; modify a copy, or use "
-                    "checkpoint='never'"
-                )
-            # The forward's autocast and the like, on a thread that may be another.
-            with self._context.applied():
-                tape = task.recompute(tape, partial(self._draw, self, m))
+            tape = self._recomputed(tape, tape.inputs, stage, m)
         with self._in_autograd:
             if kind == "I" and self._may_split:
                 result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
@@ -311,18 +303,34 @@ class Run:
                 (result,) = task.backward([tape], [grads], keep_graph=keep_graph)
         if tape.received:
             n = len(result) - len(tape.received)
-            for key, grad in zip(tape.received, result[n:], strict=True):
-                if (key, m) in self._skip_homes:
-                    home = self._skip_homes[key, m]
-                    sender = Receiver(self._engine.skips.sender[key], m, backward=True)
-                    (grad,) = self._transport.send([grad], [home], sender)
-                self._skip_grads[key, m] = grad
+            self._return_skips(tape.received, result[n:], m)
             result = result[:n]
         if self._homes:
             result = self._returned(result, stage, m)
         if stage == 0:
             self._input_grads[m] = result
         return result
+
+    def _recomputed(self, tape: Tape, inputs: Activation, stage: int, m: int) -> Tape:
+        """What a second forward on the ``inputs`` of ``tape`` leaves behind."""
+        if inputs.versions() != self._versions[stage, m]:
+            raise RuntimeError(
+                f"an input of stage {stage} was modified in place after the stage was given it, "
+                "and checkpointing needs it to recompute the stage; modify a copy, or use "
+                "checkpoint='never'"
+            )
+        # The forward's autocast and the like, on a thread that may be another.
+        with self._context.applied():
+            return self._tasks[stage].recompute(tape, partial(self._draw, self, m))
+
+    def _return_skips(self, skips: Sequence[Key], grads: Grads, m: int) -> None:
+        """Leave the gradients of ``skips`` for the stages that these have come from."""
+        for key, grad in zip(skips, grads, strict=True):
+            home = self._skip_homes.get((key, m))
+            if home is not None:
+                sender = Receiver(self._engine.skips.sender[key], m, backward=True)
+                (grad,) = self._transport.send([grad], [home], sender)
+            self._skip_grads[key, m] = grad
 
     def _returned(self, grads: Grads, stage: int, m: int) -> Grads:
         """Gradients of the inputs of ``stage``, on their way to where these have come from."""
@@ -444,9 +452,7 @@ class Run:
             sum(self._drop),
             may_split,
         )
-        ways: list[Way] = ["inline", "lanes"]
-        if may_split:
-            ways.append("split")
+        ways: list[Way] = ["inline", "lanes", "split"] if may_split else ["inline", "lanes"]
         begun = Pass(engine.pace, kind, ways)
         if begun.is_first:
             self._draw = Run._audited
