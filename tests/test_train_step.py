@@ -214,6 +214,32 @@ def test_dropout_repeats_with_the_seed_whatever_the_way(force_way: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("options", LANES.values(), ids=LANES)
+def test_random_numbers_of_the_loss_do_not_depend_on_the_way(
+    options: dict[str, Any], force_way: Any
+) -> None:
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    drawn: set[float] = set()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand((), dtype=torch.float64)
+        drawn.add(noise.item())
+        return F.mse_loss(F.dropout(output, 0.4), target) * noise
+
+    results = []
+    for way in ("inline", "lanes", "lanes"):
+        force_way(way)
+        module = model()
+        module[1] = nn.Dropout(0.4)
+        pipe = pipe_of(module)
+        torch.manual_seed(3)
+        losses = [pipe.train_step(x, y, loss_fn, **options) for _ in range(2)]
+        results.append([*losses, *gradients(module)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert len(drawn) == 2 * 4  # Steps and micro-batches.
+
+
 def test_deferred_batch_norm_is_committed_once(place: torch.device) -> None:
     x, y = torch.randn(9, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
     plain = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()

@@ -195,6 +195,8 @@ class Run:
 
         if self._engine.with_streams:
             self._in_autograd = self._engine.unlocked
+        # As if the loss were a stage behind the last one.
+        losses.randomness = lambda m: self._draw(self, m, len(self._engine.stages))
         self._context = CallerContext()
         with (
             self._context.without_autocast(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -119,6 +119,8 @@ class Losses:
         self._losses: list[torch.Tensor | None] = [None] * len(sizes)
         self._values: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
         self._required_grad = False
+        # Entered for the loss of a micro-batch: gives it random numbers of its own.
+        self.randomness: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Compute the loss of micro-batch ``m``.
@@ -142,7 +144,8 @@ class Losses:
             if any(part.device != device for part in parts):
                 parts = p2p_copy(parts, device)
             arguments.append(self._structure.on(device).build(parts))
-        loss = self._loss(*arguments)
+        with self.randomness(m):
+            loss = self._loss(*arguments)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"loss_fn returned {type(loss).__name__}; it must return a tensor")
         if loss.dim() != 0:
