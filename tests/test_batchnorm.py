@@ -36,6 +36,17 @@ def test_statistics_equal_those_of_the_whole_mini_batch(
     assert pipe[1].num_batches_tracked == 3
 
 
+def test_layers_may_be_converted_before_they_become_a_pipe() -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()).double()
+    pipe = Pipe(convert_deferred_batch_norm(copy.deepcopy(plain)), [1, 1], chunks=4)
+    for trained in (pipe, copy.deepcopy(pipe)):
+        x = 5 + torch.randn(8, 3, dtype=torch.float64)
+        norm = copy.deepcopy(plain[0])
+        norm(x), trained(x)
+        for name, value in norm.state_dict().items():
+            torch.testing.assert_close(trained[0].state_dict()[name], value)
+
+
 def test_outputs_are_normalised_by_micro_batch_in_training_and_by_statistics_in_evaluation() -> (
     None
 ):

@@ -296,9 +296,10 @@ def test_parameter_hooks_fire_once_per_backward() -> None:
     assert calls == [1]
 
 
-def test_deferred_batch_norm_commits_once_per_call() -> None:
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_deferred_batch_norm_commits_once_per_call(chunks: int) -> None:
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    model = chunked(convert_deferred_batch_norm(copy.deepcopy(plain), 4), 4)
+    model = chunked(convert_deferred_batch_norm(copy.deepcopy(plain), chunks), chunks)
     for batch in (9, 8):
         x = torch.randn(batch, 3, dtype=torch.float64)
         plain(x), model(x)

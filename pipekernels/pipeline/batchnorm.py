@@ -101,6 +101,11 @@ class DeferredBatchNorm(_BatchNorm):
         self._mean = self._squares = torch.empty(0)
 
 
+def has_deferred_batch_norm(module: nn.Module) -> bool:
+    """Whether there is a DeferredBatchNorm in ``module``."""
+    return any(isinstance(layer, DeferredBatchNorm) for layer in module.modules())
+
+
 @contextmanager
 def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Commit every DeferredBatchNorm in ``modules`` after the body, the forward of one mini-batch,

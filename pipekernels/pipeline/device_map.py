@@ -13,6 +13,7 @@ from torch import nn
 
 from pipekernels.ops.p2p_copy import p2p_copy
 from pipekernels.ops.streams import has_streams, with_index
+from pipekernels.pipeline.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.chunked import forward_in_chunks
 from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.nested import map_leaves
@@ -175,7 +176,7 @@ def parallelize_pipeline(
             module._apply(lambda tensor, home=home: tensor.to(home), **recurse)
     for module, (processing, output) in called.items():
         _attach(module, processing, output)
-    if chunks > 1:
+    if chunks > 1 or has_deferred_batch_norm(model):  # Its statistics are committed there.
         undo = vars(model).setdefault(_UNDO, [])
         in_chunks = partial(forward_in_chunks, chunks=chunks, order=_parameters(model.forward))
         undo.append(Override(model, "forward", in_chunks))

@@ -14,7 +14,10 @@ from torch import nn
 
 from pipekernels.ops.streams import with_index
 from pipekernels.ops.transforms import deny_tangents
-from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
+from pipekernels.pipeline.batchnorm import (
+    convert_deferred_batch_norm,
+    has_deferred_batch_norm,
+)
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
 from pipekernels.pipeline.integers import integer
@@ -154,7 +157,6 @@ class Pipe(nn.Module):
         self.devices: list[torch.device] = chosen[: len(partitions)]
         self.checkpoint = checkpoint
         self.cuda_graphs = bool(cuda_graphs)
-        self._deferred_batch_norm = deferred_batch_norm
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
             convert_deferred_batch_norm(self.partitions, self.chunks)
@@ -400,7 +402,7 @@ class Pipe(nn.Module):
             self._partitions(),
             self.devices,
             cuda_graphs=self.cuda_graphs,
-            deferred_batch_norm=self._deferred_batch_norm,
+            deferred_batch_norm=has_deferred_batch_norm(self.partitions),
         )
 
     def _partitions(self) -> Sequence[nn.Sequential]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipekernels.pipeline.batchnorm import DeferredBatchNorm
+from pipekernels.pipeline.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.skip import SkipLayout
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
                 "earlier stage stashes; torch's stages carry no skips, so choose a balance that keeps "
                 "both ends of each in one stage"
             )
-        if any(isinstance(layer, DeferredBatchNorm) for layer in partition.modules()):
+        if has_deferred_batch_norm(partition):
             raise ValueError(
                 f"stage {index} has deferred batch norm, which only a Pipe's own forward commits; "
                 "build the Pipe without deferred_batch_norm"
