@@ -62,6 +62,24 @@ def failures(comm: Communicator) -> None:
         assert_fails(0, modules[0], TypeError, "x must be a tensor", bad if comm.rank == 0 else x)
 
 
+def different_counts(comm: Communicator) -> None:
+    """The stage that is sent others than it was told says so, and all can go on."""
+    mesh = line(comm)
+    for counts, found_by in (((2, 2, 4), 2), ((4, 2, 4), 1), ((2, 4, 4), 1)):
+        error, words = RuntimeError, f"stage {found_by} of the pipeline"
+        if comm.rank == found_by:
+            here, before = counts[found_by], counts[found_by - 1]
+            error = ValueError
+            words = f"num_microbatches is {here} on this stage and {before} on the one before"
+        with pytest.raises(error, match=words):
+            run(stages(3)[comm.rank], randn(8, WIDTH), mesh, counts[comm.rank])
+        assert_equals_sequential(comm, mesh, stages(3), randn(6, WIDTH), 2)
+
+
+def test_every_stage_is_told_the_same_number_of_micro_batches() -> None:
+    run_processes(3, different_counts, limit=LIMIT)
+
+
 def test_an_exception_reaches_every_rank() -> None:
     run_processes(3, failures, limit=LIMIT)
 

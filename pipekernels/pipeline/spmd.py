@@ -88,9 +88,9 @@ def execute_pipeline(
         of the same shape and dtype on all other stages.
 
     Raises:
-        ValueError: ``num_microbatches`` does not divide the batch or is no integer of at least 1;
-            there is no mesh, or it lacks a dimension or this rank; or results of two micro-batches
-            differ in shape or dtype.
+        ValueError: ``num_microbatches`` does not divide the batch, is no integer of at least 1, or
+            differs between stages; there is no mesh, or it lacks a dimension or this rank; or
+            results of two micro-batches differ in shape or dtype.
         TypeError: ``module`` is no ``nn.Module``, ``mesh`` no ``DeviceMesh``, or ``x`` or a result
             no tensor.
         RuntimeError: another stage raised an exception in its forward.
@@ -114,8 +114,11 @@ def execute_pipeline(
             return module(part, *args, **kwargs)
 
     token = _start(axis, source, x, module, args, kwargs)
-    arriving = source.begin()
     failure = _batch_error(x, num_microbatches, needed=axis.is_first)
+    try:
+        arriving = source.begin()
+    except ValueError as error:
+        arriving, failure = False, error
     if arriving and failure is None:
         with preserved([axis.device]):
             token, failure = _pass_all(stage, num_microbatches, source, sink, token)

@@ -110,11 +110,11 @@ class _Link:
             self._sent[0].wait()
             self._sent = None
 
-    def announce(self, features: Features | None) -> None:
-        """Tell the receiver what will come; None: nothing will."""
-        dist.send_object_list([features], self._rank, self._group)
+    def announce(self, features: Features | None, count: int) -> None:
+        """Tell the receiver what will come, and how many; None: nothing will."""
+        dist.send_object_list([(features, count)], self._rank, self._group)
 
-    def announced(self) -> Features | None:
+    def announced(self) -> tuple[Features | None, int]:
         received: list[Any] = [None]
         dist.recv_object_list(received, self._rank, self._group)
         return received[0]
@@ -151,7 +151,11 @@ class Source(ABC):
     wants_grad = False
 
     def begin(self) -> bool:
-        """Whether micro-batches will come."""
+        """Whether micro-batches will come.
+
+        Raises:
+            ValueError: not as many as this stage was told.
+        """
         return True
 
     @abstractmethod
@@ -208,13 +212,19 @@ class FromPrevious(Source):
         self._count = count
         self._features = features
         if features is not None:
-            self._expect(features)
+            self._expect(features, count)
 
     def begin(self) -> bool:
-        features = self._link.announced()
-        if features is not None:
-            self._expect(features)
-        return features is not None
+        features, count = self._link.announced()
+        if features is None:
+            return False
+        self._expect(features, count)
+        if count != self._count:
+            raise ValueError(
+                f"num_microbatches is {self._count} on this stage and {count} on the one before; pass "
+                "the same on all ranks"
+            )
+        return True
 
     def take(self, m: int) -> Tensor:
         return self._link.receive()
@@ -231,10 +241,10 @@ class FromPrevious(Source):
         self._link.flush()
         return None
 
-    def _expect(self, features: Features) -> None:
+    def _expect(self, features: Features, count: int) -> None:
         self._features = features
         self.wants_grad = features.requires_grad
-        self._link.expect(features, self._count)
+        self._link.expect(features, count)
 
 
 class FromNothing(Source):
@@ -344,14 +354,14 @@ class ToNext(Sink):
 
     def put(self, m: int, result: Tensor) -> None:
         if not self._announced:
-            self._link.announce(self.features)
+            self._link.announce(self.features, self._count)
             self._announced = True
         self._link.send(result)
         self._done += 1
 
     def give_up(self) -> None:
         if not self._announced:
-            self._link.announce(None)
+            self._link.announce(None, 0)
             return
         assert self.features is not None
         for _ in range(self._done, self._count):
