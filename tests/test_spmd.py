@@ -28,7 +28,7 @@ from spmd_cases import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipekernels import Communicator, execute_pipeline, execute_pipeline_step
+from pipekernels import Communicator, PipelineModule, execute_pipeline, execute_pipeline_step
 
 
 class Detach(nn.Module):
@@ -290,3 +290,32 @@ def loop_of_steps(comm: Communicator) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_loop_of_steps_is_the_pipeline(world_size: int) -> None:
     run_processes(world_size, loop_of_steps, limit=LIMIT)
+
+
+def compiled_program(comm: Communicator) -> None:
+    from torch._dynamo.testing import CompileCounter  # Slow to import.
+
+    mesh = line(comm)
+    modules = stages(2)
+    reference = nn.Sequential(*copy.deepcopy(modules))
+    around = CompileCounter()
+    stage = PipelineModule("pipe", 2, lambda: modules[comm.rank], mesh=mesh)
+
+    @torch.compile(backend=around)
+    def loss(x: Tensor) -> Tensor:
+        return stage(x.sin()).square().sum()
+
+    x = randn(4, WIDTH)
+    expected = reference(x.sin()).square().sum()
+    for compiled in (loss(x), torch.compile(stage, backend=around)(x.sin()).square().sum()):
+        if comm.rank == 1:
+            torch.testing.assert_close(compiled, expected, **exactly)
+        stage.zero_grad()
+        compiled.backward()
+    expected.backward()
+    assert_same_grads(modules[comm.rank], reference[comm.rank])
+    assert around.frame_count == 2  # Before and after the pipeline.
+
+
+def test_a_compiled_program_goes_around_it() -> None:
+    run_processes(2, compiled_program, limit=LIMIT)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# One graph break to torch.compile, which knows neither process groups nor the modes that seed; see Pipe.
+@torch._disable_dynamo
 def execute_pipeline(
     module: nn.Module,
     x: Tensor | None,
@@ -95,6 +97,8 @@ def execute_pipeline(
             no tensor.
         RuntimeError: another stage raised an exception in its forward.
 
+    ``torch.compile`` leaves a pipeline as it is, in a compiled program too: compile the stage.
+
     After an exception in a forward, which all ranks raise, the mesh is usable. A rank that raises
     in its backward leaves the others waiting until its process ends or the group's timeout is over.
     """
@@ -134,6 +138,7 @@ def execute_pipeline(
     return _Output.apply(sink, make, token) if features.requires_grad else make()
 
 
+@torch._disable_dynamo
 def execute_pipeline_step(
     module: nn.Module,
     state: Tensor,
