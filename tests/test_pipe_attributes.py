@@ -177,3 +177,16 @@ def test_an_output_that_cannot_be_joined(place: torch.device) -> None:
     pipe = Pipe(module, [1, 1], devices=[place] * 2, chunks=2)
     with pytest.raises(ValueError, match="scalar loss outside"):
         pipe(torch.zeros(4, 2))
+
+
+def test_layers_may_be_replaced_but_not_partitions() -> None:
+    pipe = on_cpu(mlp(), [2, 3])
+    x = torch.zeros(4, 6, dtype=torch.float64)
+    pipe.partitions[1][2] = nn.Linear(6, 1).double()
+    assert pipe(x).shape == (4, 1)
+    pipe.partitions[1] = nn.Sequential(pipe.partitions[1])
+    with pytest.raises(RuntimeError, match=r"replaced, and the pipe would run the former one"):
+        pipe(x)
+    with pytest.raises(RuntimeError, match=r"replace layers in it instead"):
+        pipe.train_step(x, x, nn.functional.mse_loss)
+    assert copy.deepcopy(pipe)(x).shape == (4, 1)

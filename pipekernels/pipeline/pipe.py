@@ -183,7 +183,7 @@ class Pipe(nn.Module):
             TypeError: there is no tensor in the input, or in what a stage returns.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ.
             RuntimeError: inside a transform of ``torch.func``, or with tangents, of forward-mode
-                differentiation.
+                differentiation; or an entry of ``partitions`` has been replaced.
         """
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         return self._engine.run(self._batch(value), self._mode())
@@ -276,6 +276,11 @@ class Pipe(nn.Module):
             raise RuntimeError(
                 "a Pipe does not run inside the transforms of torch.func, such as vmap or grad; "
                 "transform the bare module, pipe.to_sequential()"
+            )
+        if self._engine.stages != list(self.partitions):
+            raise RuntimeError(
+                "an entry of the pipe's partitions has been replaced, and the pipe would run the former "
+                "one; replace layers in it instead, pipe.partitions[i][j] = layer, or make a new pipe"
             )
         tensors, structure = take_apart(value, "input")
         deny_tangents("a Pipe", chain(tensors, self.parameters()))
