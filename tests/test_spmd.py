@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import Communicator, PipelineModule, execute_pipeline, execute_pipeline_step
+from pipekernels.batchnorm import convert_deferred_batch_norm
 
 
 class Detach(nn.Module):
@@ -155,6 +156,25 @@ def arguments(comm: Communicator) -> None:
 
 def test_arguments_and_unusual_tensors() -> None:
     run_processes(2, arguments, limit=LIMIT)
+
+
+def batch_norm(comm: Communicator) -> None:
+    """Deferred: of the whole batch, and nothing of one that failed on another stage."""
+    mesh, x = line(comm), randn(6, WIDTH)
+    plain = nn.BatchNorm1d(WIDTH).double()
+    norm = convert_deferred_batch_norm(copy.deepcopy(plain))
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+        run(norm if comm.rank == 0 else Apply(lambda t: t + 1 / 0), x, mesh, 3)
+    run(norm, x, mesh, 3)
+    plain(x)
+    if comm.rank == 0:
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(norm.state_dict()[name], value, rtol=0, atol=1e-10)
+    assert norm.num_batches_tracked == 1
+
+
+def test_deferred_batch_norm_is_committed_once() -> None:
+    run_processes(2, batch_norm, limit=LIMIT)
 
 
 class Ordered(nn.Module):

@@ -22,7 +22,8 @@ class DeferredBatchNorm(_BatchNorm):
     mini-batch.
 
     Micro-batch statistics are merged as they come (Chan, Golub and LeVeque, 1983) and committed by
-    :meth:`commit`, which ``Pipe`` calls after every mini-batch's forward; so the number of
+    :meth:`commit`, which ``Pipe``, ``parallelize_pipeline`` and ``execute_pipeline`` call after every
+    mini-batch's forward; where none of them runs the layer, call it. So the number of
     micro-batches is the real one. Committed are the mean and unbiased variance that
     ``nn.BatchNorm`` computes of the whole mini-batch.
 

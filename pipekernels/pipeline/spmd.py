@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipekernels.ops.once import check_differentiated_once
+from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.random_state import RunRandom, preserved
 from pipekernels.pipeline.spmd_transport import (
@@ -117,21 +118,23 @@ def execute_pipeline(
         with random.inline(m, key):
             return module(part, *args, **kwargs)
 
-    token = _start(axis, source, x, module, args, kwargs)
-    failure = _batch_error(x, num_microbatches, needed=axis.is_first)
-    try:
-        arriving = source.begin()
-    except ValueError as error:
-        arriving, failure = False, error
-    if arriving and failure is None:
-        with preserved([axis.device]):
-            token, failure = _pass_all(stage, num_microbatches, source, sink, token)
-    if failure is not None or not arriving:
-        # The neighbours count on every message.
-        source.skip()
-        sink.give_up()
-    sink.finish()
-    features = _agree(axis, failure, sink.features)
+    # Until all have agreed, the mini-batch may have failed.
+    with committed([module]):
+        token = _start(axis, source, x, module, args, kwargs)
+        failure = _batch_error(x, num_microbatches, needed=axis.is_first)
+        try:
+            arriving = source.begin()
+        except ValueError as error:
+            arriving, failure = False, error
+        if arriving and failure is None:
+            with preserved([axis.device]):
+                token, failure = _pass_all(stage, num_microbatches, source, sink, token)
+        if failure is not None or not arriving:
+            # The neighbours count on every message.
+            source.skip()
+            sink.give_up()
+        sink.finish()
+        features = _agree(axis, failure, sink.features)
     rows, *rest = features.shape
     features = features._replace(shape=(num_microbatches * rows, *rest))
     make = sink.take if isinstance(sink, ToWhole) else partial(zeros, features, axis.device)
