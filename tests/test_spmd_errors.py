@@ -35,6 +35,8 @@ class Failing(nn.Module):
 
 def failures(comm: Communicator) -> None:
     """Every rank raises, its own exception or one that names the stage, and can go on."""
+    from torch.distributed.tensor import Replicate, distribute_tensor  # Slow to import.
+
     mesh = line(comm)
     x = randn(6, WIDTH)
     modules = stages(3)
@@ -53,6 +55,9 @@ def failures(comm: Communicator) -> None:
         for at in (0, 2):
             assert_fails(at_rank, Failing(at), KeyError, "of this stage")
     assert_fails(1, Failing(0, "no tensor"), TypeError, "must return a tensor, not str")
+    replicated = distribute_tensor(x[:2], init_device_mesh("cpu", (3,)), [Replicate()])
+    for other in (x[:2].to_sparse(), replicated):
+        assert_fails(1, Failing(1, other), TypeError, "which the stages cannot send")
     assert_fails(0, Failing(1, torch.ones(1)), ValueError, "every micro-batch must give the same")
     assert_fails(2, Failing(0, torch.ones(())), ValueError, "without dimensions")
     # Only the first stage needs x; when it has a wrong one, the others learn it.

@@ -274,6 +274,11 @@ class Sink(ABC):
         """Raises where ``result`` is not what the receiver counts on."""
         if not isinstance(result, Tensor):
             raise TypeError(f"the module must return a tensor, not {type(result).__name__}")
+        if result.layout is not torch.strided or hasattr(result, "device_mesh"):
+            raise TypeError(
+                f"the module returned a {type(result).__name__} of layout {result.layout}, which the "
+                "stages cannot send; return an ordinary dense tensor (full_tensor(), to_dense())"
+            )
         features = Features.of(result)
         if self.features is None:
             self.features = features
