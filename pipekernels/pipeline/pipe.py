@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -221,7 +222,7 @@ class Pipe(nn.Module):
             pipe.train_step(input, target, loss_fn, loss_reduction="sum")
 
         ``DistributedDataParallel`` averages gradients after calls of its own forward alone; after
-        those of ``train_step``, average them yourself.
+        those of ``train_step``, average them yourself. A pipe that FSDP2 shards has no ``train_step``.
 
         Args:
             input: the first layer's only argument, as in :meth:`forward`.
@@ -243,8 +244,14 @@ class Pipe(nn.Module):
                 returns none.
             ValueError: an argument is out of its range, batch sizes differ, a target was computed
                 with a graph, or the loss is no scalar.
-            RuntimeError: no loss requires a gradient; and as :meth:`forward`.
+            RuntimeError: no loss requires a gradient, or FSDP2 shards the pipe; and as :meth:`forward`.
         """
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and isinstance(self, fsdp.FSDPModule):
+            raise RuntimeError(
+                "FSDP shards this pipe, and gathers parameters and reduces gradients for pipe(input) and "
+                "its backward, not those of train_step; use loss_fn(pipe(input), target).backward()"
+            )
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
         batch = self._batch(input)
