@@ -19,6 +19,11 @@ from pipekernels.skip import pop, skippable, stash
 CHUNKS = 4
 LIMIT = 100.0
 
+needs_averages = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="torch 2.6's schedules add up gradients instead of averaging them, and one hangs here",
+)
+
 
 def model() -> nn.Sequential:
     torch.manual_seed(3)
@@ -120,12 +125,36 @@ def train(comm: Communicator) -> int:
     return done
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.6."),
-    reason="torch 2.6's schedules add up gradients instead of averaging them, and one hangs here",
-)
+@needs_averages
 def test_schedules_equal_the_unwrapped_module() -> None:
     assert run_processes(2, train, limit=LIMIT) == [5, 5]
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, factor: Tensor, *, shift: Tensor) -> Tensor:
+        return x * factor + shift
+
+
+def several_arguments(comm: Communicator) -> None:
+    """The first layer's, as those of the pipe."""
+    from torch.distributed import pipelining
+
+    pipe = Pipe(nn.Sequential(Scaled(), *model()), [1, 8], devices=["cpu"] * 2, chunks=CHUNKS)
+    x, target = batch()
+    expected = F.mse_loss(pipe(x, x.sin(), shift=x.cos()), target)
+    stage = pipe.to_torch_stage()
+    schedule = pipelining.ScheduleGPipe(stage, CHUNKS, loss_fn=F.mse_loss)
+    losses: list[Tensor] = []
+    if stage.is_first:
+        schedule.step(x, x.sin(), shift=x.cos())
+    else:
+        schedule.step(target=target, losses=losses)
+        torch.testing.assert_close(torch.stack(losses).mean(), expected)
+
+
+@needs_averages
+def test_the_first_stage_takes_what_the_pipe_takes() -> None:
+    run_processes(2, several_arguments, limit=LIMIT)
 
 
 def take_stages(comm: Communicator) -> None:

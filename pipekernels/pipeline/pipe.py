@@ -336,8 +336,8 @@ class Pipe(nn.Module):
             optimizer = SGD(stage.submod.parameters(), lr=0.1)
             schedule.step(input) if stage.is_first else schedule.step(target=target)
 
-        The stage's module has the pipe's layers, with their names in the wrapped module's
-        state_dict. The pipe's checkpointing and random numbers do not come along, and stages cannot
+        The first stage takes the pipe's arguments, keyword arguments too. The stage's module has the
+        pipe's layers, with their names in the wrapped module's state_dict. The pipe's checkpointing and random numbers do not come along, and stages cannot
         pass on a tuple of one tensor.
 
         Args:

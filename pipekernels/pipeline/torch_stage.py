@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipekernels.pipeline.batchnorm import has_deferred_batch_norm
+from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.skip import SkipLayout
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def torch_stage(
     from torch.distributed.pipelining import PipelineStage  # Slow to import.
 
     home = devices[index] if device is None else torch.device(device)
+    kind = _Layers if index else _FirstLayers
     return PipelineStage(
-        _Layers(partitions[index]).to(home), index, len(partitions), home, group=group
+        kind(partitions[index]).to(home), index, len(partitions), home, group=group
     )
 
 
@@ -57,6 +59,17 @@ class _Layers(nn.Sequential):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         return super().forward(inputs[0] if len(inputs) == 1 else inputs)
+
+
+class _FirstLayers(_Layers):
+    """The first partition: what the schedule is given are its first layer's arguments, as in a pipe."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        first, *rest = layers(self)
+        value = first(*inputs, **kwargs)
+        for layer in rest:
+            value = layer(value)
+        return value
 
 
 def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
