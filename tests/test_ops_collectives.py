@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from devices import on
-from ranks import run_threads
+from ranks import run_processes, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, ops, reference
@@ -248,6 +250,27 @@ def test_compiles_to_one_graph(device: torch.device) -> None:
     (grad,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(y, x.sin())
     torch.testing.assert_close(grad, x.cos())
+
+
+def cache_in(rank: int, folder: Path) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def compiled_twice(comm: Communicator) -> list[list[float]]:
+    grads = []
+    for _ in range(2):
+        x = torch.ones(3, requires_grad=True)
+        torch.compile(ops.broadcast, fullgraph=True)(x, comm, 0).sum().backward()
+        grads.append(x.grad.tolist())
+        comm.barrier()  # By now all graphs are in the cache,
+        torch._dynamo.reset()  # which the next ones come from.
+    return grads
+
+
+def test_a_rank_takes_no_graph_from_the_cache_that_was_compiled_on_another(tmp_path: Path) -> None:
+    """What is compiled depends on rank and size: the backward of broadcast is zeros but on one rank."""
+    answers = run_processes(2, compiled_twice, prepare=(cache_in, tmp_path))
+    assert answers == [[[2.0] * 3] * 2, [[0.0] * 3] * 2]
 
 
 def test_errors_state_value_limit_and_remedy() -> None:

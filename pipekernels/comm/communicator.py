@@ -101,7 +101,9 @@ class Communicator(Collectives):
         self._divide = divide
         self._device: Device | HostsDevice | None = None  # From the first use of CUDA on.
         self._lock = threading.Lock()  # Held to make that.
-        self._handle = next(_handles)
+        # torch keeps compiled graphs for other processes and later runs, by this handle alone; what
+        # was compiled depends on rank and size.
+        self._handle = next(_handles) << 40 | rank << 20 | world_size
         resolve_handle[self._handle] = self
 
     @classmethod
@@ -231,7 +233,7 @@ class Communicator(Collectives):
 
     @property
     def handle(self) -> int:
-        """A number that names this communicator in this process."""
+        """A number that names this communicator in this process, and has rank and size in it."""
         return self._handle
 
     def barrier(self) -> None:
