@@ -110,6 +110,17 @@ def test_deepcopy_shares_the_communicator_and_pickling_says_what_to_do() -> None
         pickle.dumps(layer)
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy])
+def test_a_copy_of_a_compiled_layer_has_a_forward_of_its_own(duplicate: Any) -> None:
+    (comm,) = Communicator.threads(1)
+    layer = ColumnParallelLinear(4, 6, comm=comm)
+    layer.compile(backend="eager")
+    layer(torch.ones(2, 4))
+    clone = duplicate(layer)
+    clone._parameters = {"weight": nn.Parameter(torch.zeros(6, 4)), "bias": None}
+    assert not clone(torch.ones(2, 4)).any()
+
+
 def test_extra_repr() -> None:
     _, comm = Communicator.threads(2)
     assert repr(RowParallelLinear(4, 6, comm=comm)) == (

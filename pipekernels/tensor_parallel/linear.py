@@ -195,12 +195,12 @@ class _ShardedLinear(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.comm)] = self.comm  # The copy talks to the same ranks.
         clone = memo[id(self)] = type(self).__new__(type(self))
-        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        clone.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
         return clone
 
     def __copy__(self) -> Any:
         clone = type(self).__new__(type(self))
-        clone.__dict__.update(self.__dict__)
+        clone.__dict__.update(super().__getstate__())
         return clone
 
     def __getstate__(self) -> NoReturn:
