@@ -11,6 +11,7 @@ import torch
 from devices import on
 from ranks import run_threads
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
@@ -82,6 +83,20 @@ def test_full_state_dict_round_trip(world_size: int, device: torch.device) -> No
 
     run_threads(world_size, on(device, on_rank))
     assert state["0.weight"].shape == (IN, 5)  # Loading leaves the caller's dict alone.
+
+
+def test_the_full_state_has_the_keys_that_wrappers_give_it() -> None:
+    full = nn.Sequential(nn.Linear(5, IN), nn.Linear(IN, 4))
+
+    def on_rank(comm: Communicator) -> None:
+        column = ColumnParallelLinear.from_linear(full[0], comm)
+        row = RowParallelLinear.from_linear(full[1], comm)
+        written = full_state_dict(nn.Sequential(checkpoint_wrapper(column), row))
+        assert list(written) == list(full.state_dict())
+        for key, value in full.state_dict().items():
+            assert torch.equal(written[key], value) and not written[key].requires_grad
+
+    run_threads(2, on_rank)
 
 
 def test_from_linear_keeps_dtype_mode_and_frozen_parameters() -> None:

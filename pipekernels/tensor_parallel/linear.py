@@ -396,9 +396,13 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     Raises:
         TypeError: a sharded layer has got a parametrization, or a mask.
     """
-    state = module.state_dict()
-    for name, layer in module.named_modules(remove_duplicate=False):
+    state = module.state_dict(keep_vars=True)
+    gathered: dict[Tensor, Tensor] = {}  # By what stands for it in ``state``, under whatever key.
+    for layer in module.modules():
         if isinstance(layer, _ShardedLinear):
-            prefix = f"{name}." if name else ""
-            state.update({prefix + key: value for key, value in layer.full_state_dict().items()})
+            for name, full in layer.full_state_dict().items():
+                gathered[getattr(layer, name)] = full
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            state[key] = gathered[value] if value in gathered else value.detach()
     return state
