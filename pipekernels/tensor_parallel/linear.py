@@ -116,7 +116,7 @@ class _ShardedLinear(nn.Module):
         """
         state = {}
         for name, parameter in self._plain_parameters().items():
-            full = parameter.detach().clone()
+            full = _whole(parameter.detach().clone())
             if name in self._shard_dims:
                 dim = self._shard_dims[name]
                 size = self._full_shape(name)[dim]
@@ -391,7 +391,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The state_dict of ``module`` with every sharded layer gathered to a full ``nn.Linear``'s.
 
     A collective: all ranks call it, and all receive the whole. ``module`` may hold sharded layers
-    at any depth, or be one.
+    at any depth, or be one. What is a ``DTensor``, by FSDP2 around such layers say, is gathered too.
 
     Raises:
         TypeError: a sharded layer has got a parametrization, or a mask.
@@ -404,5 +404,10 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
                 gathered[getattr(layer, name)] = full
     for key, value in state.items():
         if isinstance(value, Tensor):
-            state[key] = gathered[value] if value in gathered else value.detach()
+            state[key] = gathered[value] if value in gathered else _whole(value.detach())
     return state
+
+
+def _whole(value: Tensor) -> Tensor:
+    """``value``, gathered if it is a ``DTensor``, as FSDP2's parameters are."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
