@@ -90,6 +90,39 @@ def test_a_transformer_is_the_one_that_it_was(world_size: int, device: torch.dev
     run_threads(world_size, on(device, on_rank))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_layers_without_a_partner(world_size: int, device: torch.device) -> None:
+    """Their neighbours see all features, so that the number of heads is not divided."""
+    plan = {
+        "*_proj": "column_gather_output",
+        "*.down": "row_split_input",
+        "3": "column_gather_output",
+    }
+    plain = model().to(device)
+    copies = [copy.deepcopy(plain) for _ in range(world_size)]
+    x = torch.randn(2, 6, 5, dtype=torch.float64).to(device)
+    expected = plain(x)
+    expected.square().sum().backward()
+
+    def on_rank(comm: Communicator) -> None:
+        sharded = tensor_parallelize(copies[comm.rank], plan, comm)
+        assert sharded[3].gather_output and not sharded[2].mlp["down"].input_is_parallel
+        y = sharded(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, expected)
+        for layer in ("0", "1.norm", "1.mlp.up"):
+            torch.testing.assert_close(
+                sharded.get_submodule(layer).weight.grad, plain.get_submodule(layer).weight.grad
+            )
+        for layer, dim in (("1.attention.q_proj", 0), ("2.mlp.down", 1), ("3", 0)):
+            torch.testing.assert_close(
+                sharded.get_submodule(layer).weight.grad,
+                plain.get_submodule(layer).weight.grad.tensor_split(world_size, dim)[comm.rank],
+            )
+
+    run_threads(world_size, on(device, on_rank))
+
+
 def test_a_layer_with_two_names_stays_one() -> None:
     (comm,) = Communicator.threads(1)
     layer = nn.Linear(4, 4)
@@ -176,7 +209,7 @@ def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:
     tied["head"].weight = tied["embed"].weight
     cases = [
         (model(), {**PLAN, "*.z_proj": "row"}, ValueError, r"no module's name matches '\*.z_proj'"),
-        (model(), {"*.o_proj": "rows"}, ValueError, "must be 'column' or 'row', got 'rows'"),
+        (model(), {"*.o_proj": "rows"}, ValueError, "'row', 'row_split_input', got 'rows'"),
         (model(), {"*.norm": "row"}, TypeError, "'1.norm', a LayerNorm, but only nn.Linear"),
         (model(), {"1.*": "row"}, TypeError, "'1.attention', a Attention, .*narrower pattern"),
         (model(), {"[03]": "column", "3": "row"}, ValueError, "'3' both 'column' and 'row'"),

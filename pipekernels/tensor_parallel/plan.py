@@ -16,7 +16,13 @@ from pipekernels.tensor_parallel.linear import (
     more_than_linear,
 )
 
-KINDS: dict[str, Any] = {"row": RowParallelLinear, "column": ColumnParallelLinear}
+# What a plan may make of a layer: the class, and its arguments.
+KINDS: dict[str, tuple[Any, dict[str, bool]]] = {
+    "column": (ColumnParallelLinear, {}),
+    "column_gather_output": (ColumnParallelLinear, {"gather_output": True}),
+    "row": (RowParallelLinear, {}),
+    "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
+}
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,6 +43,10 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     differ from rank to rank; elsewhere all ranks must draw the same, so there ranks want the same
     seed and one process each.
 
+    A layer that has no such partner, an output head say, can be ``'column_gather_output'``, which
+    returns all features on every rank, or ``'row_split_input'``, which takes all: its neighbours are as
+    before, for one more collective.
+
     In evaluation mode PyTorch's ``nn.TransformerEncoderLayer`` hands the weights of its layers to
     one kernel; where some of them are replaced, it calls them in all modes.
 
@@ -47,8 +57,10 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     Args:
         model: the full model, the same on every rank; any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
-            (``*`` matches dots too), each with ``'column'`` or ``'row'``. Names that none matches
-            stay as they are.
+            (``*`` matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
+            :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'`` (a
+            :class:`RowParallelLinear` with ``input_is_parallel=False``). Names that none matches stay
+            as they are.
         comm: the communicator.
 
     Returns:
@@ -66,7 +78,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     """
     for pattern, kind in plan.items():
         if kind not in KINDS:
-            raise ValueError(f"plan[{pattern!r}] must be 'column' or 'row', got {kind!r}")
+            known = ", ".join(map(repr, KINDS))
+            raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {kind!r}")
     kinds = _match(model, plan)
     _check_sharing(model, kinds)
     sharded = {layer: _shard(layer, *kind, comm) for layer, kind in kinds.items()}
@@ -79,8 +92,9 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
 
 
 def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Module:
+    sharded, arguments = KINDS[kind]
     try:
-        return KINDS[kind].from_linear(layer, comm)
+        return sharded.from_linear(layer, comm, **arguments)
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
 
