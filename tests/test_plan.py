@@ -168,6 +168,16 @@ def hooked(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
+def hooked_at_the_weight(linear: nn.Linear) -> nn.Linear:
+    linear.weight.register_hook(lambda grad: grad * 2)
+    return linear
+
+
+def stepped_in_backward(linear: nn.Linear) -> nn.Linear:
+    linear.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    return linear
+
+
 def overridden(linear: nn.Linear) -> nn.Linear:
     linear.forward = lambda x: x
     return linear
@@ -185,6 +195,8 @@ def adapted(linear: nn.Linear) -> nn.Linear:
         (partial(prune.l1_unstructured, name="weight", amount=2), "weight_mask, weight_orig"),
         (adapted, "state of its own \\(lora_a\\)"),
         (hooked, "hooks"),
+        (hooked_at_the_weight, "hooks"),
+        (stepped_in_backward, "hooks"),
         (overridden, "a forward of its own"),
     ],
 )

@@ -380,7 +380,11 @@ def more_than_linear(linear: nn.Linear) -> str | None:
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
         return "a forward of its own"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "hooks" if any(getattr(linear, kind) for kind in hooks) else None
+    of_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    has_hooks = any(getattr(linear, kind) for kind in hooks) or any(
+        getattr(parameter, kind) for parameter in linear.parameters() for kind in of_parameters
+    )
+    return "hooks" if has_hooks else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
