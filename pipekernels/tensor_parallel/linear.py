@@ -69,6 +69,10 @@ class _ShardedLinear(nn.Module):
     def from_linear(cls, linear: nn.Linear, comm: Communicator, **kwargs: Any) -> Any:
         """This rank's part of ``linear``, with its dtype, device, mode and trainable parameters.
 
+        In PyTorch's ``nn.TransformerEncoderLayer`` have
+        :func:`~pipekernels.tensor_parallel.tensor_parallelize` replace layers: it also keeps the encoder
+        from giving their weights to one kernel in evaluation mode, which takes a part for the whole.
+
         Args:
             linear: the full layer, the same on every rank. Its parameters are copied, not shared.
             comm: the communicator.
@@ -239,7 +243,9 @@ class RowParallelLinear(_ShardedLinear):
 
     Initialisation equals that of ``nn.Linear`` under the same seed, for any world size; seed all
     ranks alike. ``load_state_dict`` takes the state_dict of a full ``nn.Linear``, or of this rank's
-    part. ``copy.deepcopy`` shares the communicator; pickling raises TypeError.
+    part. ``copy.deepcopy`` shares the communicator; pickling raises TypeError. What is put on the
+    weight, as ``weight_norm`` and ``prune`` are, sees this rank's part alone. What ``torch.export``
+    makes of the layer is for ``torch.no_grad()``: it has not got the layer's backward.
 
     Raises:
         TypeError: ``comm`` is no communicator; an input of another dtype without autocast.
@@ -323,7 +329,7 @@ class ColumnParallelLinear(_ShardedLinear):
     The forward takes the replicated ``[..., in_features]`` and gives
     ``[..., out_features / world_size]``; the backward all-reduces the gradient of the input.
 
-    Initialisation, state_dicts, deepcopy and pickling: as for :class:`RowParallelLinear`.
+    Initialisation, state_dicts, deepcopy, pickling and export: as for :class:`RowParallelLinear`.
 
     Raises:
         TypeError: ``comm`` is no communicator; an input of another dtype without autocast.
