@@ -82,7 +82,7 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
             one whose weight belongs to another module too. The model is unchanged then.
     """
     for pattern, kind in plan.items():
-        if kind not in KINDS:
+        if kind not in tuple(KINDS):  # It may be unhashable.
             known = ", ".join(map(repr, KINDS))
             raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {kind!r}")
     kinds = _match(model, plan)
