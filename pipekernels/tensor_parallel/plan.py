@@ -41,7 +41,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     part of its gradient; have the parts summed with
     ``parameter.register_hook(lambda grad: comm.all_reduce(grad.clone()))``. Dropout between the two may
     differ from rank to rank; elsewhere all ranks must draw the same, so there ranks want the same
-    seed and one process each.
+    seed and one process each. If the world size does not divide the features, ranks draw unlike
+    numbers of random numbers between the two, and differ afterwards: no dropout there then.
 
     A layer that has no such partner, an output head say, can be ``'column_gather_output'``, which
     returns all features on every rank, or ``'row_split_input'``, which takes all: its neighbours are as
