@@ -175,7 +175,7 @@ def test_extra_repr() -> None:
 
 
 def test_errors_state_value_limit_and_remedy() -> None:
-    comm, _ = Communicator.threads(2)
+    (one,), (comm, _) = Communicator.threads(1), Communicator.threads(2)
     with pytest.raises(ValueError, match="1 features over 2 ranks.*at most 1 ranks"):
         RowParallelLinear(1, 4, comm=comm)
     with pytest.raises(ValueError, match="1 features over 2 ranks"):
@@ -198,6 +198,9 @@ def test_errors_state_value_limit_and_remedy() -> None:
         column(torch.tensor(1.0))
     with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64.*\.to"):
         row(torch.ones(2, 3, dtype=torch.float64))
+    for kind in (RowParallelLinear, ColumnParallelLinear):  # A device that autocast does not know.
+        with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64"):
+            kind(2, 2, comm=one, device="meta")(torch.ones(2, dtype=torch.float64, device="meta"))
     with pytest.raises(ValueError, match="is on cpu but its input on meta"):
         row(torch.ones(2, 3, device="meta"))
     scatter = RowParallelLinear(5, 4, comm=comm, reduce="reduce_scatter")

@@ -187,7 +187,9 @@ class _ShardedLinear(nn.Module):
                 f"{name} is on {weight.device} but its input on {x.device}; "
                 f"move one of them with .to(...)"
             )
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != weight.dtype and (  # Autocast does not know "meta".
+            x.is_meta or not torch.is_autocast_enabled(x.device.type)
+        ):
             raise TypeError(
                 f"{name} has dtype {weight.dtype} but its input {x.dtype}; "
                 f"convert one of them with .to(...), or use torch.autocast"
