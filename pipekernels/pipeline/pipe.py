@@ -337,8 +337,8 @@ class Pipe(nn.Module):
             schedule.step(input) if stage.is_first else schedule.step(target=target)
 
         The first stage takes the pipe's arguments, keyword arguments too. The stage's module has the
-        pipe's layers, with their names in the wrapped module's state_dict. The pipe's checkpointing and random numbers do not come along, and stages cannot
-        pass on a tuple of one tensor.
+        pipe's layers, with their names in the wrapped module's state_dict. The pipe's checkpointing
+        and random numbers do not come along, and stages cannot pass on a tuple of one tensor.
 
         Args:
             stage_index: which stage. Default: the one of this rank's number, for a group with a
