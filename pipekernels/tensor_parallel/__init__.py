@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -9,4 +10,10 @@ from pipekernels.tensor_parallel.linear import (
 )
 from pipekernels.tensor_parallel.plan import tensor_parallelize
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "full_state_dict", "tensor_parallelize"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "tensor_parallelize",
+]

@@ -120,7 +120,7 @@ class _ShardedLinear(nn.Module):
         """
         state = {}
         for name, parameter in self._plain_parameters().items():
-            full = _whole(parameter.detach().clone())
+            full = whole(parameter.detach().clone())
             if name in self._shard_dims:
                 dim = self._shard_dims[name]
                 size = self._full_shape(name)[dim]
@@ -152,6 +152,11 @@ class _ShardedLinear(nn.Module):
                 )
         named = {name: self._parameters[name] for name in ("weight", "bias")}
         return {name: parameter for name, parameter in named.items() if parameter is not None}
+
+    def shards(self) -> list[nn.Parameter]:
+        """The parameters that this rank has a part of."""
+        named = self._plain_parameters().items()
+        return [parameter for name, parameter in named if name in self._shard_dims]
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
         return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
@@ -416,10 +421,10 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
                 gathered[getattr(layer, name)] = full
     for key, value in state.items():
         if isinstance(value, Tensor):
-            state[key] = gathered[value] if value in gathered else _whole(value.detach())
+            state[key] = gathered[value] if value in gathered else whole(value.detach())
     return state
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
     """``value``, gathered if it is a ``DTensor``, as FSDP2's parameters are."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -51,13 +51,13 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     In evaluation mode PyTorch's ``nn.TransformerEncoderLayer`` hands the weights of its layers to
     one kernel; where some of them are replaced, it calls them in all modes.
 
-    Gradients of all other parameters that are not sharded are whole on every rank. So what is taken from all
-    gradients differs between ranks, which would then change those parameters differently. For the norm
-    of ``torch.nn.utils.clip_grad_norm_`` add the squares of the sharded ones up over the ranks first; in
-    place of a ``GradScaler`` use ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, with
-    the group of the ranks; ``LBFGS`` does not work. Optimizers that look at a whole matrix (``Muon``,
-    ``Adafactor``) see this rank's part of it. Make optimizers afterwards: the sharded layers have
-    parameters of their own.
+    Gradients of all other parameters that are not sharded are whole on every rank. So what is taken
+    from all gradients differs between ranks, which would then change those parameters differently. In
+    place of ``torch.nn.utils.clip_grad_norm_`` use
+    :func:`pipekernels.tensor_parallel.clip_grad_norm_`; in place of a ``GradScaler``
+    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, with the group of the ranks;
+    ``LBFGS`` does not work. Optimizers that look at a whole matrix (``Muon``, ``Adafactor``) see this
+    rank's part of it. Make optimizers afterwards: the sharded layers have parameters of their own.
 
     Args:
         model: the full model, the same on every rank; any ``nn.Module``, of Hugging Face or others.
