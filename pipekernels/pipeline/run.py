@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from pipekernels.pipeline.parameters import StageParameters, accumulated, instal
 from pipekernels.pipeline.random_state import DrawWatch, HookWatch, RunRandom, preserved
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
-from pipekernels.pipeline.skip import Key
+from pipekernels.pipeline.skip_table import SkipTable
 from pipekernels.pipeline.split_backward import WeightBackward
 from pipekernels.pipeline.structure import Structure
 from pipekernels.pipeline.task import Activation, Grads, Tape, Task
@@ -103,15 +103,10 @@ class Run:
         # Of the inputs of each (stage, micro-batch) that is to be recomputed.
         self._versions: dict[tuple[int, int], list[int]] = {}
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
-        # Skips, and their gradients, between the stage that leaves them here and the one that takes
-        # them. All that lies between in the pipeline has happened between, so nobody waits.
-        self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
-        self._skip_versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
-        self._skip_grads: dict[tuple[Key, int], torch.Tensor | None] = {}
-        # Where inputs of a stage, and skips, were before they were brought to its device; those that
-        # were there are left out. Their gradients go back to it.
+        self._skips = SkipTable(engine.skips, engine.devices)
+        # Where inputs of a stage were before they were brought to its device; those that were there are
+        # left out. Their gradients go back to it.
         self._homes: dict[tuple[int, int], list[torch.device]] = {}
-        self._skip_homes: dict[tuple[Key, int], torch.device] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
         self._released = False
         # Intra-op threads are shared out alike on lanes and inline, so that the way taken cannot
@@ -217,12 +212,8 @@ class Run:
             inputs = Activation(self._scatter.take(m), self._wants_grad, self._structure)
             inputs = self._sent(inputs, stage, m)
         task = self._tasks[stage]
-        received = {
-            key: self._skips.pop((key, m)) for key in task.received_skips if (key, m) in self._skips
-        }
-        if received:
-            self._check_versions(received, m)
-            inputs = inputs.with_skips(received)
+        if task.received_skips:
+            inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m))
         if self._drop[m]:
@@ -234,28 +225,12 @@ class Run:
             drop=self._drop[m],
         )
         outputs, sent = outputs.without_skips()
-        for key, (skip, wants) in sent.items():
-            receiver = self._engine.skips.receiver[key]
-            device = self._tasks[receiver].device
-            if skip.device != device:
-                self._skip_homes[key, m] = skip.device
-                (skip,) = self._transport.send([skip], [device], Receiver(receiver, m))
-            self._skips[key, m] = skip, wants
-            if wants:
-                self._skip_versions[key, m] = skip._version
+        if sent:
+            self._skips.leave(sent, m, self._transport)
         if stage == len(self._tasks) - 1:
             sink.collect(m, outputs)
             return outputs
         return self._sent(outputs, stage + 1, m)
-
-    def _check_versions(self, skips: Mapping[Key, tuple[torch.Tensor, bool]], m: int) -> None:
-        for key, (skip, wants) in skips.items():
-            if wants and skip._version != self._skip_versions[key, m]:
-                raise RuntimeError(
-                    f"the skip {key[1]!r} was modified in place by a stage between those that stash "
-                    "and pop it, so its gradient cannot be computed; stash a copy, or use layers "
-                    "that do not work in place"
-                )
 
     def _sent(self, value: Activation, stage: int, m: int) -> Activation:
         """``value``, on its way to the device of ``stage``."""
@@ -291,7 +266,7 @@ class Run:
             return ()
         if tape.sent:
             grads = grads or (None,) * tape.outputs
-            grads = (*grads, *(self._skip_grads.pop((key, m), None) for key in tape.sent))
+            grads = (*grads, *self._skips.take_grads(tape.sent, m))
         if all(grad is None for grad in grads):
             return ()
         if tape.inputs is not None:
@@ -305,7 +280,7 @@ class Run:
                 (result,) = task.backward([tape], [grads], keep_graph=keep_graph)
         if tape.received:
             n = len(result) - len(tape.received)
-            self._return_skips(tape.received, result[n:], m)
+            self._skips.leave_grads(tape.received, result[n:], m, self._transport)
             result = result[:n]
         if self._homes:
             result = self._returned(result, stage, m)
@@ -324,15 +299,6 @@ class Run:
         # The forward's autocast and the like, on a thread that may be another.
         with self._context.applied():
             return self._tasks[stage].recompute(tape, partial(self._draw, self, m))
-
-    def _return_skips(self, skips: Sequence[Key], grads: Grads, m: int) -> None:
-        """Leave the gradients of ``skips`` for the stages that these have come from."""
-        for key, grad in zip(skips, grads, strict=True):
-            home = self._skip_homes.get((key, m))
-            if home is not None:
-                sender = Receiver(self._engine.skips.sender[key], m, backward=True)
-                (grad,) = self._transport.send([grad], [home], sender)
-            self._skip_grads[key, m] = grad
 
     def _returned(self, grads: Grads, stage: int, m: int) -> Grads:
         """Gradients of the inputs of ``stage``, on their way to where these have come from."""
@@ -376,7 +342,7 @@ class Run:
             results.inputs = tuple([self._scatter.joined(column) for column in columns])
         finally:
             self._second_parts.clear()
-            self._skip_grads.clear()
+            self._skips.forget_grads()
             self._input_grads = [()] * len(self._scatter)
             results.parameters = tuple(accumulated(unique(self._parameters), self._parameters))
 

@@ -1,0 +1,84 @@
+"""Skips on their way from stage to stage, and their gradients on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pipekernels.pipeline.skip import Key, SkipLayout
+from pipekernels.pipeline.transport import Receiver, Transport
+
+Skips = Mapping[Key, tuple[torch.Tensor, bool]]
+"""Tensors, and whether each wants a gradient."""
+
+
+class SkipTable:
+    """The skips of one mini-batch, and their gradients, between the stage that leaves them here and the
+    one that takes them. All that lies between the two in the pipeline has happened between, so nobody
+    waits.
+
+    Args:
+        layout: which there are.
+        devices: of the stages.
+    """
+
+    def __init__(self, layout: SkipLayout, devices: Sequence[torch.device]) -> None:
+        self._layout = layout
+        self._devices = devices
+        self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
+        self._versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
+        # Where those were that are brought to another device. Their gradients go back to it.
+        self._homes: dict[tuple[Key, int], torch.device] = {}
+        self._grads: dict[tuple[Key, int], torch.Tensor | None] = {}
+
+    def leave(self, skips: Skips, m: int, transport: Transport) -> None:
+        """Leave those of micro-batch ``m`` for the stages that pop them."""
+        for key, (skip, wants) in skips.items():
+            receiver = self._layout.receiver[key]
+            device = self._devices[receiver]
+            if skip.device != device:
+                self._homes[key, m] = skip.device
+                (skip,) = transport.send([skip], [device], Receiver(receiver, m))
+            self._skips[key, m] = skip, wants
+            if wants:
+                self._versions[key, m] = skip._version
+
+    def take(self, keys: Sequence[Key], m: int) -> Skips:
+        """Those of ``keys`` that there are of micro-batch ``m``.
+
+        Raises:
+            RuntimeError: one that wants a gradient was written to meanwhile.
+        """
+        found = {key: self._skips.pop((key, m)) for key in keys if (key, m) in self._skips}
+        for key, (skip, wants) in found.items():
+            if wants and skip._version != self._versions[key, m]:
+                raise RuntimeError(
+                    f"the skip {key[1]!r} was modified in place by a stage between those that stash "
+                    "and pop it, so its gradient cannot be computed; stash a copy, or use layers "
+                    "that do not work in place"
+                )
+        return found
+
+    def leave_grads(
+        self,
+        keys: Sequence[Key],
+        grads: Sequence[torch.Tensor | None],
+        m: int,
+        transport: Transport,
+    ) -> None:
+        """Leave the gradients of ``keys`` for the stages that have stashed these."""
+        for key, grad in zip(keys, grads, strict=True):
+            home = self._homes.get((key, m))
+            if home is not None:
+                sender = Receiver(self._layout.sender[key], m, backward=True)
+                (grad,) = transport.send([grad], [home], sender)
+            self._grads[key, m] = grad
+
+    def take_grads(self, keys: Sequence[Key], m: int) -> list[torch.Tensor | None]:
+        """The gradients of ``keys``, None of one that has none."""
+        return [self._grads.pop((key, m), None) for key in keys]
+
+    def forget_grads(self) -> None:
+        """A backward has ended."""
+        self._grads.clear()
