@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from pipekernels.tensor_parallel import full_state_dict
@@ -237,3 +243,23 @@ def test_autocast_leaves_integers_to_fail_as_in_a_full_layer() -> None:
     for layer in (RowParallelLinear(4, 6, comm=comm), nn.Linear(4, 6)):
         with torch.autocast("cpu"), pytest.raises(RuntimeError, match="same dtype"):
             layer(torch.ones(2, 4, dtype=torch.int64))
+
+
+def keep_sums(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op is torch.ops.pipekernels.row_linear.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_checkpointing_can_keep_what_the_ranks_have_summed(dtype: torch.dtype) -> None:
+    (comm,) = Communicator.threads(1)
+    layers = nn.Sequential(RowParallelLinear(4, 6, comm=comm), nn.Tanh())
+    contexts = partial(create_selective_checkpoint_contexts, keep_sums)
+    x = torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        expected = layers(x)
+        kept = checkpoint(layers, x, use_reentrant=False, context_fn=contexts)
+    assert kept.dtype == dtype and torch.equal(kept, expected)
+    comm.close()  # The recomputation sums nothing.
+    grads = [torch.autograd.grad(y.sum(), layers[0].weight)[0] for y in (expected, kept)]
+    assert torch.equal(*grads)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels.comm import Communicator
+from pipekernels.ops.dispatch import is_observed
 from pipekernels.ops.sharded_gemm import sharded_gemm
 from pipekernels.ops.tensor_parallel import (
     copy_to_ranks,
@@ -304,7 +305,10 @@ class RowParallelLinear(_ShardedLinear):
             bias = copy_to_ranks(bias, self.comm)
         if self.skip_bias_add:
             return y, bias
-        return y if bias is None else y.add_(bias)
+        if bias is None:
+            return y
+        # Selective checkpointing may keep ``y``, which must not change then.
+        return (y + bias).to(y.dtype) if is_observed() else y.add_(bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, reduce={self.reduce!r}"
