@@ -10,9 +10,15 @@ import pytest
 import torch
 from devices import on
 from ranks import run_processes, run_threads
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipekernels import Communicator, ops, reference
+from pipekernels import (
+    ColumnParallelLinear,
+    Communicator,
+    RowParallelLinear,
+    ops,
+    reference,
+)
 from pipekernels.ops import collectives
 from pipekernels.ops import tensor_parallel as tp
 
@@ -218,6 +224,30 @@ def test_no_grad_and_autocast_keep_the_dtype(device: torch.device) -> None:
             assert ops.all_reduce(x, comm).dtype == torch.float32
             ones = torch.ones(3, 4, device=device)
             assert tp.row_linear(ones, ones, comm).dtype == torch.bfloat16
+
+    run_threads(2, on(device, on_rank))
+
+
+def test_slices_of_rows_between_layers(device: torch.device) -> None:
+    """As RowParallelLinear's docstring joins them: gradients are those of the whole layers."""
+    torch.manual_seed(0)
+    up, down, head = (nn.Linear(*size).double() for size in ((5, 7), (7, 5), (5, 3)))
+    plain = nn.Sequential(up, nn.Tanh(), down, head).to(device)
+    x = torch.randn(ROWS, 5, dtype=torch.float64).to(device)
+    plain(x).square().sum().backward()
+
+    def on_rank(comm: Communicator) -> None:
+        column = ColumnParallelLinear.from_linear(up, comm)
+        row = RowParallelLinear.from_linear(down, comm, reduce="reduce_scatter")
+        last = ColumnParallelLinear.from_linear(head, comm, gather_output=True)
+        y = row(column(x).tanh())
+        assert y.shape[0] == ROWS // comm.world_size
+        y = tp.gather_from_ranks(y.movedim(0, -1), comm, ROWS).movedim(-1, 0)
+        last(y).square().sum().backward()
+        for layer, whole, dim in ((column, up, 0), (row, down, 1), (last, head, 0)):
+            expected = whole.weight.grad.tensor_split(comm.world_size, dim)[comm.rank]
+            torch.testing.assert_close(layer.weight.grad, expected)
+        torch.testing.assert_close(row.bias.grad, down.bias.grad)
 
     run_threads(2, on(device, on_rank))
 

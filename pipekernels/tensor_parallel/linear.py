@@ -233,9 +233,13 @@ class RowParallelLinear(_ShardedLinear):
         input_is_parallel: the input is this rank's features already (the output of a
             :class:`ColumnParallelLinear`); else it is the full, replicated input.
         reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
-            slice of its first dimension, which the world size must divide. ``'none'``: this rank's
-            partial sum, for a caller who reduces later; the bias cannot be added then, so it wants
-            ``bias=False`` or ``skip_bias_add=True``.
+            slice of its first dimension, which the world size must divide; before a column-parallel
+            layer, or a loss, join the slices of the ``rows`` by
+            ``gather_from_ranks(y.movedim(0, -1), comm, rows).movedim(-1, 0)``, from
+            :mod:`pipekernels.ops.tensor_parallel`, as the backward of ``ops.all_gather`` would sum over
+            the ranks what is whole already. ``'none'``: this rank's partial sum, for a caller who
+            reduces later; the bias cannot be added then, so it wants ``bias=False`` or
+            ``skip_bias_add=True``.
         skip_bias_add: return ``(output, bias)``, with the bias not added, for a later fused add.
         device: of the parameters.
         dtype: of the parameters.
