@@ -59,8 +59,13 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     ``LBFGS`` does not work. Optimizers that look at a whole matrix (``Muon``, ``Adafactor``) see this
     rank's part of it. Make optimizers afterwards: the sharded layers have parameters of their own.
 
+    DDP and FSDP around the model take the group of the ranks that hold the same parts: over all ranks,
+    DDP would write those of rank 0 over the others'.
+
     Args:
-        model: the full model, the same on every rank; any ``nn.Module``, of Hugging Face or others.
+        model: the full model, the same on every rank (seed all alike, or load a checkpoint first: nothing
+            is sent, and parts of different models do not fail); any ``nn.Module``, of Hugging Face or
+            others.
         plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
             (``*`` matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
             :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'`` (a
