@@ -299,7 +299,9 @@ def compiled_twice(comm: Communicator) -> list[list[float]]:
 
 def test_a_rank_takes_no_graph_from_the_cache_that_was_compiled_on_another(tmp_path: Path) -> None:
     """What is compiled depends on rank and size: the backward of broadcast is zeros but on one rank."""
-    answers = run_processes(2, compiled_twice, prepare=(cache_in, tmp_path))
+    answers = run_processes(
+        2, compiled_twice, timeout=100.0, limit=110.0, prepare=(cache_in, tmp_path)
+    )
     assert answers == [[[2.0] * 3] * 2, [[0.0] * 3] * 2]
 
 
