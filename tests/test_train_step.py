@@ -292,14 +292,16 @@ def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch
         ({"schedule": "2f2b"}, ValueError, "one of gpipe, 1f1b, interleaved, zb-h1"),
         ({"schedule": "interleaved"}, ValueError, "needs a number of lanes"),
         ({"schedule": "1f1b", "lanes": 2}, ValueError, "have one lane per stage"),
-        ({"schedule": "interleaved", "lanes": 0}, ValueError, "at least 1"),
+        ({"schedule": "interleaved", "lanes": 0}, ValueError, "an integer of at least 1"),
+        ({"schedule": "interleaved", "lanes": 2.0}, ValueError, "the number of lanes is 2.0;"),
         ({"schedule": "interleaved", "lanes": 3}, ValueError, "multiple"),
         ({"loss_reduction": "median"}, ValueError, "'mean' or 'sum'"),
         ({"target": torch.randn(3, 3)}, ValueError, "must agree"),
         ({"target": torch.ones(4, 3).double().requires_grad_() * 2}, ValueError, "has a graph"),
         ({"target": 5}, TypeError, "target must be a tensor or a tuple, list or dict"),
         ({"loss_fn": lambda output, target: 1.0}, TypeError, "must return a tensor"),
-        ({"loss_fn": lambda output, target: output}, ValueError, "must return a scalar"),
+        ({"loss_fn": lambda output, target: output}, ValueError, "must return a real scalar"),
+        ({"loss_fn": lambda output, target: output.sum() * 1j}, ValueError, "a real scalar"),
     ],
 )
 def test_bad_arguments(

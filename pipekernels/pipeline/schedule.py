@@ -223,8 +223,8 @@ class Schedule:
         interleave: for ``'interleaved'``, the number of lanes that the stages are dealt out to.
 
     Raises:
-        ValueError: there is no such schedule, or ``interleave`` is missing, below 1, or given for
-            another schedule.
+        ValueError: there is no such schedule, or ``interleave`` is missing, no integer of at least 1, or
+            given for another schedule.
     """
 
     name: str
@@ -238,8 +238,13 @@ class Schedule:
                 f"the number of lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' needs a number "
                 "of lanes, and the others have one lane per stage"
             )
-        if self.interleave is not None and self.interleave < 1:
-            raise ValueError(f"the number of lanes is {self.interleave}; it must be at least 1")
+        lanes = self.interleave
+        if lanes is not None and (
+            isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1
+        ):
+            raise ValueError(
+                f"the number of lanes is {lanes!r}; it must be an integer of at least 1"
+            )
 
     def lanes(self, stages: int) -> int:
         """How many lanes run ``stages`` stages.

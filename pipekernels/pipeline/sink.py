@@ -126,7 +126,7 @@ class Losses:
         """Compute the loss of micro-batch ``m``.
 
         Raises:
-            ValueError: the loss is no scalar.
+            ValueError: the loss is no real scalar.
             TypeError: it is no tensor.
         """
         leaves = [
@@ -148,10 +148,10 @@ class Losses:
             loss = self._loss(*arguments)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"loss_fn returned {type(loss).__name__}; it must return a tensor")
-        if loss.dim() != 0:
+        if loss.dim() != 0 or loss.is_complex():
             raise ValueError(
-                f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return a scalar, "
-                "the mean or the sum over its micro-batch"
+                f"loss_fn returned a {loss.dtype} of shape {tuple(loss.shape)}; it must return a real "
+                "scalar, the mean or the sum over its micro-batch"
             )
         self._values[m] = loss.detach()
         if loss.requires_grad:
@@ -177,6 +177,8 @@ class Losses:
                 "no loss requires a gradient, so nothing can be trained: all parameters are frozen, "
                 "loss_fn returns what does not depend on them, or torch.inference_mode() is on; to "
                 "only evaluate, use loss_fn(pipe(input), target)"
+                "loss_fn returns what does not depend on them, or this is in inference_mode(); to only "
+                "evaluate, use loss_fn(pipe(input), target)"
             )
 
     def total(self) -> torch.Tensor:
