@@ -209,3 +209,36 @@ def test_stages_that_are_none() -> None:
         PipelineParallel([PipelineStage(0), nn.Linear(1, 1)], 2)
     with pytest.raises(ValueError, match="checkpoint is 'sometimes'"):
         PipelineParallel(stages(), 2, checkpoint="sometimes")
+
+
+class Doubling(PipelineStage):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def hooked(stage: PipelineStage) -> PipelineStage:
+    stage.register_forward_hook(lambda module, args, output: 2 * output)
+    return stage
+
+
+def scaled(stage: PipelineStage) -> PipelineStage:
+    stage.scale = nn.Parameter(torch.ones(()))
+    return stage
+
+
+def with_more(stage: PipelineStage) -> PipelineStage:
+    stage.more = nn.Linear(2, 2)
+    return stage
+
+
+def with_a_hook_on_its_layers(stage: PipelineStage) -> PipelineStage:
+    stage.layers.register_forward_hook(lambda module, args, output: 2 * output)
+    return stage
+
+
+@pytest.mark.parametrize("change", [hooked, scaled, with_more, with_a_hook_on_its_layers])
+def test_what_is_not_in_a_layer_is_refused(change: Callable[[PipelineStage], Any]) -> None:
+    with pytest.raises(TypeError, match="of its own"):
+        PipelineParallel([change(PipelineStage(0).add_layer(nn.Linear(2, 2)))], 2)
+    with pytest.raises(TypeError, match="stage 0 has a forward"):
+        PipelineParallel([Doubling(0)], 2)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipekernels.pipeline.integers import integer
+from pipekernels.pipeline.partition import check_sequential
 from pipekernels.pipeline.pipe import Pipe
 
 
@@ -79,7 +80,7 @@ class PipelineParallel(Pipe):
         checkpoint: which micro-batches are recomputed in the backward; see ``Pipe``.
 
     Raises:
-        TypeError: a stage is no :class:`PipelineStage`.
+        TypeError: a stage is no :class:`PipelineStage`, or has more than its layers, such as hooks.
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
             1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
     """
@@ -122,6 +123,7 @@ def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
             raise TypeError(
                 f"stages[{position}] must be a PipelineStage, not {type(stage).__name__}"
             )
+        _check_only_layers(stage)
     if not given:
         raise ValueError("there is no stage; a pipeline needs at least one")
     ordered = sorted(given, key=lambda stage: stage.index)
@@ -131,6 +133,24 @@ def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
             f"the stages' indices are {indices}; they must be 0 to {len(ordered) - 1}, each once"
         )
     return ordered
+
+
+def _check_only_layers(stage: PipelineStage) -> None:
+    """Raise a TypeError unless ``stage`` does nothing but call its layers."""
+    check_sequential(stage.layers)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if (
+        type(stage).forward is not PipelineStage.forward
+        or "forward" in vars(stage)
+        or stage._parameters
+        or stage._buffers
+        or len(stage._modules) > 1
+        or any(getattr(stage, kind) for kind in hooks)
+    ):
+        raise TypeError(
+            f"stage {stage.index} has a forward, parameters, modules or hooks of its own, and the "
+            "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"
+        )
 
 
 def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
