@@ -12,6 +12,7 @@ from skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import Pipe
+from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.schedule import SCHEDULES
 from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -279,3 +280,19 @@ def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str, force_way: Any) 
     with torch.no_grad():
         x = torch.randn(4, 5)
         assert torch.equal(pipe(x), pipe.to_sequential()(x))
+
+
+def test_skips_stay_those_that_the_pipe_was_made_with(way: Way) -> None:
+    layers = [stashing(), nn.Linear(5, 5), popping()]
+    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    x = torch.randn(4, 5)
+    pipe.partitions[2][0] = popping()
+    assert pipe(x).shape == x.shape
+    message = "layers with skips were added to stage 0, or removed"
+    for changed in (nn.Tanh(), nn.Sequential(layers[0], popping())):
+        pipe.partitions[0][0] = changed
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=message):
+                pipe(x)
+    pipe.partitions[0][0] = layers[0]
+    assert pipe(x).shape == x.shape

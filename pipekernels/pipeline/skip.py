@@ -240,9 +240,9 @@ def _skippables(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if hasattr(layer, "_stashes")]
 
 
-def has_skips(stage: nn.Module) -> bool:
-    """Whether any layer in ``stage`` is skippable."""
-    return bool(_skippables(stage))
+def skips_of(stage: nn.Module) -> list[tuple[list[Key], list[Key]]]:
+    """What each skippable layer in ``stage`` stashes and pops."""
+    return [(layer.stashable(), layer.poppable()) for layer in _skippables(stage)]
 
 
 def verify_skippables(module: nn.Sequential) -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipekernels.pipeline import checkpoint
 from pipekernels.pipeline.entry import Entry
 from pipekernels.pipeline.partition import layers
-from pipekernels.pipeline.skip import Key, carried, has_skips
+from pipekernels.pipeline.skip import Key, carried, skips_of
 from pipekernels.pipeline.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.structure import Arguments, Structure, take_apart
 
@@ -145,11 +145,23 @@ class Task:
         self.device = device
         self.received_skips = tuple(received)
         self.sent_skips = tuple(sent)
-        self._has_skips = any(has_skips(stage) for stage in stages)
+        self._skips = [skips_of(stage) for stage in stages]
+        self._has_skips = any(self._skips)
         self.look_at_layers()
 
     def look_at_layers(self) -> None:
-        """To be called when they have changed."""
+        """To be called when they have changed.
+
+        Raises:
+            RuntimeError: so have their skips.
+        """
+        for (index, stage), skips in zip(self.stages, self._skips, strict=True):
+            if skips_of(stage) != skips:
+                raise RuntimeError(
+                    f"layers with skips were added to stage {index}, or removed, after the pipe was "
+                    "made, which settled then where skips go; change the layers before they become a "
+                    "pipe, or make a new one of pipe.to_sequential()"
+                )
         self._needs_entry = any(_may_modify_inputs(stage) for _, stage in self.stages)
         # Whether inputs that must stay as they are, checkpointed ones and the caller's, are cloned
         # because they are overwritten; None until one was watched.
