@@ -36,10 +36,13 @@ def test_statistics_equal_those_of_the_whole_mini_batch(
     assert pipe[1].num_batches_tracked == 3
 
 
-def test_layers_may_be_converted_before_they_become_a_pipe() -> None:
+def test_layers_may_be_converted_before_they_become_a_pipe_and_after() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()).double()
     pipe = Pipe(convert_deferred_batch_norm(copy.deepcopy(plain)), [1, 1], chunks=4)
-    for trained in (pipe, copy.deepcopy(pipe)):
+    later = Pipe(copy.deepcopy(plain), [1, 1], chunks=4)
+    later.eval()(torch.ones(8, 3, dtype=torch.float64))
+    convert_deferred_batch_norm(later.train())
+    for trained in (pipe, copy.deepcopy(pipe), later):
         x = 5 + torch.randn(8, 3, dtype=torch.float64)
         norm = copy.deepcopy(plain[0])
         norm(x), trained(x)

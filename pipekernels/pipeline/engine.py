@@ -17,7 +17,7 @@ from pipekernels.comm import Communicator
 from pipekernels.ops.graphs import has_graphs
 from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.streams import has_streams
-from pipekernels.pipeline.batchnorm import committed
+from pipekernels.pipeline.batchnorm import committed, has_deferred_batch_norm
 from pipekernels.pipeline.graphs import StageGraphs
 from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.pace import Pace
@@ -49,7 +49,6 @@ class Engine:
         partitions: the stages.
         devices: one per stage.
         cuda_graphs: whether to capture the stages on CUDA devices.
-        deferred_batch_norm: whether there are layers whose statistics are committed per mini-batch.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Engine:
         devices: Sequence[torch.device],
         *,
         cuda_graphs: bool = False,
-        deferred_batch_norm: bool = False,
     ) -> None:
         self.stages = list(partitions)
         self.devices = list(devices)
@@ -82,7 +80,6 @@ class Engine:
         self.waits = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
         self._look_at_layers()
         self._hidden_randomness = False
-        self._deferred_batch_norm = deferred_batch_norm
         self.pace = Pace()
         self.timeline: Timeline | None = None
         # Held by one forward or backward at a time: both put the aliases in place and take what
@@ -107,14 +104,15 @@ class Engine:
         # A step may wait for the thread of a backward, so that does not wait for the step.
         in_backward = torch._C._current_graph_task_id() != -1
         turn = nullcontext() if in_backward else self._turns
-        with self._entered(), turn, self.lock, self._committed():
+        with self._entered(), turn, self.lock:
             run = self._start(GPIPE, batch, checkpoint, may_split=True)
             outputs = Outputs(run.sizes, batch.dim)
-            if run.grad:
-                parameters = unique(self._parameters)
-                tensors = _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
-            else:
-                tensors = run.forward(outputs)
+            with self._committed():
+                if run.grad:
+                    parameters = unique(self._parameters)
+                    tensors = _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
+                else:
+                    tensors = run.forward(outputs)
         return outputs.build(tensors)
 
     def train(
@@ -136,12 +134,13 @@ class Engine:
         Returns:
             The loss, a scalar without a graph.
         """
-        with self._entered(), self._turns, self.lock, self._committed(), torch.enable_grad():
+        with self._entered(), self._turns, self.lock, torch.enable_grad():
             run = self._start(schedule, batch, checkpoint, may_split=False)
             losses = make_losses(run.sizes)
             targets = [*batch.tensors, *unique(self._parameters)]
-            grads = [grad for part in run.train(losses) for grad in part]
-            losses.check()
+            with self._committed():
+                grads = [grad for part in run.train(losses) for grad in part]
+                losses.check()
             wanted = [
                 target for target, grad in zip(targets, grads, strict=True) if grad is not None
             ]
@@ -173,6 +172,7 @@ class Engine:
         _refuse_fsdp(layers)
         for task in (*self.tasks, *filter(None, [self.chain])):
             task.look_at_layers()
+        self._has_deferred_batch_norm = any(map(has_deferred_batch_norm, self.stages))
         self.modes = tuple(layer.training for layer in layers)
         # Their dropout is drawn in one call with all else that they do.
         self._recurrent = [layer for layer in layers if isinstance(layer, nn.RNNBase)]
@@ -203,7 +203,7 @@ class Engine:
             _running.reset(token)
 
     def _committed(self) -> AbstractContextManager[None]:
-        return committed(self.stages) if self._deferred_batch_norm else nullcontext()
+        return committed(self.stages) if self._has_deferred_batch_norm else nullcontext()
 
     def _start(self, schedule: Schedule, batch: Batch, checkpoint: str, *, may_split: bool) -> Run:
         known: Sequence[StageParameters | None] = self._parameters

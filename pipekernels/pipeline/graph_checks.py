@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels.pipeline.context import default_device
+from pipekernels.pipeline.partition import HOOKS
 from pipekernels.pipeline.random_state import HookWatch
 from pipekernels.pipeline.structure import tensors_in
 from pipekernels.pipeline.task import Activation
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _looked_at: Callable[[Any], bool] = functools.cache(
     lambda kind: kind in _PLAIN or kind is tuple or issubclass(kind, torch.Tensor)
@@ -53,7 +53,7 @@ class Layout:
             attributes = [v for v in values if type(v) not in _PLAIN and type(v) is not tuple]
             settings.append(layer)
             settings += [v for v in values if type(v) in _PLAIN or _is_plain_tuple(v)]
-            for name in _HOOKS:
+            for name in HOOKS:
                 if entries.get(name):
                     self.why_not = f"{type(layer).__name__} has hooks"
             for tensor in (*layer._parameters.values(), *layer._buffers.values(), *attributes):
@@ -69,7 +69,7 @@ class Layout:
                 settings.append(tensor.requires_grad)
                 if tensor.device != device and tensor.numel():
                     self.why_not = f"{type(layer).__name__} has a tensor on {tensor.device}"
-        if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):
+        if any(getattr(nn.modules.module, f"_global{name}") for name in HOOKS):
             self.why_not = "there are hooks on all modules"
         self.settings = tuple(settings)
 

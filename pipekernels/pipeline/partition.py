@@ -16,6 +16,9 @@ Cost = Callable[[int, int, int], float]
 """Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p, begin,
 end)``: non-negative, not less for a later ``end``, in any unit, ``inf`` for what must not be."""
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module."""
+
 EVEN_LENGTHS = 1e-9
 """Weight of evenness in length against evenness in cost: it only decides where costs are equal."""
 
@@ -54,17 +57,21 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
     return lengths
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are to be called around its own forward or backward."""
+    return any(getattr(module, name) for name in HOOKS)
+
+
 def check_sequential(module: nn.Module) -> None:
     """Raise a TypeError unless ``module`` is an ``nn.Sequential`` that does nothing but call its
     layers."""
     kind = type(module).__name__
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, not {kind}")
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     more = {
         "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
         "parameters or buffers": module._parameters or module._buffers,
-        "hooks": any(getattr(module, kind) for kind in hooks),
+        "hooks": has_hooks(module),
     }
     for what, there in more.items():
         if there:

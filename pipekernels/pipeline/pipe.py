@@ -15,10 +15,7 @@ from torch import nn
 
 from pipekernels.ops.streams import with_index
 from pipekernels.ops.transforms import deny_tangents
-from pipekernels.pipeline.batchnorm import (
-    convert_deferred_batch_norm,
-    has_deferred_batch_norm,
-)
+from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
 from pipekernels.pipeline.integers import integer
@@ -221,6 +218,9 @@ class Pipe(nn.Module):
 
             pipe.train_step(input, target, loss_fn, loss_reduction="sum")
 
+        What ``loss_fn`` adds to gradients of the pipe's own parameters, other than through the outputs,
+        is added when its lane gets there, so their last bits may differ from run to run.
+
         ``DistributedDataParallel`` averages gradients after calls of its own forward alone; after
         those of ``train_step``, average them yourself. A pipe that FSDP2 shards has no ``train_step``.
 
@@ -414,7 +414,6 @@ class Pipe(nn.Module):
             self._partitions(),
             self.devices,
             cuda_graphs=self.cuda_graphs,
-            deferred_batch_norm=has_deferred_batch_norm(self.partitions),
         )
 
     def _partitions(self) -> Sequence[nn.Sequential]:

@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from pipekernels.pipeline.integers import integer
+
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -238,13 +240,8 @@ class Schedule:
                 f"the number of lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' needs a number "
                 "of lanes, and the others have one lane per stage"
             )
-        lanes = self.interleave
-        if lanes is not None and (
-            isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1
-        ):
-            raise ValueError(
-                f"the number of lanes is {lanes!r}; it must be an integer of at least 1"
-            )
+        if self.interleave is not None:
+            integer("the number of lanes", self.interleave)
 
     def lanes(self, stages: int) -> int:
         """How many lanes run ``stages`` stages.

@@ -177,8 +177,6 @@ class Losses:
                 "no loss requires a gradient, so nothing can be trained: all parameters are frozen, "
                 "loss_fn returns what does not depend on them, or torch.inference_mode() is on; to "
                 "only evaluate, use loss_fn(pipe(input), target)"
-                "loss_fn returns what does not depend on them, or this is in inference_mode(); to only "
-                "evaluate, use loss_fn(pipe(input), target)"
             )
 
     def total(self) -> torch.Tensor:

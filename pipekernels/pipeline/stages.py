@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.partition import check_sequential
+from pipekernels.pipeline.partition import check_sequential, has_hooks
 from pipekernels.pipeline.pipe import Pipe
 
 
@@ -138,14 +138,13 @@ def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
 def _check_only_layers(stage: PipelineStage) -> None:
     """Raise a TypeError unless ``stage`` does nothing but call its layers."""
     check_sequential(stage.layers)
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if (
         type(stage).forward is not PipelineStage.forward
         or "forward" in vars(stage)
         or stage._parameters
         or stage._buffers
         or len(stage._modules) > 1
-        or any(getattr(stage, kind) for kind in hooks)
+        or has_hooks(stage)
     ):
         raise TypeError(
             f"stage {stage.index} has a forward, parameters, modules or hooks of its own, and the "
