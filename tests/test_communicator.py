@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,6 +216,14 @@ def test_the_memory_is_for_members_alone() -> None:
             bootstrap._hand_out(listener, processes, 0.2)
         assert traces() == before
         assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
+
+
+def test_what_is_no_tensor() -> None:
+    (comm,) = Communicator.threads(1)
+    for collective in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
+        for value in ([1.0], np.ones(2), None):
+            with pytest.raises(TypeError, match="works on tensors, got .*; pass torch.as_tensor"):
+                collective(value)
 
 
 def test_bad_arguments() -> None:

@@ -317,6 +317,11 @@ def test_errors_state_value_limit_and_remedy() -> None:
         ops.reduce_scatter(x, second)
     with pytest.raises(ValueError, match="dimension 0, but x has none"):
         ops.all_gather(torch.tensor(1.0), comm)
+    for operation in (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast):
+        with pytest.raises(TypeError, match=f"{operation.__name__} works on tensors, got list"):
+            operation([1.0], comm)
+        with pytest.raises(TypeError, match="comm must be a Communicator, got NoneType"):
+            operation(x, None)
     with pytest.raises(ValueError, match="3 features over 4 ranks.*at most 3 ranks"):
         tp.shard_sizes(3, 4)
     with pytest.raises(

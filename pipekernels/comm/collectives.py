@@ -12,6 +12,7 @@ from torch import Tensor
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.tensors import (
     check_root,
+    check_tensor,
     digest_of,
     elements_of,
     gates_of,
@@ -64,6 +65,7 @@ class Collectives(ABC):
             # In one step, since Python would take longer than the reduction of a small tensor.
             if self._all_reduce_tensor(tensor, reduction, way):
                 return tensor
+            check_tensor(tensor)
             dtype = REDUCIBLE[tensor.dtype]
         except KeyError:
             raise_for(tensor, op, algorithm)
@@ -116,6 +118,7 @@ class Collectives(ABC):
                 it, a ``target`` that is no int32, ``block_rows`` or ``blocks`` less than 1, or as
                 :meth:`all_reduce`.
         """
+        check_tensor(tensor)
         if tensor.dtype not in REDUCIBLE or op not in REDUCTIONS:
             raise_for(tensor, op, "auto")
         gates = gates_of(tensor, ready, target, block_rows, blocks)
@@ -151,6 +154,7 @@ class Collectives(ABC):
             ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``,
                 ``'avg'`` of integers, or an ``out`` that does not suit the result.
         """
+        check_tensor(input)
         if input.dtype not in REDUCIBLE or op not in REDUCTIONS:
             raise_for(input, op, "auto")
         if input.dim() == 0 or input.shape[0] % self._world_size != 0:
@@ -187,6 +191,7 @@ class Collectives(ABC):
         Raises:
             ValueError: ``input`` has no dimension, or ``out`` does not suit the result.
         """
+        check_tensor(input)
         if input.dim() == 0:
             raise ValueError(
                 "all_gather joins tensors along dimension 0, but the input has none; "
@@ -216,8 +221,9 @@ class Collectives(ABC):
         Raises:
             ValueError: ``src`` is no rank.
         """
-        dense = to_dense_in_place(tensor)
+        check_tensor(tensor)
         check_root(src, self._world_size)
+        dense = to_dense_in_place(tensor)
         self._on(tensor.device).broadcast(
             dense.data_ptr(), *elements_of(dense), src, digest_of(tensor)
         )

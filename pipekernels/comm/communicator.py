@@ -70,6 +70,7 @@ class Communicator(Collectives):
     replayed once a communicator that it uses has been closed, or is gone.
 
     Every collective raises, besides what it says itself:
+        TypeError: what it is given is no tensor.
         ValueError: the ranks call different collectives, or with different shapes, dtypes or
             arguments; raised on all ranks, and the communicator stays usable. Or a tensor on a
             device that this rank does not use, or one that is not strided.

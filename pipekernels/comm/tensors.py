@@ -22,6 +22,14 @@ def raise_for(tensor: Tensor, op: str, algorithm: str) -> NoReturn:
     raise TypeError(f"cannot reduce {tensor.dtype}; convert the tensor to one of {names}")
 
 
+def check_tensor(value: object) -> None:
+    """Whether ``value`` is a tensor; TypeError if not."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"a communicator works on tensors, got {type(value).__name__}; pass torch.as_tensor(...)"
+        )
+
+
 def to_dense(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or a copy of it in which elements lie as they are counted."""
     if not (tensor.is_cpu or tensor.is_cuda):

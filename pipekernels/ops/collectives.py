@@ -12,7 +12,8 @@ ranks compute one and the same (replicated) loss, use :mod:`pipekernels.ops.tens
 
 A backward is a collective too: all ranks must run it, in the same order, and an input must require
 a gradient on all ranks or on none. There is no forward-mode derivative, and ``torch.func`` cannot
-differentiate them: a RuntimeError says so. Ranks that are threads run it on CUDA under
+differentiate them: a RuntimeError says so. All raise TypeError for what is no tensor, or no
+communicator. Ranks that are threads run it on CUDA under
 ``torch.autograd.set_multithreading_enabled(False)``: on autograd's one thread for a device none may
 wait until the others have come as far, and so CUDA may make one wait for another's kernel.
 """
@@ -76,7 +77,7 @@ def all_reduce(x: Tensor, comm: Ranks, op: str = "sum", algorithm: str = "auto")
         ValueError: unknown ``op`` or ``algorithm``; shapes or dtypes that differ between ranks.
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
-    deny_tangents("all_reduce", [x])
+    _check("all_reduce", x, comm)
     return _call_all_reduce(x, comm.handle, op, algorithm)
 
 
@@ -98,8 +99,8 @@ def reduce_scatter(x: Tensor, comm: Ranks, op: str = "sum") -> Tensor:
         ValueError: the first dimension of ``x`` is no multiple of the world size, or as above.
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
+    _check("reduce_scatter", x, comm)
     check_rows(x, comm.world_size)
-    deny_tangents("reduce_scatter", [x])
     return _call_reduce_scatter(x, comm.handle, op)
 
 
@@ -118,9 +119,9 @@ def all_gather(x: Tensor, comm: Ranks) -> Tensor:
     Raises:
         ValueError: ``x`` has no dimension, or shapes or dtypes differ between ranks.
     """
+    _check("all_gather", x, comm)
     if x.dim() == 0:
         raise ValueError("all_gather joins tensors along dimension 0, but x has none; use x[None]")
-    deny_tangents("all_gather", [x])
     return _call_all_gather(x, comm.handle)
 
 
@@ -137,10 +138,26 @@ def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
     Raises:
         ValueError: ``src`` is no rank, or shapes or dtypes differ between ranks.
     """
+    _check("broadcast", x, comm)
     if not 0 <= src < comm.world_size:
         raise ValueError(f"src must be a rank in 0..{comm.world_size - 1}, got {src}")
-    deny_tangents("broadcast", [x])
     return _call_broadcast(x, comm.handle, src)
+
+
+def _check(name: str, x: Any, comm: Any) -> None:
+    """Whether an operation can be called with these.
+
+    Raises:
+        TypeError: ``x`` is no tensor, or ``comm`` no communicator.
+        RuntimeError: something other than a backward differentiates ``x``.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} works on tensors, got {type(x).__name__}; pass torch.as_tensor(...)"
+        )
+    if not hasattr(comm, "handle"):
+        raise TypeError(f"comm must be a Communicator, got {type(comm).__name__}")
+    deny_tangents(name, [x])
 
 
 def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:

@@ -182,6 +182,8 @@ class _ShardedLinear(nn.Module):
 
     def _check_input(self, x: Tensor, features: int) -> None:
         name, weight = type(self).__name__, self.weight
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} takes a tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(
                 f"{name} on rank {self.rank} of {self.world_size} expects {features} features in "
