@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -74,3 +75,18 @@ def test_other_systems_are_told_so(script: ModuleType, tmp_path: Path) -> None:
     )  # fmt: skip
     assert configured.returncode != 0
     assert "pipekernels needs Linux" in configured.stderr
+
+
+def test_a_source_distribution_has_all_that_a_build_needs(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    root = SCRIPT.parent.parent.parent
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path],
+        cwd=root, check=True, capture_output=True,
+    )  # fmt: skip
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    sources = {str(path.relative_to(root)) for path in (root / "csrc").rglob("*.*")}
+    assert {"setup.py", "pyproject.toml"} <= names
+    assert {name for name in sources if "__pycache__" not in name} <= names
