@@ -7,7 +7,7 @@ Both are registered operations (schema, fake, autograd), so they trace under
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,18 @@ def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
     count = max(1, min(chunks, batch))
     size, larger = batch // count, batch % count  # divmod takes no symbolic sizes
     return [size + 1] * larger + [size] * (count - larger)
+
+
+@overload
+def split_micro_batches(
+    tensors: Tensor, chunks: int, dim: int = 0, *, dtype: torch.dtype | None = None
+) -> list[Tensor]: ...
+
+
+@overload
+def split_micro_batches(
+    tensors: Sequence[Tensor], chunks: int, dim: int = 0, *, dtype: torch.dtype | None = None
+) -> list[tuple[Tensor, ...]]: ...
 
 
 def split_micro_batches(
@@ -76,6 +88,18 @@ def split_micro_batches(
     if single:
         return flat
     return [tuple(flat[i : i + len(group)]) for i in range(0, len(flat), len(group))]
+
+
+@overload
+def concat_micro_batches(
+    micro_batches: Sequence[Tensor], dim: int = 0, *, dtype: torch.dtype | None = None
+) -> Tensor: ...
+
+
+@overload
+def concat_micro_batches(
+    micro_batches: Sequence[Sequence[Tensor]], dim: int = 0, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]: ...
 
 
 def concat_micro_batches(

@@ -79,7 +79,7 @@ class Scatter:
         if dim == 0:
             self._parts = list(zip(*(_views(t, self.sizes) for t in tensors), strict=True))
         else:
-            self._parts = split_micro_batches(tensors, chunks, dim)  # type: ignore[assignment]
+            self._parts = split_micro_batches(tensors, chunks, dim)
 
     def __len__(self) -> int:
         return len(self.sizes)
