@@ -50,8 +50,17 @@ def read(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def write(path: Path, record: Any) -> None:
-    """Put ``record`` in place of the file there is, at once: other processes may be reading."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Put ``record`` in place of the file there is, at once: other processes may be reading.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # Containers may share pids too.
-    new.write_text(json.dumps(record, indent=1) + "\n")
-    new.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new.write_text(json.dumps(record, indent=1) + "\n")
+        new.replace(path)
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error}); set XDG_CACHE_HOME to a folder where it can"
+        ) from error

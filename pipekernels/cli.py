@@ -163,7 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
     forecast_parser.add_argument("--alpha", type=float, default=4.0, help="us per step (4)")
     parsed = parser.parse_args(arguments)
     if parsed.command == "tune":
-        print(tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind))
+        try:
+            print(tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind))
+        except OSError as error:  # TimeoutError is one.
+            tuning_parser.error(str(error))
     elif parsed.command == "forecast":
         if min(parsed.sms, parsed.bandwidth, parsed.alpha) <= 0:
             forecast_parser.error("--sms, --bandwidth and --alpha must be positive")

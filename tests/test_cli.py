@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from pipekernels import __version__, _backend, cli
+from pipekernels.comm import tuner, tuning
+from pipekernels.comm.tuning import Tuning
 
 
 def test_info_names_versions_build_and_devices() -> None:
@@ -43,6 +46,18 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         cli.main(["nonsense"])
     assert "info" in capsys.readouterr().err
+
+
+def test_measurements_that_cannot_be_kept_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuner, "measure", lambda quick: Tuning({2: 4096}, "today"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "pipekernels").touch()
+    with pytest.raises(SystemExit):
+        cli.main(["tune"])
+    message = f"{tuning.path()} cannot be written .*File exists.*set XDG_CACHE_HOME"
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
