@@ -184,6 +184,8 @@ def test_from_store() -> None:
     store = dist.HashStore()
     with Communicator.from_store(store, 0, 1) as comm:
         assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="rank 0 has made a communicator with this store before"):
+        Communicator.from_store(store, 0, 1)
     for rank, world_size in ((-1, 1), (1, 1), (0, 0)):
         with pytest.raises(ValueError, match=f"got {rank} of {world_size}"):
             Communicator.from_store(store, rank, world_size)

@@ -155,6 +155,8 @@ class Communicator(Collectives):
             RuntimeError: the ranks cannot share memory or reach each other.
             TimeoutError: a rank did not come within ``timeout``.
             ValueError: there is no such rank, or ``timeout`` is not in ``(0, 1e9]``.
+            ValueError: there is no such rank, ``timeout`` is not positive, or this rank has used
+                ``store`` for another communicator.
         """
         _check_timeout(timeout)
         if not 0 <= rank < world_size:
