@@ -309,8 +309,9 @@ void bind_collectives(py::module_& m) {
       .def_property_readonly(
           "all_reduce_tensor",
           [](const py::object& self) {
+            // Not of the property's name: torch.compile would take that for what makes methods.
             static PyMethodDef method{
-                "all_reduce_tensor",
+                "Communicator.all_reduce_tensor",
                 reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&all_reduce_tensor)),
                 METH_FASTCALL, nullptr};
             return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));

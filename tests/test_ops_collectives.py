@@ -282,6 +282,18 @@ def test_compiles_to_one_graph(device: torch.device) -> None:
     torch.testing.assert_close(grad, x.cos())
 
 
+def test_methods_of_a_communicator_are_graph_breaks(device: torch.device) -> None:
+    (comm,) = Communicator.threads(1)
+
+    def everything(x: Tensor) -> Tensor:
+        x = comm.all_gather(comm.reduce_scatter(comm.all_reduce(x + 1) + 1) + 1)
+        comm.barrier()
+        return comm.broadcast(comm.empty(3, device=device).copy_(x) + 1) + 1
+
+    zeros = torch.zeros(3, device=device)
+    assert torch.equal(torch.compile(everything, backend="eager")(zeros), zeros + 5)
+
+
 def cache_in(rank: int, folder: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
