@@ -346,6 +346,10 @@ def test_tensors_that_are_not_elements_in_memory_are_refused() -> None:
         for tensor in without_memory():
             with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
                 call(tensor)
+    quantized = torch.quantize_per_tensor(x, 0.5, 0, torch.qint8)
+    for move in (comm.all_gather, comm.broadcast):
+        with pytest.raises(TypeError, match=r"scale of torch.qint8; pass tensor.int_repr\(\)"):
+            move(quantized)
     operations = (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast)
     for tensor in without_memory()[:3]:
         for operation in operations:

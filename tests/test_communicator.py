@@ -352,8 +352,13 @@ def test_empty(device: torch.device) -> None:
         assert empty(2, 0).device == empty(5).device == device
     with pytest.raises(ValueError, match=r"negative, got \(2, -1\)"):
         empty(2, -1)
+    with pytest.raises(TypeError, match="no place for the scale of torch.quint8"):
+        empty(3, dtype=torch.quint8)
     with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
         empty(1 << 40)
+    for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # More than 64 bits count.
+        with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
+            comm.empty(sizes)
 
 
 def test_symmetric_memory_is_not_in_core_dumps() -> None:

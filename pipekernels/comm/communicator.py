@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -24,6 +26,7 @@ from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts import GRACE, Hosts
 from pipekernels.comm.hosts_cuda import HostsDevice
 from pipekernels.comm.rendezvous import Rendezvous, of_color, over_group, over_store
+from pipekernels.comm.tensors import check_not_quantized
 from pipekernels.ops.collectives import communicator_of, resolve_handle
 
 if TYPE_CHECKING:
@@ -113,14 +116,14 @@ class Communicator(Collectives):
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
-        A collective over the group, which is not needed afterwards.
+        A collective over the group, with the group's own timeout; the group is not needed afterwards.
 
         Args:
             group: the default group if ``None``. Between hosts, the communicator makes connections of
                 its own through the group's store: by Gloo for CPU tensors, and by the group's
                 backend for CUDA ones (NCCL or Gloo) when they are first used.
-            timeout: seconds that this rank waits for the others, in any call; one more for those of
-                its host, if there are several.
+            timeout: seconds that this rank waits for the others, in any call of the communicator; one
+                more for those of its host, if there are several.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
@@ -154,9 +157,8 @@ class Communicator(Collectives):
         Raises:
             RuntimeError: the ranks cannot share memory or reach each other.
             TimeoutError: a rank did not come within ``timeout``.
-            ValueError: there is no such rank, or ``timeout`` is not in ``(0, 1e9]``.
-            ValueError: there is no such rank, ``timeout`` is not positive, or this rank has used
-                ``store`` for another communicator.
+            ValueError: there is no such rank, ``timeout`` is not in ``(0, 1e9]``, or this rank has
+                used ``store`` for another communicator.
         """
         _check_timeout(timeout)
         if not 0 <= rank < world_size:
@@ -273,11 +275,12 @@ class Communicator(Collectives):
 
         Args:
             shape: sizes, one by one or as one sequence.
-            dtype: any.
+            dtype: any but those of quantized tensors.
             device: the CPU if ``None``, or this rank's CUDA device, where there is room for
                 ``PIPEKERNELS_SYMMETRIC_BYTES`` (an environment variable; by default 1 GiB).
 
         Raises:
+            TypeError: a ``dtype`` of quantized tensors.
             ValueError: a negative size.
             RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
                 CUDA also while a graph is being captured.
@@ -286,9 +289,11 @@ class Communicator(Collectives):
         sizes = torch.Size(cast("Iterable[int]", shape[0] if one_argument else shape))
         if sizes and min(sizes) < 0:
             raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
+        check_not_quantized(dtype)
         if device is not None and torch.device(device).type != "cpu":
             return self._on(torch.device(device)).empty(sizes, dtype)
-        buffer = self._core.allocate(sizes.numel() * dtype.itemsize)
+        # Of sizes.numel() only 64 bits are left.
+        buffer = self._core.allocate(min(math.prod(sizes) * dtype.itemsize, sys.maxsize))
         if sizes.numel() == 0:  # Which torch.frombuffer() does not take.
             return torch.empty(sizes, dtype=dtype, device="cpu")
         # Reshaped in place: a view, as the output of a custom autograd function, could not be changed.

@@ -11,6 +11,8 @@ from torch import Tensor
 from pipekernels import _backend
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCIBLE, REDUCTIONS
 
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
 
 def raise_for(tensor: Tensor, op: str, algorithm: str) -> NoReturn:
     """Say which of the arguments has no code."""
@@ -30,6 +32,15 @@ def check_tensor(value: object) -> None:
         )
 
 
+def check_not_quantized(dtype: torch.dtype) -> None:
+    """Raise TypeError for ``dtype`` of quantized tensors, whose elements mean nothing without a scale."""
+    if dtype in _QUANTIZED:
+        raise TypeError(
+            f"a communicator has no place for the scale of {dtype}; pass tensor.int_repr() and "
+            "tensor.q_scale(), or tensor.dequantize()"
+        )
+
+
 def to_dense(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or a copy of it in which elements lie as they are counted."""
     if not (tensor.is_cpu or tensor.is_cuda):
@@ -42,6 +53,7 @@ def to_dense(tensor: Tensor) -> Tensor:
             f"a communicator works on dense tensors, got one of layout {tensor.layout}; pass "
             "tensor.to_dense(), or its parts one by one"
         )
+    check_not_quantized(tensor.dtype)
     _backend.load().check_memory(tensor)
     if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor

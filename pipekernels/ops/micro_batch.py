@@ -52,6 +52,7 @@ def split_micro_batches(
         tensors: a tensor, or several of any shapes and dtypes on one device that agree in their size
             along ``dim``. Any strides.
         chunks: how many micro-batches are wanted; a smaller batch gives as many as it has entries.
+            ``torch.export`` needs a batch of fixed size, as their number depends on it.
         dim: the batch dimension; negative ones count from the end.
         dtype: float64, float32, float16 or bfloat16, which all floating-point tensors are cast to on
             the way, as ``tensor.to(dtype)`` does it. Tensors of other kinds, such as token ids and
