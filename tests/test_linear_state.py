@@ -94,6 +94,19 @@ def test_full_state_dict_round_trip(world_size: int, device: torch.device) -> No
     assert state["0.weight"].shape == (IN, 5)  # Loading leaves the caller's dict alone.
 
 
+def test_a_hook_that_replaces_parts_is_refused() -> None:
+    def halve(module: nn.Module, state: dict[str, Any], *rest: Any) -> None:
+        state["0.weight"] = state["0.weight"].half()
+
+    (comm,) = Communicator.threads(1)
+    model = nn.Sequential(ColumnParallelLinear(4, 6, comm=comm))
+    hook = model.register_state_dict_post_hook(halve)
+    with pytest.raises(RuntimeError, match="in place of parameters of sharded layers; remove it"):
+        full_state_dict(model)
+    hook.remove()
+    assert full_state_dict(model)["0.weight"].shape == (6, 4)
+
+
 def test_the_full_state_has_the_keys_that_wrappers_give_it() -> None:
     full = nn.Sequential(nn.Linear(5, IN), nn.Linear(IN, 4))
 

@@ -41,9 +41,8 @@ def clip_grad_norm_(
     for parameter in module.parameters():
         comm, grad = home.get(parameter), parameter.grad
         if grad is None and comm is not None:
-            grad = parameter.new_zeros(
-                ()
-            )  # Another rank may have one, and counts on this one's norm.
+            # Another rank may have one, and counts on this one's norm.
+            grad = parameter.new_zeros(())
         if grad is not None:
             grads.setdefault(comm, []).append(grad)
     norms = []

@@ -422,6 +422,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         TypeError: a sharded layer has got a parametrization, or a mask.
+        RuntimeError: a hook of ``state_dict()`` replaces or removes a sharded layer's parameters.
     """
     state = module.state_dict(keep_vars=True)
     gathered: dict[Tensor, Tensor] = {}  # By what stands for it in ``state``, under whatever key.
@@ -429,6 +430,11 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         if isinstance(layer, _ShardedLinear):
             for name, full in layer.full_state_dict().items():
                 gathered[getattr(layer, name)] = full
+    if not gathered.keys() <= {value for value in state.values() if isinstance(value, Tensor)}:
+        raise RuntimeError(
+            "a hook of state_dict() has put something else in place of parameters of sharded layers; "
+            "remove it, or gather layer by layer, layer.full_state_dict()"
+        )
     for key, value in state.items():
         if isinstance(value, Tensor):
             state[key] = gathered[value] if value in gathered else whole(value.detach())
