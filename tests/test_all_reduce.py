@@ -322,6 +322,8 @@ def test_bad_arguments_raise_before_any_communication() -> None:
     for src in (-1, 2):
         with pytest.raises(ValueError, match=rf"src must be a rank in 0..1, got {src}"):
             comm.broadcast(x, src)
+    with pytest.raises(TypeError, match="src must be an int, got str"):
+        comm.broadcast(x, "0")
     for call in (comm.all_reduce, comm.broadcast):
         with pytest.raises(ValueError, match=r"several elements in one place, got shape \(2, 4\)"):
             call(x.expand(2, 4))

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,10 @@ def test_bad_arguments() -> None:
     for world_size in (0, -1):
         with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
             Communicator.threads(world_size)
+    with pytest.raises(TypeError, match="world_size must be an int, got float"):
+        Communicator.threads(2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="timeout must be a number of seconds, got timedelta"):
+        Communicator.threads(2, timeout=timedelta(seconds=1))  # type: ignore[arg-type]
     for timeout in (0, -1.0, 1e10, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="timeout must be a positive number"):
             Communicator.threads(1, timeout=timeout)
@@ -354,6 +359,8 @@ def test_empty(device: torch.device) -> None:
         empty(2, -1)
     with pytest.raises(TypeError, match="no place for the scale of torch.quint8"):
         empty(3, dtype=torch.quint8)
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype, got 'float32'"):
+        empty(3, dtype="float32")
     with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
         empty(1 << 40)
     for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # More than 64 bits count.

@@ -126,9 +126,10 @@ def with_hook() -> nn.Sequential:
         ({"balance": [5, 0]}, ValueError, "at least one layer"),
         ({"module": nn.Sequential()}, ValueError, "no layers"),
         ({"balance": 5}, TypeError, "balance is 5; it must be a list with an entry per stage"),
-        ({"balance": [2.0, 3.0]}, TypeError, "'float' object cannot be interpreted as an integer"),
+        ({"balance": [2.0, 3.0]}, TypeError, r"balance is \[2.0, 3.0\]; it must list integers"),
         ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
         ({"devices": "cpu"}, TypeError, "devices is 'cpu'; it must be a list"),
+        ({"devices": ["cpu", None]}, TypeError, "must be a torch.device, .*, got NoneType"),
         ({"module": nn.Sequential(nn.LazyLinear(2))}, ValueError, "not known yet"),
     ],
 )

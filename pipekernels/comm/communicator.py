@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -26,7 +27,7 @@ from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts import GRACE, Hosts
 from pipekernels.comm.hosts_cuda import HostsDevice
 from pipekernels.comm.rendezvous import Rendezvous, of_color, over_group, over_store
-from pipekernels.comm.tensors import check_not_quantized
+from pipekernels.comm.tensors import check_integer, check_not_quantized
 from pipekernels.ops.collectives import communicator_of, resolve_handle
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class Communicator(Collectives):
                 used ``store`` for another communicator.
         """
         _check_timeout(timeout)
+        check_integer("rank", rank)
+        check_integer("world_size", world_size)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
         return cast(
@@ -197,8 +200,10 @@ class Communicator(Collectives):
 
         Raises:
             ValueError: ``world_size`` is not in ``1 .. 1024``, or ``timeout`` not in ``(0, 1e9]``.
+            TypeError: one of them is no number of its kind.
         """
         _check_timeout(timeout)
+        check_integer("world_size", world_size)
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         module = _load()
@@ -280,7 +285,7 @@ class Communicator(Collectives):
                 ``PIPEKERNELS_SYMMETRIC_BYTES`` (an environment variable; by default 1 GiB).
 
         Raises:
-            TypeError: a ``dtype`` of quantized tensors.
+            TypeError: ``dtype`` is none, or one of quantized tensors.
             ValueError: a negative size.
             RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
                 CUDA also while a graph is being captured.
@@ -289,6 +294,8 @@ class Communicator(Collectives):
         sizes = torch.Size(cast("Iterable[int]", shape[0] if one_argument else shape))
         if sizes and min(sizes) < 0:
             raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         check_not_quantized(dtype)
         if device is not None and torch.device(device).type != "cpu":
             return self._on(torch.device(device)).empty(sizes, dtype)
@@ -428,6 +435,8 @@ def _all_gather_objects(comm: Communicator, item: Any) -> list[Any]:
 
 
 def _check_timeout(timeout: float) -> None:
+    if not isinstance(timeout, Real):
+        raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")
     if not 0 < timeout <= _LONGEST:
         raise ValueError(
             f"timeout must be a positive number of seconds, at most {_LONGEST:.0e}, got {timeout}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, NoReturn
+import operator
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ def check_tensor(value: object) -> None:
         raise TypeError(
             f"a communicator works on tensors, got {type(value).__name__}; pass torch.as_tensor(...)"
         )
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError if
+    not."""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 
 
 def check_not_quantized(dtype: torch.dtype) -> None:
@@ -127,7 +137,8 @@ def mark_changed(tensor: Tensor) -> None:
 
 
 def check_root(src: int, world_size: int) -> None:
-    """Whether ``src`` is a rank; ValueError if not."""
+    """Whether ``src`` is a rank; ValueError if not, TypeError if it is no integer."""
+    check_integer("src", src)
     if not 0 <= src < world_size:
         raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
 

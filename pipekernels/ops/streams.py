@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pipekernels._backend import require_cuda_devices
+
 
 class Event(Protocol):
     """A point in a stream."""
@@ -58,7 +60,15 @@ HOST: Stream = _Host()
 
 
 def with_index(device: torch.device | str | int) -> torch.device:
-    """``device`` as a tensor there names it: ``"cuda"`` is the current CUDA device, where there is one."""
+    """``device`` as a tensor there names it: ``"cuda"`` is the current CUDA device, where there is one.
+
+    Raises:
+        TypeError: it is neither a device, nor a string, nor an index.
+    """
+    if not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"a device must be a torch.device, a string or an index, got {type(device).__name__}"
+        )
     device = torch.device(device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -81,8 +91,11 @@ def default(device: torch.device) -> Stream:
 
 
 def new(device: torch.device) -> Stream:
-    """Another stream of ``device``."""
-    return torch.cuda.Stream(device) if has_streams(device) else HOST
+    """Another stream of ``device``. RuntimeError if torch cannot use its kind."""
+    if not has_streams(device):
+        return HOST
+    require_cuda_devices()
+    return torch.cuda.Stream(device)
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:

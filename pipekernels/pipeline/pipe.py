@@ -108,8 +108,8 @@ class Pipe(nn.Module):
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential`` or has a forward, parameters or hooks of its own,
-            skips of its layers do not match, ``balance`` does not list integers, ``devices`` is a
-            single one, or a BatchNorm to be deferred is of a class that does more.
+            skips of its layers do not match, ``balance`` does not list integers or ``devices``
+            devices, or a BatchNorm to be deferred is of a class that does more.
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
         IndexError: fewer devices than stages.
@@ -148,7 +148,7 @@ class Pipe(nn.Module):
         if balance is None:
             stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
             balance = balance_by_parameters(module, stages)
-        self.balance: list[int] = [operator.index(length) for length in balance]
+        self.balance = _integers(balance)
         if devices is None and not chosen:
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
@@ -241,7 +241,7 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or ``loss_fn``
-                returns none.
+                cannot be called or returns none.
             ValueError: an argument is out of its range, batch sizes differ, a target was computed
                 with a graph, or the loss is no scalar.
             RuntimeError: no loss requires a gradient, or FSDP2 shards the pipe; and as :meth:`forward`.
@@ -252,6 +252,8 @@ class Pipe(nn.Module):
                 "FSDP shards this pipe, and gathers parameters and reduces gradients for pipe(input) and "
                 "its backward, not those of train_step; use loss_fn(pipe(input), target).backward()"
             )
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
         batch = self._batch(input)
@@ -422,3 +424,13 @@ class Pipe(nn.Module):
 
 def _default_devices() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+
+
+def _integers(balance: Iterable[int]) -> list[int]:
+    lengths = list(balance)
+    try:
+        return [operator.index(length) for length in lengths]
+    except TypeError:
+        raise TypeError(
+            f"balance is {lengths}; it must list integers, the number of layers of each stage"
+        ) from None
