@@ -352,7 +352,8 @@ def test_compiles_as_one_graph() -> None:
     torch.testing.assert_close(compiled(x), expected)
 
 
-def test_a_tensor_in_no_chunk_stays_whole() -> None:
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_tensor_in_no_chunk_stays_whole(chunks: int) -> None:
     class Weighted(nn.Module):
         def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             assert weights.shape == (6,)
@@ -361,6 +362,6 @@ def test_a_tensor_in_no_chunk_stays_whole() -> None:
     model = Weighted()
     x, weights = torch.randn(6, 2), torch.rand(6)
     expected = model(x, weights)
-    parallelize_pipeline(model, {"": "cpu"}, chunks=3)
+    parallelize_pipeline(model, {"": "cpu"}, chunks=chunks)
     assert torch.equal(model(x, NoChunk(weights)), expected)
     assert torch.equal(model(x[:1], NoChunk(weights)), expected[:1])  # One micro-batch.

@@ -384,3 +384,16 @@ def test_a_failed_backward_leaves_nothing_to_the_next(way: Way) -> None:
     grads = [p.grad for p in (x, *module.parameters())]
     expected = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
     torch.testing.assert_close(grads, list(expected))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_channels_last_stays(dims: int, way: Way) -> None:
+    convolution = nn.Conv2d if dims == 2 else nn.Conv3d
+    order = torch.channels_last if dims == 2 else torch.channels_last_3d
+    module = nn.Sequential(convolution(3, 4, 3), nn.ReLU()).to(memory_format=order)
+    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.randn(4, 3, *[6] * dims).to(memory_format=order).requires_grad_()
+    out = pipe(x)
+    (grad,) = torch.autograd.grad(out.square().sum(), x)
+    for tensor in (out, grad):
+        assert tensor.is_contiguous(memory_format=order) and not tensor.is_contiguous()

@@ -57,7 +57,7 @@ def forward_in_chunks(
     sizes = micro_batch_sizes(batch, chunks)
     with committed([module]):
         if len(sizes) == 1:
-            whole_args, whole_kwargs = _micro_batch(inputs, {}, 0)
+            whole_args, whole_kwargs = whole(*inputs)
             return forward(*whole_args, **whole_kwargs)
         # By identity: attention layers ask whether query and key are one object.
         parts = {id(t): t.split(sizes) for t in tensors if t.size(0) == batch}
@@ -68,6 +68,11 @@ def forward_in_chunks(
             part_args, part_kwargs = _micro_batch(inputs, parts, m)
             results.append(forward(*part_args, **part_kwargs))
     return map_leaves(lambda *pieces: _join(pieces, sizes), *results)
+
+
+def whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Arguments of a call that nothing is split for: without ``NoChunk`` around tensors."""
+    return _micro_batch((args, kwargs), {}, 0)
 
 
 def _micro_batch(inputs: Any, parts: Mapping[int, Sequence[torch.Tensor]], m: int) -> Any:

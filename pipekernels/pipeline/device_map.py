@@ -14,7 +14,7 @@ from torch import nn
 from pipekernels.ops.p2p_copy import p2p_copy
 from pipekernels.ops.streams import has_streams, with_index
 from pipekernels.pipeline.batchnorm import has_deferred_batch_norm
-from pipekernels.pipeline.chunked import forward_in_chunks
+from pipekernels.pipeline.chunked import forward_in_chunks, whole
 from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.nested import map_leaves
 from pipekernels.pipeline.override import Override
@@ -176,10 +176,12 @@ def parallelize_pipeline(
             module._apply(lambda tensor, home=home: tensor.to(home), **recurse)
     for module, (processing, output) in called.items():
         _attach(module, processing, output)
+    undo = vars(model).setdefault(_UNDO, [])
     if chunks > 1 or has_deferred_batch_norm(model):  # Its statistics are committed there.
-        undo = vars(model).setdefault(_UNDO, [])
         in_chunks = partial(forward_in_chunks, chunks=chunks, order=_parameters(model.forward))
         undo.append(Override(model, "forward", in_chunks))
+    else:
+        undo.append(model.register_forward_pre_hook(_unmark, with_kwargs=True))
     return model
 
 
@@ -312,6 +314,10 @@ def _attach(module: nn.Module, processing: torch.device, output: torch.device) -
 
 def _receive(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return move_to_device((args, kwargs), device)
+
+
+def _unmark(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return whole(args, kwargs)
 
 
 def _send(device: torch.device, module: nn.Module, args: Any, result: Any) -> Any:

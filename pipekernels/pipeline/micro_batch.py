@@ -99,9 +99,7 @@ class Scatter:
         present = [part for part in parts if part is not None]
         if not present:
             return None
-        shape = list(present[0].shape)
-        shape[self.dim] = self.batch
-        whole = present[0].new_empty(shape)
+        whole = _new_whole(present[0], self.batch, self.dim)
         for piece, part in zip(whole.split(self.sizes, self.dim), parts, strict=True):
             if part is None:
                 piece.zero_()
@@ -120,6 +118,18 @@ def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
         return [view.clone() if view.data_ptr() % 16 else view.detach() for view in views]
     # Layers may work in place on them, which autograd forbids on what split() returns.
     return [view.detach() for view in views]
+
+
+def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Memory for parts like ``part``, ``size`` entries along ``dim`` in all; channels last where it is."""
+    shape = list(part.shape)
+    shape[dim] = size
+    if not part.is_contiguous():
+        for order in (torch.channels_last, torch.channels_last_3d):
+            if part.is_contiguous(memory_format=order):
+                laid_out = torch.empty(shape, device="meta", memory_format=order)
+                return part.new_empty_strided(shape, laid_out.stride())
+    return part.new_empty(shape)
 
 
 class Gather:
@@ -162,9 +172,7 @@ class Gather:
         if self._whole is None:
             rows = part.size(dim) // self._sizes[m]
             lengths = [rows * size for size in self._sizes]
-            shape = list(part.shape)
-            shape[dim] = sum(lengths)
-            self._whole = part.new_empty(shape)
+            self._whole = _new_whole(part, sum(lengths), dim)
             self._places = self._whole.split(lengths, dim)
         place = self._places[m]
         if part.shape == place.shape and part.dtype == place.dtype:
