@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -33,11 +34,24 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """What ``parse`` makes of a file's record; ``None`` if there is no file, and, with a warning, if it
-    cannot be read or ``parse`` raises a ValueError."""
+def load(path: Path, parse: Callable[[Any], T]) -> T:
+    """What ``parse`` makes of a file's record.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, or ``parse`` raises one.
+    """
     try:
-        return parse(json.loads(path.read_text()))
+        record = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("its record is nested too deeply") from None
+    return parse(record)
+
+
+def read(path: Path, parse: Callable[[Any], T]) -> T | None:
+    """As :func:`load`; but ``None`` if there is no file, and, with a warning, if :func:`load` raises."""
+    try:
+        return load(path, parse)
     except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.
         return None
     except (OSError, ValueError) as error:
@@ -61,6 +75,8 @@ def write(path: Path, record: Any) -> None:
         new.write_text(json.dumps(record, indent=1) + "\n")
         new.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
         raise OSError(
             f"{path} cannot be written ({error}); set XDG_CACHE_HOME to a folder where it can"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
+import math
 import os
 import platform
 import warnings
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from pipekernels import _backend
+from pipekernels import _backend, _cache
 from pipekernels._version import __version__
 from pipekernels.comm import tuning
 from pipekernels.kernels import table
@@ -115,7 +115,7 @@ def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16")
 
 def forecast(path: Path, sms: int, bandwidth: float, alpha: float) -> str:
     """What row-parallel layers would take on several GPUs, by a file of measured products."""
-    measured = table.from_json(json.loads(path.read_text()))
+    measured = _cache.load(path, table.from_json)
     link = Link(alpha * 1e-6, 1e-9 / bandwidth, LINKS[90].block_beta)
     return forecasts.report(forecasts.forecast(measured, link, sms=sms), measured, link)
 
@@ -163,13 +163,13 @@ def main(arguments: list[str] | None = None) -> int:
     forecast_parser.add_argument("--alpha", type=float, default=4.0, help="us per step (4)")
     parsed = parser.parse_args(arguments)
     if parsed.command == "tune":
+        _check_positive(tuning_parser, parsed, "seconds")
         try:
             print(tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind))
         except OSError as error:  # TimeoutError is one.
             tuning_parser.error(str(error))
     elif parsed.command == "forecast":
-        if min(parsed.sms, parsed.bandwidth, parsed.alpha) <= 0:
-            forecast_parser.error("--sms, --bandwidth and --alpha must be positive")
+        _check_positive(forecast_parser, parsed, "sms", "bandwidth", "alpha")
         try:
             print(forecast(parsed.path, parsed.sms, parsed.bandwidth, parsed.alpha))
         except (OSError, ValueError) as error:
@@ -180,3 +180,12 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print(info())
     return 0
+
+
+def _check_positive(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, *names: str
+) -> None:
+    for name in names:
+        value = getattr(parsed, name)
+        if not 0 < value < math.inf:
+            parser.error(f"--{name} must be a positive, finite number, got {value}")

@@ -48,6 +48,13 @@ def test_the_file_names_the_machine(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert tuning.path().name == "all-reduce-some-r-cpu-3-1000c.json"
 
 
+def test_what_cannot_be_written_leaves_nothing_behind(cache: Path) -> None:
+    tuning.path().mkdir(parents=True)  # Which no file takes the place of.
+    with pytest.raises(OSError, match="cannot be written"):
+        tuning.save(Tuning({2: 4096}, DATE))
+    assert list(tuning.path().parent.iterdir()) == [tuning.path()]
+
+
 @pytest.mark.parametrize("folder", [None, "", "relative"])
 def test_without_a_cache_folder_of_its_own_it_is_the_users(
     folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +89,7 @@ GOOD = {"format": tuning.FORMAT, "date": DATE, "one_shot_bytes": {"2": 4096}}
         "{",
         "\0\xff",
         "[]",
+        "[" * 200_000,
         "{}",
         json.dumps(GOOD | {"format": tuning.FORMAT + 1}),
         json.dumps(GOOD | {"format": "1"}),
