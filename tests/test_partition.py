@@ -131,3 +131,19 @@ def test_parameters_shared_across_devices_are_refused() -> None:
     b.weight = a.weight
     with pytest.raises(ValueError, match="shared by stages on cpu and meta"):
         split_module(nn.Sequential(a, b), [1, 1], [CPU, torch.device("meta")])
+
+
+def test_a_module_with_buffers_shared_across_devices_is_refused() -> None:
+    norm = nn.BatchNorm1d(2, affine=False)
+    module = nn.Sequential(norm, nn.Linear(2, 2), nn.Sequential(norm))
+    with pytest.raises(ValueError, match=r"module '2\.0' is shared by stages on cpu and meta"):
+        split_module(module, [2, 1], [CPU, torch.device("meta")])
+    assert len(split_module(module, [2, 1], [CPU] * 2)) == 2
+
+
+def test_modules_with_the_same_buffer_get_a_copy_each_across_devices() -> None:
+    module = nn.Sequential(*(nn.BatchNorm1d(2, affine=False) for _ in range(2)))
+    module[1].running_mean = module[0].running_mean
+    first, second = split_module(module, [1, 1], [CPU, torch.device("meta")])
+    assert first[0].running_mean.device.type == "cpu"
+    assert second[0].running_mean.device.type == "meta"

@@ -172,7 +172,8 @@ def split_module(
     """Cut ``module`` by ``balance`` and move each partition to its device. Layer names are kept.
 
     Raises:
-        ValueError: ``balance`` has an entry below 1 or does not add up to the number of layers.
+        ValueError: ``balance`` has an entry below 1 or does not add up to the number of layers, or
+            partitions on different devices share a parameter, or a module that has buffers.
         IndexError: fewer devices than partitions.
     """
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
@@ -204,9 +205,19 @@ def _deny_sharing_across_devices(
 ) -> None:
     home: dict[int, torch.device] = {}
     for partition, device in zip(partitions, devices, strict=False):
-        for name, parameter in partition.named_parameters():
-            if home.setdefault(id(parameter), device) != device:
+        found: list[tuple[str, object]] = [
+            (f"parameter {name!r}", parameter) for name, parameter in partition.named_parameters()
+        ]
+        # Several modules with one buffer get a copy each when they are moved; one module does not.
+        found += [
+            (f"module {name!r}", module)
+            for name, module in partition.named_modules()
+            if list(module.buffers(recurse=False))
+        ]
+        for what, shared in found:
+            other = home.setdefault(id(shared), device)
+            if other != device:
                 raise ValueError(
-                    f"parameter {name!r} is shared by stages on {home[id(parameter)]} and {device}; "
-                    "put the stages that share it on one device"
+                    f"{what} is shared by stages on {other} and {device}; put the stages that share "
+                    "it on one device"
                 )
