@@ -201,7 +201,7 @@ def test_predictions_and_their_bounds(
     costs, lanes, batch, hand_off = case
     model = CostModel(costs, Affine(hand_off), SCALE)
     setting = data.draw(st.sampled_from(settings_of(lanes, len(costs), batch, 4)))
-    balance = data.draw(st.sampled_from(list(all_balances(len(costs), setting.stages))))
+    balance = data.draw(st.sampled_from(list(all_balances(len(costs), setting.program.stages))))
     edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
     makespan = simulate(setting.program, model.seconds(setting, edges)).makespan
     assert makespan == pytest.approx(step(costs, hand_off, setting, balance))
@@ -211,7 +211,7 @@ def test_predictions_and_their_bounds(
     devices = DEVICES[:lanes]
     total: dict[torch.device, float] = {}
     for stage, (begin, end) in enumerate(pairwise(edges)):
-        device = devices[setting.lane_of[stage]]
+        device = devices[setting.program.lane_of[stage]]
         peak = model.stage_bytes(setting)(stage, begin, end)
         total[device] = total.get(device, 0.0) + peak
     assert total == pytest.approx(peaks(costs, setting, balance, devices))
@@ -232,7 +232,7 @@ def test_the_choice_is_the_best_of_all(
     outcomes = [
         (step(costs, hand_off, s, b), max(peaks(costs, s, b, devices).values()))
         for s in possible
-        for b in all_balances(len(costs), s.stages)
+        for b in all_balances(len(costs), s.program.stages)
     ]
     plan = choose(model, devices, possible)
     assert plan.step_seconds == pytest.approx(min(seconds for seconds, _ in outcomes))

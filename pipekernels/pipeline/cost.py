@@ -12,7 +12,7 @@ from itertools import accumulate, compress, pairwise
 from math import ceil
 
 from pipekernels.pipeline.checkpoint import checkpointed
-from pipekernels.pipeline.schedule import Action, Kind, Program
+from pipekernels.pipeline.schedule import Action, ActionKind, Program
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,13 @@ class Setting:
         self.rows = tuple(rows)
         self.checkpoint = checkpoint
         self.dropped = tuple(checkpointed(checkpoint, m, len(rows)) for m in range(len(rows)))
-        self.lane_of = program.lane_of
-        self.stages = program.stages
-        self.held = [self._held(stage) for stage in range(self.stages)]
+        self.held = [self._held(stage) for stage in range(program.stages)]
         """Of each stage, the most that it holds at once: (graphs, inputs of dropped ones) pairs."""
 
     def _held(self, stage: int) -> list[tuple[int, int]]:
         graphs = inputs = 0
         moments = {(0, 0)}
-        for kind, s, m in self.program.lanes[self.lane_of[stage]]:
+        for kind, s, m in self.program.lanes[self.program.lane_of[stage]]:
             if s != stage:
                 continue
             if kind == "F":
@@ -141,8 +139,10 @@ class CostModel:
         """Durations of the actions if stage ``s`` has the layers ``edges[s]`` to
         ``edges[s + 1] - 1``; one that is given something by another lane includes the hand-off."""
 
+        lane_of = setting.program.lane_of
+
         @cache
-        def duration(kind: Kind, stage: int, rows: int, dropped: bool) -> float:
+        def duration(kind: ActionKind, stage: int, rows: int, dropped: bool) -> float:
             begin, end = edges[stage], edges[stage + 1]
             forward = self._forward[end] - self._forward[begin]
             backward = self._backward[end] - self._backward[begin]
@@ -157,7 +157,7 @@ class CostModel:
             return time + received(stage + 1, stage, stage + 1, rows)
 
         def received(giver: int, taker: int, edge: int, rows: int) -> float:
-            if setting.lane_of.get(giver, setting.lane_of[taker]) == setting.lane_of[taker]:
+            if lane_of.get(giver, lane_of[taker]) == lane_of[taker]:
                 return 0.0
             return self._hand_off(self.layers[edges[edge]].inputs(rows))
 
@@ -182,7 +182,7 @@ class CostModel:
             ),
             default=0.0,
         )
-        if setting.stages > lanes or ratio == 0.0:
+        if setting.program.stages > lanes or ratio == 0.0:
             return work[-1] / lanes
         return work[-1] * ratio / (1.0 - (1.0 - ratio) ** lanes)
 

@@ -315,7 +315,7 @@ def _candidates(
     if limit < inf:
         seconds = _where(stage_bytes, limit, seconds)
     fits = False
-    for bound, lengths in islice(cuts(len(model.layers), setting.stages, seconds), CUTS):
+    for bound, lengths in islice(cuts(len(model.layers), setting.program.stages, seconds), CUTS):
         peak = max(_peaks(devices, setting, lengths, stage_bytes).values())
         fits |= peak <= limit
         yield bound, peak, lengths
@@ -333,7 +333,7 @@ def _smallest(
     combine: Callable[[float, float], float] = operator.add if len(set(devices)) == 1 else max
     found: list[tuple[int, list[int]]] = []
     for bound, lengths in islice(
-        cuts(len(model.layers), setting.stages, stage_bytes, combine), CUTS
+        cuts(len(model.layers), setting.program.stages, stage_bytes, combine), CUTS
     ):
         if found and bound >= min(found)[0]:
             break
@@ -350,7 +350,7 @@ def _peaks(
     """Peak memory of each device."""
     peaks: dict[torch.device, int] = {}
     for stage, (begin, end) in enumerate(pairwise([0, *accumulate(lengths)])):
-        device = devices[setting.lane_of[stage]]
+        device = devices[setting.program.lane_of[stage]]
         peaks[device] = peaks.get(device, 0) + stage_bytes(stage, begin, end)
     return peaks
 
@@ -379,7 +379,7 @@ def _predicted(
     seconds = model.seconds(setting, edges)
     simulation = simulate(setting.program, seconds)
     stage_bytes = model.stage_bytes(setting)
-    work = [0.0] * setting.stages
+    work = [0.0] * setting.program.stages
     for action in simulation.start:
         work[action.stage] += seconds(action)
     return Plan(
@@ -390,7 +390,7 @@ def _predicted(
         batch=sum(setting.rows),
         stages=tuple(
             StagePlan(
-                devices[setting.lane_of[stage]],
+                devices[setting.program.lane_of[stage]],
                 end - begin,
                 work[stage],
                 stage_bytes(stage, begin, end),

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from pipekernels.pipeline.integers import integer
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
@@ -24,7 +24,7 @@ class Action(NamedTuple):
     of the stage's inputs, then those of its parameters.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -293,7 +293,7 @@ class _Progress:
         needs: list[Action] = []
         before = self.program.before(action)
         if before is not None:
-            kinds: tuple[Kind, ...] = ("F",) if kind == "F" else ("B", "I")
+            kinds: tuple[ActionKind, ...] = ("F",) if kind == "F" else ("B", "I")
             needs += [Action(k, before, m) for k in kinds]
         if kind != "F":
             needs.append(Action("I" if kind == "W" else "F", stage, m))

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from pipekernels.pipeline.schedule import Action, Kind, Program, simulate
+from pipekernels.pipeline.schedule import Action, ActionKind, Program, simulate
 
-_COLOURS: dict[Kind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
+_COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"
-_NAMES: dict[Kind, str] = {
+_NAMES: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "backward of inputs",
@@ -205,7 +205,7 @@ class Timeline:
         origin = min((e.start for phase in self.phases for e in phase.events), default=0.0)
         figure = Figure(figsize=(14, 1.4 + 0.7 * len(names)), layout="constrained")
         axes = figure.add_subplot()
-        seen: set[Kind] = set()
+        seen: set[ActionKind] = set()
         for phase in self.phases:
             if not phase.events:
                 continue
