@@ -16,6 +16,7 @@ from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.streams import with_index
 from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
+from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.partition import check_sequential, cuts, layers
 from pipekernels.pipeline.pipe import Pipe
@@ -196,11 +197,11 @@ def plan_pipeline(
     for name, names in (("devices", devices), ("schedules", schedules)):
         if isinstance(names, str):
             raise TypeError(f"{name} is {names!r}; give a list, such as [{names!r}]")
-    batch = batch_size(sample)
-    chosen = _devices(devices, len(layers(module)))
-    if not 1 <= len(chosen) <= len(layers(module)):
+    batch, layer_count = batch_size(sample), len(layers(module))
+    chosen = _devices(devices, layer_count)
+    if not 1 <= len(chosen) <= layer_count:
         raise ValueError(
-            f"there are {len(chosen)} devices for {len(layers(module))} layers; give at least one "
+            f"there are {len(chosen)} devices for {layer_count} layers; give at least one "
             "device, and at most one per layer"
         )
     if memory_limit is not None and not (
@@ -209,13 +210,12 @@ def plan_pipeline(
         raise ValueError(f"memory_limit is {memory_limit!r}; it must be a positive number of bytes")
     if max_chunks is None:
         max_chunks = CHUNKS_PER_LANE * len(chosen)
-    if max_chunks < 1 or batch < 1:
-        raise ValueError(
-            f"max_chunks is {max_chunks} and the batch has {batch} rows; both must be at least 1"
-        )
+    max_chunks = integer("max_chunks", max_chunks)
+    if batch < 1:
+        raise ValueError("the sample has no rows; give a mini-batch of the size to be trained with")
     if not param_scale >= 0:
         raise ValueError(f"param_scale is {param_scale}; it must not be negative")
-    possible = possible_settings(len(chosen), len(layers(module)), batch, max_chunks, schedules)
+    possible = possible_settings(len(chosen), layer_count, batch, max_chunks, schedules)
     least, most = micro_batch_sizes(batch, max_chunks)[0], batch
     sizes = sorted({least, round((least * most) ** 0.5), most})
     threads = torch.get_num_threads()
