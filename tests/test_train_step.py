@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -336,6 +338,46 @@ def test_backwards_do_without_the_callers_autocast(force_way: Any) -> None:
             pipe.train_step(x, None, lambda y: y.square().sum(), loss_reduction="sum")
         for a, b in zip(gradients(module), expected, strict=True):
             torch.testing.assert_close(a, b)  # in float32; bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bits_of_a_loss_that_uses_the_parameters(schedule: str, force_way: Any) -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, output: torch.Tensor, seconds: float) -> torch.Tensor:
+            ctx.seconds = seconds
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            time.sleep(ctx.seconds)
+            return grad, None
+
+    class Late(nn.Module):
+        seconds = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Slow.apply(x, self.seconds)
+
+    def penalised(module: nn.Module, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target) + sum(p.square().sum() for p in module.parameters())
+
+    x, y = torch.randn(8, 5), torch.randn(8, 3)
+    plain = model().float()
+    plain[3] = Late()
+    penalised(plain, plain(x), y).backward()
+    results = []
+    for way, seconds in (("inline", 0.0), ("lanes", 0.0), ("lanes", 0.02)):
+        force_way(way)
+        Late.seconds = seconds
+        module = model().float()
+        module[3] = Late()
+        late = pipe_of(module)
+        late.train_step(x, y, partial(penalised, late), **LANES[schedule])
+        results.append(gradients(module))
+    torch.testing.assert_close(results[0], gradients(plain))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

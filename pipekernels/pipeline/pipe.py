@@ -218,8 +218,8 @@ class Pipe(nn.Module):
 
             pipe.train_step(input, target, loss_fn, loss_reduction="sum")
 
-        What ``loss_fn`` adds to gradients of the pipe's own parameters, other than through the outputs,
-        is added when its lane gets there, so their last bits may differ from run to run.
+        ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Its share of their
+        gradients is summed up by itself, like that of each stage where stages share a parameter.
 
         ``DistributedDataParallel`` averages gradients after calls of its own forward alone; after
         those of ``train_step``, average them yourself. A pipe that FSDP2 shards has no ``train_step``.

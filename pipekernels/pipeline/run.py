@@ -18,7 +18,13 @@ from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter
 from pipekernels.pipeline.pace import Kind, Pass, Way
-from pipekernels.pipeline.parameters import StageParameters, accumulated, installed, unique
+from pipekernels.pipeline.parameters import (
+    Aside,
+    StageParameters,
+    accumulated,
+    installed,
+    unique,
+)
 from pipekernels.pipeline.random_state import DrawWatch, HookWatch, RunRandom, preserved
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
@@ -192,6 +198,7 @@ class Run:
             self._in_autograd = self._engine.unlocked
         # As if the loss were a stage behind the last one.
         losses.randomness = lambda m: self._draw(self, m, len(self._engine.stages))
+        losses.aside = Aside(self._parameters)
         self._context = CallerContext()
         with (
             self._context.without_autocast(),
@@ -203,7 +210,9 @@ class Run:
             self._execute(self._program, compute, nullcontext, last=True)
         if self.grad:
             self._engine.give_back(self._parameters)
-        return results.inputs, results.parameters
+        if losses.aside is None:
+            return results.inputs, results.parameters
+        return results.inputs, losses.aside.added_to(results.parameters, unique(self._parameters))
 
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
         _, stage, m = action
