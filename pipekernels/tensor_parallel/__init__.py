@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
-from pipekernels.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    full_state_dict,
-)
+from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.plan import tensor_parallelize
+from pipekernels.tensor_parallel.state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+)
 
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "clip_grad_norm_",
+    "full_optimizer_state_dict",
     "full_state_dict",
+    "load_full_optimizer_state_dict",
     "tensor_parallelize",
 ]

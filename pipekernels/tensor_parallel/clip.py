@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.linear import _ShardedLinear, whole
+from pipekernels.tensor_parallel.linear import sharded_parameters, whole
 
 
 def clip_grad_norm_(
@@ -33,13 +33,11 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``; on every rank, and nothing is
             clipped then.
     """
-    home: dict[Tensor, Communicator] = {}  # of parameters of which a rank has a part
-    for layer in module.modules():
-        if isinstance(layer, _ShardedLinear):
-            home.update(dict.fromkeys(layer.shards(), layer.comm))
+    sharded = sharded_parameters(module)
     grads: dict[Communicator | None, list[Tensor]] = {}
     for parameter in module.parameters():
-        comm, grad = home.get(parameter), parameter.grad
+        home, grad = sharded.get(parameter), parameter.grad
+        comm = None if home is None else home[0].comm
         if grad is None and comm is not None:
             # Another rank may have one, and counts on this one's norm.
             grad = parameter.new_zeros(())

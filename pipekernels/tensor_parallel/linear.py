@@ -15,7 +15,7 @@ ranks must run the same forwards and backwards, in the same order.
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class _ShardedLinear(nn.Module):
         )
         with torch.no_grad():
             for name, parameter in self._plain_parameters().items():
-                parameter.copy_(self._shard(name, getattr(full, name)))
+                parameter.copy_(like(parameter, self.shard(name, getattr(full, name))))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state_dict of the full ``nn.Linear``, gathered; a collective that all ranks call.
@@ -121,12 +121,9 @@ class _ShardedLinear(nn.Module):
         """
         state = {}
         for name, parameter in self._plain_parameters().items():
-            full = whole(parameter.detach().clone())
-            if name in self._shard_dims:
-                dim = self._shard_dims[name]
-                size = self._full_shape(name)[dim]
-                full = gather_from_ranks(full.movedim(dim, -1), self.comm, size).movedim(-1, dim)
-            state[name] = full.contiguous()
+            part = parameter.detach()
+            sharded = name in self._shard_dims
+            state[name] = self.gather(name, part) if sharded else whole(part).clone()
         return state
 
     def extra_repr(self) -> str:
@@ -139,7 +136,7 @@ class _ShardedLinear(nn.Module):
         for name in ("weight", "bias"):
             parameter = getattr(full, name)
             if parameter is not None:
-                shard = self._shard(name, parameter.detach())
+                shard = self.shard(name, parameter.detach())
                 parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             self.register_parameter(name, parameter)
 
@@ -154,15 +151,18 @@ class _ShardedLinear(nn.Module):
         named = {name: self._parameters[name] for name in ("weight", "bias")}
         return {name: parameter for name, parameter in named.items() if parameter is not None}
 
-    def shards(self) -> list[nn.Parameter]:
-        """The parameters that this rank has a part of."""
-        named = self._plain_parameters().items()
-        return [parameter for name, parameter in named if name in self._shard_dims]
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """What the parts of all ranks, each like its part of the parameter ``name``, are parts of."""
+        dim = self._shard_dims[name]
+        size = self.full_shape(name)[dim]
+        joined = gather_from_ranks(whole(part).movedim(dim, -1), self.comm, size)
+        return joined.movedim(-1, dim).contiguous()
 
-    def _full_shape(self, name: str) -> tuple[int, ...]:
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the parameter ``name`` of the full layer has."""
         return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
 
-    def _shard(self, name: str, full: Tensor) -> Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         """This rank's part of a full parameter, as a copy."""
         if name in self._shard_dims:
             dim = self._shard_dims[name]
@@ -176,8 +176,8 @@ class _ShardedLinear(nn.Module):
         # Replacing entries is safe: load_state_dict hands every module a dict of its own.
         for name in self._shard_dims:
             value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and tuple(value.shape) == self._full_shape(name):
-                state_dict[prefix + name] = self._shard(name, value)
+            if isinstance(value, Tensor) and tuple(value.shape) == self.full_shape(name):
+                state_dict[prefix + name] = self.shard(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _check_input(self, x: Tensor, features: int) -> None:
@@ -414,33 +414,33 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state_dict of ``module`` with every sharded layer gathered to a full ``nn.Linear``'s.
+Home: TypeAlias = tuple[_ShardedLinear, str]  # A parameter's layer, and its name there.
 
-    A collective: all ranks call it, and all receive the whole. ``module`` may hold sharded layers
-    at any depth, or be one. What is a ``DTensor``, by FSDP2 around such layers say, is gathered too.
+
+def sharded_parameters(module: nn.Module) -> dict[Tensor, Home]:
+    """The parameters in ``module`` that a rank has a part of.
 
     Raises:
         TypeError: a sharded layer has got a parametrization, or a mask.
-        RuntimeError: a hook of ``state_dict()`` replaces or removes a sharded layer's parameters.
     """
-    state = module.state_dict(keep_vars=True)
-    gathered: dict[Tensor, Tensor] = {}  # By what stands for it in ``state``, under whatever key.
-    for layer in module.modules():
-        if isinstance(layer, _ShardedLinear):
-            for name, full in layer.full_state_dict().items():
-                gathered[getattr(layer, name)] = full
-    if not gathered.keys() <= {value for value in state.values() if isinstance(value, Tensor)}:
-        raise RuntimeError(
-            "a hook of state_dict() has put something else in place of parameters of sharded layers; "
-            "remove it, or gather layer by layer, layer.full_state_dict()"
-        )
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            state[key] = gathered[value] if value in gathered else whole(value.detach())
-    return state
+    return {
+        parameter: (layer, name)
+        for layer in module.modules()
+        if isinstance(layer, _ShardedLinear)
+        for name, parameter in layer._plain_parameters().items()
+        if name in layer._shard_dims
+    }
 
 
 def whole(value: Tensor) -> Tensor:
     """``value``, gathered if it is a ``DTensor``, as FSDP2's parameters are."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def like(parameter: Any, value: Tensor) -> Tensor:
+    """The inverse of :func:`whole`: ``value`` as a ``DTensor``, if ``parameter`` is one."""
+    if not hasattr(parameter, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # By now it has been imported.
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

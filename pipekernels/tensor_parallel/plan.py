@@ -76,8 +76,10 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     Returns:
         ``model``. Its ``state_dict()`` holds this rank's parts;
         :func:`pipekernels.tensor_parallel.full_state_dict` gives that of the full model back, which
-        ``load_state_dict`` takes on any world size. Give ``torch.distributed.checkpoint`` the full
-        one: parts have the same key on all ranks, so it takes them for copies and keeps one.
+        ``load_state_dict`` takes on any world size, and
+        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` that of its optimizer. Give
+        ``torch.distributed.checkpoint`` the full ones: parts have the same key on all ranks, so it takes
+        them for copies and keeps one.
 
     Raises:
         TypeError: a pattern matches a module that is no plain ``nn.Linear``, or one with more than

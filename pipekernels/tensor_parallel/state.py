@@ -1,0 +1,172 @@
+"""The state of models with sharded layers, and of their optimizers, as it is without shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.tensor_parallel.linear import Home, like, sharded_parameters, whole
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of ``module`` with every sharded layer gathered to a full ``nn.Linear``'s.
+
+    A collective: all ranks call it, and all receive the whole. ``module`` may hold sharded layers
+    at any depth, or be one. What is a ``DTensor``, by FSDP2 around such layers say, is gathered too.
+    Tensors are copies, which later steps of training leave alone.
+
+    Raises:
+        TypeError: a sharded layer has got a parametrization, or a mask.
+        RuntimeError: a hook of ``state_dict()`` replaces or removes a sharded parameter.
+    """
+    state = module.state_dict(keep_vars=True)
+    sharded = sharded_parameters(module)
+    if not sharded.keys() <= {value for value in state.values() if isinstance(value, Tensor)}:
+        raise RuntimeError(
+            "a hook of state_dict() has put something else in place of parameters of sharded layers; "
+            "remove it, or gather layer by layer, layer.full_state_dict()"
+        )
+    full: dict[Tensor, Tensor] = {}  # By what stands for it in ``state``, under whatever keys.
+    for parameter, (layer, name) in sharded.items():
+        full[parameter] = layer.gather(name, parameter.detach())
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            if value not in full:
+                full[value] = whole(value.detach()).clone()
+            state[key] = full[value]
+    return state
+
+
+def full_optimizer_state_dict(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """The state_dict of ``optimizer`` with the state of every sharded parameter gathered.
+
+    A collective, as :func:`full_state_dict`. :func:`load_full_optimizer_state_dict` takes it on any
+    world size, and for the model without shards. Parameters have the names that :func:`full_state_dict`
+    gives them; the form is that of
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+
+    Args:
+        module: the model.
+        optimizer: of parameters of ``module``; all, or some.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}, ...]}``. State that has
+        a sharded parameter's shape is gathered as that is; numbers, and what belongs to other parameters,
+        are as the optimizer has them. Tensors are copies.
+
+    Raises:
+        TypeError: a sharded parameter has other state, as in ``Adafactor``; or its layer has got a
+            parametrization, or a mask.
+        ValueError: ``optimizer`` has a parameter that is not in the state_dict of ``module``.
+    """
+    sharded, names = sharded_parameters(module), _names(module, optimizer)
+    packed = optimizer.state_dict()
+    groups = copy.deepcopy(packed["param_groups"])
+    state = {}
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        for index, parameter in zip(group["params"], own["params"], strict=True):
+            if index in packed["state"]:
+                state[names[parameter]] = {
+                    key: _gathered(key, value, parameter, sharded.get(parameter))
+                    for key, value in packed["state"][index].items()
+                }
+        group["params"] = [names[parameter] for parameter in own["params"]]
+    return {"state": state, "param_groups": groups}
+
+
+def load_full_optimizer_state_dict(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Load into ``optimizer`` what :func:`full_optimizer_state_dict` has returned, each rank its parts.
+
+    Does what ``optimizer.load_state_dict()`` does; here, too, groups are to have the same parameters in
+    the same order. No collective, unless FSDP2 shards the parameters once more.
+
+    Args:
+        module: the model, with or without sharded layers.
+        optimizer: of the same kind as the one that the state is of.
+        state_dict: the same on every rank; left as it is.
+
+    Raises:
+        TypeError: a sharded layer has got a parametrization, or a mask.
+        ValueError: the groups of ``optimizer`` have other parameters; state of a sharded parameter is
+            neither a number nor of the full parameter's shape. ``optimizer`` is unchanged then.
+    """
+    sharded, names = sharded_parameters(module), _names(module, optimizer)
+    state = {}
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the optimizer has {len(optimizer.param_groups)} groups of parameters, but the state "
+            f"{len(groups)}; make it as the one that was saved"
+        )
+    for i, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        given = [names[parameter] for parameter in own["params"]]
+        if given != list(group["params"]):
+            raise ValueError(
+                f"group {i} of the optimizer has the parameters {', '.join(given)}, but that of the "
+                f"state {', '.join(group['params'])}; make it as the one that was saved"
+            )
+        for name, parameter in zip(given, own["params"], strict=True):
+            if name in state_dict["state"]:
+                state[name] = {
+                    key: _own_part(key, value, parameter, sharded.get(parameter))
+                    for key, value in state_dict["state"][name].items()
+                }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """What the parameters of ``module`` are called in its state_dict; the first of several names."""
+    names: dict[Tensor, str] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(value, name)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the "
+                    "state_dict of the module; pass the model whose parameters it has, and make the "
+                    "optimizer after tensor_parallelize()"
+                )
+    return names
+
+
+def _gathered(key: str, value: Any, parameter: Tensor, home: Home | None) -> Any:
+    """What a rank has as ``value`` of the state of ``parameter``, as the full model has it."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    if home is None or value.dim() == 0:
+        return whole(value).clone()
+    if value.shape != parameter.shape:
+        raise TypeError(
+            f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter of "
+            f"shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, and cannot "
+            "be gathered; use an optimizer that works element by element, such as Adam"
+        )
+    layer, name = home
+    return layer.gather(name, value)
+
+
+def _own_part(key: str, value: Any, parameter: Tensor, home: Home | None) -> Any:
+    """The inverse of :func:`_gathered`, as a copy."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or home is None:
+        part = copy.deepcopy(value)
+    else:
+        layer, name = home
+        if value.shape != layer.full_shape(name):
+            raise ValueError(
+                f"the state has a {key!r} of shape {tuple(value.shape)} for a parameter whose full "
+                f"shape is {layer.full_shape(name)}; pass what full_optimizer_state_dict() has returned"
+            )
+        part = layer.shard(name, value)
+    is_like = isinstance(part, Tensor) and part.shape == parameter.shape
+    return like(parameter, part) if is_like else part
