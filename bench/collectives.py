@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import groups, harness
-from bench.report import duration, markdown, spread, svg
-from bench.systems import Pipekernels
+from bench.groups import Group, Session
+from bench.report import duration, markdown, microseconds, spread, svg
+from bench.systems import Pipekernels, elements
 
 RANKS = 2
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # bytes
@@ -47,8 +48,7 @@ CONDITIONS = {
 }
 
 Row = dict[str, Any]
-Session = dict[str, tuple[groups.Group, str]]
-Calls = dict[str, tuple[groups.Group, str]]  # By candidate: who makes them, and in which version.
+Calls = dict[str, tuple[Group, str]]  # By candidate: who makes them, and in which version.
 
 
 def turn_for(size: int) -> tuple[int, int, int]:
@@ -90,7 +90,7 @@ def row(part: str, candidate: str, version: str, size: int, dtype: str, **figure
         "candidate": candidate,
         "version": version,
         "size": size,
-        "count": size // (2 if dtype == "bfloat16" else 4),
+        "count": elements(size, dtype),
         "type": dtype,
         "redop": "sum",
         **figures,
@@ -229,10 +229,6 @@ def _best(found: dict[str, Row], names: list[str]) -> Row:
     return min((found[name] for name in names if name in found), key=lambda r: r["median"])
 
 
-def _us(found: Row | None) -> str:
-    return "" if found is None else f"{found['median'] * 1e6:.2f}"
-
-
 def _case(found: Row) -> list[str]:
     return [str(found[key]) for key in ("size", "count", "type", "redop")]
 
@@ -246,11 +242,11 @@ def _ours(cases: dict[tuple[str, int], dict[str, Row]], kind: str) -> str:
     lines, ratios = [], []
     for found in cases.values():
         ours = found[kind]
-        line = [*_case(ours), _us(ours), f"{ours['algbw']:.2f}", f"{ours['busbw']:.2f}"]
+        line = [*_case(ours), microseconds(ours), f"{ours['algbw']:.2f}", f"{ours['busbw']:.2f}"]
         line.append(str(ours["wrong"]))
         peer = _best(found, PEERS)
         ratios.append(peer["median"] / ours["median"])
-        line += [peer["candidate"], _us(peer), f"{ratios[-1]:.2f}"]
+        line += [peer["candidate"], microseconds(peer), f"{ratios[-1]:.2f}"]
         if kind == "symmetric":
             line.append(f"{_best(found, BOUNDS)['median'] / ours['median']:.0%}")
         lines.append(line)
@@ -262,7 +258,7 @@ def _peers(cases: dict[tuple[str, int], dict[str, Row]]) -> str:
     names = [name for name in PEERS if any(name in found for found in cases.values())]
     lines = []
     for found in cases.values():
-        line = [*_case(found["ordinary"]), *(_us(found.get(name)) for name in names)]
+        line = [*_case(found["ordinary"]), *(microseconds(found.get(name)) for name in names)]
         lines.append([*line, str(sum(found[name]["wrong"] for name in names if name in found))])
     return markdown(["size (B)", "count", "type", "redop", *names, "#wrong"], lines)
 
@@ -276,7 +272,7 @@ def _algorithms(cases: dict[tuple[str, int], dict[str, Row]]) -> str:
         line = [str(size), dtype]
         for kind in KINDS:
             fixed = [f"{kind} {algorithm}" for algorithm in Pipekernels.ALGORITHMS]
-            line += [_us(found[name]) for name in [kind, *fixed]]
+            line += [microseconds(found[name]) for name in [kind, *fixed]]
             line.append(f"{found[kind]['median'] / _best(found, fixed)['median']:.2f}")
             line.append(str(sum(found[name]["wrong"] for name in fixed)))
         lines.append(line)

@@ -211,9 +211,12 @@ class Group:
         return self._log.read_text(errors="replace")[-2000:]
 
 
+Session = dict[str, tuple[Group, str]]  # By system: its ranks, and its version.
+
+
 @contextlib.contextmanager
-def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, str]]]:
-    """Groups of all ``systems`` that are installed and start, with their versions, by name.
+def session(systems: list[str], ranks: int) -> Iterator[Session]:
+    """All ``systems`` that are installed and start.
 
     What is left out is printed with the reason.
 
@@ -247,9 +250,7 @@ def session(systems: list[str], ranks: int) -> Iterator[dict[str, tuple[Group, s
         yield ready
 
 
-def survived(
-    session: dict[str, tuple[Group, str]], work: Callable[[dict[str, tuple[Group, str]]], Any]
-) -> Any:
+def survived(session: Session, work: Callable[[Session], Any]) -> Any:
     """``work(session)``. A peer that fails is left out from then on, and the work done again.
 
     Raises:

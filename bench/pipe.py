@@ -70,13 +70,13 @@ def step(
     return run
 
 
-def warmed(step: Callable[[], float]) -> Callable[[], float]:
+def warmed(turn: Callable[[], float]) -> Callable[[], float]:
     """A step that does not count, then one that does: training goes from step to step, and the steps of
     others leave the caches cold."""
 
     def run() -> float:
-        step()
-        return step()
+        turn()
+        return turn()
 
     return run
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.systems import SYSTEMS, Candidate, System
+from bench.systems import SYSTEMS, Candidate, System, elements
 
 LIMIT = 120.0  # Seconds that a request may take; then the rank ends itself.
 PERIOD = 1021  # Of the tensors' contents: prime, so that misplaced blocks show.
@@ -111,7 +111,7 @@ class Rank:
     def prepare(self, size: int, dtype: str) -> list[str]:
         """Make the buffers of ``size`` bytes; the names of the calls there are."""
         self._candidates = {}
-        count = size // (2 if dtype == "bfloat16" else 4)
+        count = elements(size, dtype)
         self._candidates = self._system.candidates(count, dtype)
         if self._candidates:
             self._source = contents(self._system.rank, count, dtype)

@@ -33,6 +33,11 @@ def duration(seconds: float) -> str:
     return f"{rounded * 1e9:g} ns"
 
 
+def microseconds(figures: Mapping[str, float] | None) -> str:
+    """The median of a :func:`bench.harness.summary`, in microseconds; nothing for None."""
+    return "" if figures is None else f"{figures['median'] * 1e6:.2f}"
+
+
 def spread(figures: Mapping[str, float]) -> str:
     """From the 10th percentile to the 90th, in seconds, of a :func:`bench.harness.summary`."""
     return f"{duration(figures['p10'])} to {duration(figures['p90'])}"

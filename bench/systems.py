@@ -17,6 +17,11 @@ import numpy as np
 STORAGE = {"float32": np.float32, "bfloat16": np.uint16}
 
 
+def elements(size: int, dtype: str) -> int:
+    """How many elements there are in ``size`` bytes."""
+    return size // np.dtype(STORAGE[dtype]).itemsize
+
+
 class Candidate(NamedTuple):
     """A call to be timed, and the buffer that it works on."""
 
@@ -46,9 +51,9 @@ class System(Protocol):
 def empty(count: int, dtype: str) -> np.ndarray:
     """Memory as all systems get it, but for symmetric tensors: on a cache line, as torch's is."""
     line = 64
-    elements = np.empty(count + line, STORAGE[dtype])
-    begin = -elements.ctypes.data % line // elements.itemsize
-    return elements[begin : begin + count]
+    memory = np.empty(count + line, STORAGE[dtype])
+    begin = -memory.ctypes.data % line // memory.itemsize
+    return memory[begin : begin + count]
 
 
 def as_tensor(buffer: np.ndarray) -> Any:

@@ -37,7 +37,7 @@ from torch import Tensor
 from bench import harness
 from bench.gpu.environment import nccl
 from bench.gpu.timing import Row, attempt, call_seconds, compare, errors, events
-from bench.report import markdown, svg
+from bench.report import markdown, microseconds, svg
 from pipekernels import Communicator, PeerError
 
 RANKS = (2, 4, 8)
@@ -392,11 +392,6 @@ def table(rows: list[Row]) -> str:
         if row["part"] == "left out"
     ]
     return "\n\n".join(parts) + errors(rows, "part", "system", "ranks", "size", "type")
-
-
-def microseconds(figures: dict[str, Any]) -> str:
-    """The median."""
-    return f"{figures['median'] * 1e6:.2f}"
 
 
 def plot(rows: list[Row], path: Path) -> None:

@@ -159,85 +159,105 @@ def relative_errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, fl
 # ---- the overlap ----
 
 
+class SharedLayer:
+    """A row-parallel layer of thread ranks, and what its forward consists of, each part for a rank.
+
+    Args:
+        threads: the ranks.
+        tokens, in_features, out_features: of a rank's product.
+
+    Attributes:
+        blocks: how many thread blocks the plan gives the all-reduce beside the product; None on a CPU,
+            where nothing overlaps.
+    """
+
+    def __init__(self, threads: Threads, tokens: int, in_features: int, out_features: int) -> None:
+        device, ranks = threads.device, threads.ranks
+        self.blocks: int | None = None
+        self._communicators = threads.communicators
+        self._tokens = tokens
+        self._xs, self._weights = (
+            [torch.randn(rows, in_features, device=device, dtype=KIND) for _ in range(ranks)]
+            for rows in (tokens, out_features)
+        )
+        self._sums = threads.symmetric((tokens, out_features), KIND)
+        self._ready = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(ranks)]
+        self._beside: list[torch.cuda.Stream | None] = [None] * ranks
+        if device.type == "cuda":
+            plan = overlap.plan_for(
+                self._xs[0], self._weights[0], self._sums[0], ranks, "overlapped"
+            )
+            assert plan is not None
+            self.blocks = plan.reducing_blocks
+            self._beside = [torch.cuda.Stream(device, priority=-1) for _ in range(ranks)]
+
+    def ways(self) -> dict[str, Callable[[int], Any]]:
+        """All that is timed."""
+        return {
+            "product": self.product,
+            "all-reduce": self.reduce,
+            "one after the other": functools.partial(self.forward, "triton"),
+            "overlapped": functools.partial(self.forward, "overlapped"),
+            "product beside an all-reduce": self.slowed,
+        }
+
+    def product(self, rank: int) -> None:
+        """The product alone."""
+        ops.sharded_gemm(self._xs[rank], self._weights[rank], algorithm=self._on_gpu("triton"))
+
+    def reduce(self, rank: int) -> None:
+        """The all-reduce alone, by as many blocks as beside the product."""
+        communicator, tensor = self._communicators[rank], self._sums[rank]
+        if self.blocks is None:
+            communicator.all_reduce(tensor)
+        else:  # all rows of one block, complete from the start
+            communicator.all_reduce_when_ready(
+                tensor, self._ready[rank], 0, self._tokens, blocks=self.blocks
+            )
+
+    def forward(self, algorithm: str, rank: int) -> Tensor:
+        """Both, by ``algorithm``."""
+        return row_linear(
+            self._xs[rank],
+            self._weights[rank],
+            self._communicators[rank],
+            algorithm=self._on_gpu(algorithm),
+        )
+
+    def slowed(self, rank: int) -> None:
+        """The product beside an all-reduce that has nothing to do with it."""
+        with torch.cuda.stream(self._beside[rank]):
+            self.reduce(rank)
+        self.product(rank)
+
+    def _on_gpu(self, algorithm: str) -> str:
+        return "auto" if self.blocks is None else algorithm
+
+
 def overlapped(tokens: int, args: argparse.Namespace) -> Row:
     """Of one layer on thread ranks: its product, its all-reduce, one after the other, and both at once."""
     hidden, inner = next(reversed((TINY_MODELS if args.quick else MODELS).values()))
-    device, part = args.device, inner // 8
-    on_gpu = device.type == "cuda"
-    repeat = 2 if args.quick else 10
-    with contextlib.closing(Threads(OVERLAP_RANKS, device)) as threads:
-        xs, weights = (
-            [torch.randn(rows, part, device=device, dtype=KIND) for _ in range(threads.ranks)]
-            for rows in (tokens, hidden)
-        )
-        sums = threads.symmetric((tokens, hidden), KIND)
-        plan = blocks = None
-        if on_gpu:
-            plan = overlap.plan_for(xs[0], weights[0], sums[0], threads.ranks, "overlapped")
-            assert plan is not None
-            blocks = plan.reducing_blocks
-        ready = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(threads.ranks)]
-
-        def product(rank: int) -> None:
-            ops.sharded_gemm(xs[rank], weights[rank], algorithm="triton" if on_gpu else "auto")
-
-        def reduce(rank: int) -> None:
-            communicator = threads.communicators[rank]
-            if blocks is None:
-                communicator.all_reduce(sums[rank])
-            else:  # all rows of one block, complete from the start
-                communicator.all_reduce_when_ready(
-                    sums[rank], ready[rank], 0, tokens, blocks=blocks
-                )
-
-        def layer(rank: int, algorithm: str) -> Tensor:
-            return row_linear(
-                xs[rank], weights[rank], threads.communicators[rank], algorithm=algorithm
-            )
-
-        def slowed(rank: int) -> None:
-            """The product beside an all-reduce that has nothing to do with it."""
-            stream = beside[rank]
-            if stream is None:
-                return product(rank)
-            with torch.cuda.stream(stream):
-                reduce(rank)
-            product(rank)
-            return None
-
-        beside = [torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in sums]
-        ways: dict[str, Callable[[int], Any]] = {
-            "product": product,
-            "all-reduce": reduce,
-            "one after the other": functools.partial(
-                layer, algorithm="triton" if on_gpu else "auto"
-            ),
-            "overlapped": functools.partial(layer, algorithm="overlapped" if on_gpu else "auto"),
-            "product beside an all-reduce": slowed,
-        }
+    repeat, rounds = (2, 2) if args.quick else (10, 7)
+    with contextlib.closing(Threads(OVERLAP_RANKS, args.device)) as threads:
+        layer = SharedLayer(threads, tokens, inner // 8, hidden)
+        ways = layer.ways()
 
         def runner(way: Callable[[int], Any]) -> Callable[[], float]:
             def body(rank: int) -> None:
                 for _ in range(repeat):
                     way(rank)
 
-            return lambda: call_seconds(lambda: threads.run(body), device) / repeat
+            return lambda: call_seconds(lambda: threads.run(body), args.device) / repeat
 
-        samples = harness.alternate(
-            {name: runner(way) for name, way in ways.items()},
-            warmup=1,
-            rounds=2 if args.quick else 7,
-        )
-        one, other = (
-            threads.run(lambda rank, name=name: ways[name](rank))
-            for name in ("one after the other", "overlapped")
-        )
+        turns = {name: runner(way) for name, way in ways.items()}
+        samples = harness.alternate(turns, warmup=1, rounds=rounds)
+        one, other = (threads.run(ways[name]) for name in ("one after the other", "overlapped"))
         wrong = sum(int((a != b).sum()) for a, b in zip(one, other, strict=True))
     found = {name: harness.summary(times) for name, times in samples.items()}
     medians = {name: figures["median"] for name, figures in found.items()}
     return {
         "ways": found,
-        "reducing blocks": blocks,
+        "reducing blocks": layer.blocks,
         "wrong": wrong,
         "over the slower": medians["overlapped"] / max(medians["product"], medians["all-reduce"]),
         "slow-down": medians["product beside an all-reduce"] / medians["product"],

@@ -88,7 +88,7 @@ def run(seed: int, cases: list[int]) -> list[dict[str, Any]]:
                     call = Call.draw(seed * 1_000_000 + case, world_size, ELEMENTS)
                     ways = len(ALGORITHMS) if call.operation == "all_reduce" else 1
                     collectives += 2 * (ways + 1)
-                    found = [[bits[position] for bits in by] for by in (by_processes, by_threads)]
+                    found = [[sums[position] for sums in by] for by in (by_processes, by_threads)]
                     same = found[0] == found[1]
                     if call.operation != "reduce_scatter":
                         same = same and len(set(found[0])) == 1
