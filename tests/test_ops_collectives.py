@@ -282,6 +282,7 @@ def test_compiles_to_one_graph(device: torch.device) -> None:
     torch.testing.assert_close(grad, x.cos())
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # It says where it breaks the graph.
 def test_methods_of_a_communicator_are_graph_breaks(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
 
