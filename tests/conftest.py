@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from clocked_layers import Clock
 from graph_cases import CudaRecord
 from recorded_graphs import Record, recorded
 
 from pipekernels import _backend
-from pipekernels.pipeline import graph_slots
+from pipekernels.kernels import table
+from pipekernels.pipeline import graph_slots, profile
 from pipekernels.pipeline.pace import Pace, Way
 
 # Several ranks on one GPU need a queue of its own for each of their streams; read when CUDA starts.
@@ -56,6 +59,32 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if reason is not None:
         pytest.skip(reason)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One intra-op thread, as operations are small; a test may change the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time that profiles are made by; :class:`clocked_layers.Work` moves it."""
+    clock = Clock()
+    monkeypatch.setattr(profile, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, with nothing known from another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table.for_gpu.cache_clear()
+    yield tmp_path
+    table.for_gpu.cache_clear()
 
 
 @pytest.fixture

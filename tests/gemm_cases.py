@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_linear import gamma
+from error_bounds import gamma
 from torch import Tensor
 
 from pipekernels.kernels import table

@@ -19,9 +19,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from error_bounds import gamma
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_linear import gamma
 from torch import Tensor
 
 from pipekernels import Communicator

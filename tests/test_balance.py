@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from clocked_layers import Clock, Work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipekernels import NoChunk, Pipe
 from pipekernels.balance import balance_by_size, balance_by_time, blockpartition
-from pipekernels.pipeline import profile
 from pipekernels.pipeline.profile import (
     PASSES,
     first_rows,
@@ -31,59 +31,6 @@ from pipekernels.pipeline.profile import (
 from pipekernels.skip import Namespace, pop, skippable, stash
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """Stands still but for what :meth:`work` adds. One for all copies of a layer."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.log: list[tuple[str, int]] = []  # (layer, rows) of each forward
-
-    def __call__(self) -> float:
-        return self.now
-
-    def __deepcopy__(self, memo: Any) -> Clock:
-        return self
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(profile, "perf_counter", clock)
-    return clock
-
-
-class _Tick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
-        ctx.clock, ctx.seconds = clock, backward
-        clock.now += forward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.clock.now += ctx.seconds
-        return grad, None, None, None
-
-
-class Work(nn.Module):
-    """Takes its time by the clock: seven times as long in ``disturbed`` runs out of ten."""
-
-    def __init__(
-        self, clock: Clock, name: str, forward: float, backward: float, disturbed: int = 0
-    ) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.clock, self.name = clock, name
-        self.times, self.disturbed = (forward, backward), disturbed
-
-    def forward(self, x: Tensor) -> Tensor:
-        run = sum(name == self.name for name, _ in self.clock.log)
-        self.clock.log.append((self.name, x.shape[0]))
-        factor = 7 if run % 10 < self.disturbed else 1
-        forward, backward = self.times
-        return _Tick.apply(x * self.scale, self.clock, factor * forward, factor * backward)
 
 
 # ---- balance_by_time ----

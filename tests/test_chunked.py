@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,9 @@ from pipekernels import NoChunk, parallelize_pipeline
 from pipekernels.batchnorm import convert_deferred_batch_norm
 from pipekernels.ops.micro_batch import micro_batch_sizes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH = 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def chunked(module: nn.Module, chunks: int) -> nn.Module:

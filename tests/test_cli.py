@@ -49,11 +49,10 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_measurements_that_cannot_be_kept_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tuner, "measure", lambda quick: Tuning({2: 4096}, "today"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "pipekernels").touch()
+    (cache / "pipekernels").touch()
     with pytest.raises(SystemExit):
         cli.main(["tune"])
     message = f"{tuning.path()} cannot be written .*File exists.*set XDG_CACHE_HOME"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,14 +122,11 @@ def test_operands_that_no_cache_holds(layout: str, least: int, copies: int, tune
 
 
 @on_gpu
-def test_tuning_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
+@pytest.mark.usefixtures("cache")
+def test_tuning_on_a_gpu(device: torch.device) -> None:
     """A product that was measured is taken as the table says, and both ways agree."""
     from pipekernels.kernels import tuner
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    table.for_gpu.cache_clear()
     shapes = [
         Shape("bfloat16", "forward", 16, 1024, 2048),
         Shape("bfloat16", "grad_weight", 1024, 1024, 1024),
@@ -144,4 +140,3 @@ def test_tuning_on_a_gpu(
         assert layout_of(case.x, case.weight) == shape.layout
         for algorithm in ("auto", "triton"):
             check(sharded_gemm(case.x, case.weight, algorithm=algorithm), case.x, case.weight)
-    table.for_gpu.cache_clear()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import on
+from error_bounds import gamma
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,11 +29,6 @@ WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 # 13 and 7 are divided by no world size but 1; the rows are by all, as reduce_scatter wants it.
 IN, OUT, ROWS = 13, 7, 12
-
-
-def gamma(terms: int, unit: float) -> float:
-    """Relative error bound of a sum of products with ``terms`` roundings (Higham, 2002, 3.1)."""
-    return terms * unit / (1 - terms * unit)
 
 
 def close(value: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> None:

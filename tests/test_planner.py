@@ -10,6 +10,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+from clocked_layers import Clock, Work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -23,20 +24,12 @@ from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.pace import Way
 from pipekernels.pipeline.planner import choose, plan_pipeline
 from pipekernels.pipeline.schedule import SCHEDULES, Action, gpipe, simulate
-from tests.test_balance import Clock, Work
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 DEVICES = [torch.device("cuda", i) for i in range(4)]  # Named only, never used.
 SCALE = 2.0
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Operations are small; a test may change the number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def layer(
@@ -291,13 +284,6 @@ def test_settings_are_distinct_and_complete(name: str) -> None:
 
 
 # ---- from a module to a pipe ----
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(profile, "perf_counter", clock)
-    return clock
 
 
 def test_planning_a_module(clock: Clock) -> None:

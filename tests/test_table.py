@@ -27,14 +27,6 @@ def test_a_shape_class_holds_its_shapes(kind: str, layout: str, m: int, n: int, 
         assert size <= most < size * (2 if is_tokens else 1.25) + (not is_tokens and size < 8)
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    table.for_gpu.cache_clear()
-    return tmp_path
-
-
 def test_what_is_saved_is_loaded_and_added_to(cache: Path) -> None:
     assert table.for_gpu("Some GPU") is None
     odd = SHAPE._replace(m=50, k=61)  # Of the same class.

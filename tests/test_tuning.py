@@ -21,13 +21,6 @@ from pipekernels.comm.tuning import Tuning
 DATE = "2026-01-31 12:00 UTC"
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 # ---- the file ----
 
 

@@ -1,0 +1,8 @@
+"""Bounds that follow from a model of errors."""
+
+from __future__ import annotations
+
+
+def gamma(terms: int, unit: float) -> float:
+    """Relative error bound of a sum of products with ``terms`` roundings (Higham, 2002, 3.1)."""
+    return terms * unit / (1 - terms * unit)
