@@ -324,6 +324,7 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
     [
         ({"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
         ({"partitions": 0}, ValueError, "partitions is 0"),
+        ({"partitions": 2.0}, ValueError, "partitions is 2.0; it must be an integer of at least 1"),
         ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
         ({"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
         ({"sample": ()}, TypeError, "not an empty tuple"),
@@ -346,8 +347,9 @@ def test_errors_of_one_of_them() -> None:
     for timeout in (-1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"timeout is {timeout}"):
             balance_by_time(1, module, sample, timeout=timeout, device="cpu")
-    with pytest.raises(ValueError, match="chunks is 0"):
-        balance_by_size(1, module, sample, chunks=0, device="cpu")
+    for chunks in (0, 2.5):
+        with pytest.raises(ValueError, match=f"chunks is {chunks}; it must be an integer"):
+            balance_by_size(1, module, sample, chunks=chunks, device="cpu")
     with pytest.raises(ValueError, match="param_scale is -2"):
         balance_by_size(1, module, sample, param_scale=-2, device="cpu")
     with pytest.raises(

@@ -24,6 +24,7 @@ from torch import nn
 from pipekernels.balance import blockpartition
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.streams import with_index
+from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.partition import check_partitions, check_sequential, layers, solve
 from pipekernels.pipeline.profile import (
     Device,
@@ -61,7 +62,7 @@ def balance_by_time(
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
-        ValueError: ``partitions`` is below 1 or above the number of layers, ``timeout`` is
+        ValueError: ``partitions`` is no integer from 1 to the number of layers, ``timeout`` is
             negative or infinite, or the tensors differ in their batch size.
     """
     _check(module, partitions)
@@ -102,12 +103,11 @@ def balance_by_size(
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``input``.
-        ValueError: ``partitions`` is below 1 or above the number of layers, ``chunks`` is below 1,
-            ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
+        ValueError: ``partitions`` is no integer from 1 to the number of layers, ``chunks`` none of at
+            least 1, ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
     """
     _check(module, partitions)
-    if chunks < 1:
-        raise ValueError(f"chunks is {chunks}; it must be at least 1")
+    chunks = integer("chunks", chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale is {param_scale}; it must not be negative")
     micro_batch = first_rows(input, micro_batch_sizes(batch_size(input), chunks)[0])

@@ -53,9 +53,8 @@ def over_store(store: dist.Store, rank: int, world_size: int, timeout: float) ->
         nonlocal rounds
         rounds += 1
         keys = [f"pipekernels/{rounds}/{peer}" for peer in range(world_size)]
-        if rounds == 1 and store.check(
-            [keys[rank]]
-        ):  # Those of the others would be read, and be out of date.
+        # Earlier keys of the others would be read, and be out of date.
+        if rounds == 1 and store.check([keys[rank]]):
             raise ValueError(
                 f"rank {rank} has made a communicator with this store before; pass a new store, or a "
                 "new PrefixStore over this one"

@@ -12,6 +12,8 @@ from math import inf
 import torch
 from torch import nn
 
+from pipekernels.pipeline.integers import integer
+
 Cost = Callable[[int, int, int], float]
 """Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p, begin,
 end)``: non-negative, not less for a later ``end``, in any unit, ``inf`` for what must not be."""
@@ -34,7 +36,8 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
         partitions: number of partitions, each of at least one element.
 
     Raises:
-        ValueError: fewer elements than partitions, or ``partitions`` below 1, or a negative cost.
+        ValueError: fewer elements than partitions, ``partitions`` is no integer of at least 1, or a
+            cost is negative or not finite.
     """
     n = len(costs)
     check_partitions(n, partitions)
@@ -83,9 +86,7 @@ def check_sequential(module: nn.Module) -> None:
 
 def check_partitions(n: int, partitions: int) -> None:
     """Raise a ValueError unless ``n`` elements can be cut into ``partitions`` non-empty ones."""
-    if partitions < 1:
-        raise ValueError(f"partitions is {partitions}; it must be at least 1")
-    if n < partitions:
+    if n < integer("partitions", partitions):
         raise ValueError(
             f"a sequence of {n} elements cannot be cut into {partitions} partitions; use at most {n}"
         )
