@@ -1,4 +1,4 @@
-"""Build ``pipekernels._C`` by CMake and Ninja, see csrc/cmake/build_extension.py; torch is not needed for that."""
+"""Build ``pipekernels._C``, without torch, by CMake and Ninja: see csrc/cmake/build_extension.py."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """A pipeline of 4 stages on one GPU against the same model without one, and what it keeps in memory.
 
 With all stages on one device nothing can overlap, so what is measured is what the pipeline itself costs.
-``plain`` is the model on the whole batch; ``loop`` is the model over the same micro-batches, which is
-the work that a pipe does. ``pipe`` is ``loss_fn(pipe(x), y).backward()``; the schedules are
-``pipe.train_step``; ``graphs`` says that stages are CUDA graphs. The small model waits for launches, the large one for its matrix products. Memory is
-the peak of what torch has allocated during the first steps, beyond weights and gradients; that of
-graphs is allocated while they are captured.
+``plain`` is the model on the whole batch; ``loop`` is the model over the same micro-batches, which is the
+work that a pipe does. ``pipe`` is ``loss_fn(pipe(x), y).backward()``; the schedules are
+``pipe.train_step``; ``graphs`` says that stages are CUDA graphs. The small model waits for launches, the
+large one for its matrix products. Memory is the peak of what torch has allocated during the first steps,
+beyond weights and gradients; that of graphs is allocated while they are captured.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def overlapped(tokens: int, args: argparse.Namespace) -> Row:
 # ---- all ----
 
 
-def tune(args: argparse.Namespace, seconds: float) -> Row:
+def tune(seconds: float) -> Row:
     """Measure this GPU for so long; the table is kept in the user's cache and with the results."""
     from pipekernels.kernels import tuner
     from pipekernels.ops.gemm_tuning import by_library
@@ -291,7 +291,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     begin = time.monotonic()
     on_gpu = args.device.type == "cuda"
     if on_gpu and has_triton() and not args.quick:
-        yield from attempt({"part": "tuning"}, functools.partial(tune, args, TUNING * args.seconds))
+        yield from attempt({"part": "tuning"}, functools.partial(tune, TUNING * args.seconds))
     left_out = 0
     for product in products(args.quick):
         if time.monotonic() - begin > PRODUCTS * args.seconds:

@@ -50,9 +50,9 @@ def move_to_device(data: Any, device: Device) -> Any:
     """``data`` with every tensor in it on ``device``, differentiably.
 
     Tuples, lists, dicts of any class, dataclasses and containers that torch's pytree knows are
-    rebuilt around the copies; where nothing is to be moved, they are returned themselves. Objects of other kinds
-    with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by it; all
-    else, modules included, stays as it is.
+    rebuilt around the copies; where nothing is to be moved, they are returned themselves. Objects
+    of other kinds with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are
+    moved by it; all else, modules included, stays as it is.
 
     Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they overlap what
     both devices compute, and make the caller wait where they go to the CPU or come from pinned memory.
@@ -133,11 +133,12 @@ def parallelize_pipeline(
     The model may return tensors with the batch, or a multiple of it (``[batch * tokens, ...]``), in
     dimension 0, in any nesting; they are concatenated. Objects that are no tensors must be equal
     for all micro-batches. So a model cannot be given, nor return, a cache of the keys and values of
-    its batch (``use_cache=False`` for those of Hugging Face). A mean over the batch, such as a loss, is that of a micro-batch inside
-    the model, and scalars are refused: compute it outside. Layers that look across the batch see
-    micro-batches; :func:`pipekernels.batchnorm.convert_deferred_batch_norm` first keeps BatchNorm's
-    running statistics those of the whole batch. Gradients are the unwrapped model's. An input that requires a gradient
-    must not be modified in place.
+    its batch (``use_cache=False`` for those of Hugging Face). A mean over the batch, such as a
+    loss, is that of a micro-batch inside the model, and scalars are refused: compute it outside.
+    Layers that look across the batch see micro-batches;
+    :func:`pipekernels.batchnorm.convert_deferred_batch_norm` first keeps BatchNorm's running
+    statistics those of the whole batch. Gradients are the unwrapped model's. An input that requires
+    a gradient must not be modified in place.
 
     Args:
         model: any module; returned.

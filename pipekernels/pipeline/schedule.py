@@ -237,8 +237,8 @@ class Schedule:
             raise ValueError(f"schedule is {self.name!r}; it must be one of {', '.join(SCHEDULES)}")
         if (self.interleave is not None) != (self.name == "interleaved"):
             raise ValueError(
-                f"the number of lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' needs a number "
-                "of lanes, and the others have one lane per stage"
+                f"the number of lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' "
+                "needs a number of lanes, and the others have one lane per stage"
             )
         if self.interleave is not None:
             integer("the number of lanes", self.interleave)

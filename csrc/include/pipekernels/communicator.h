@@ -161,11 +161,10 @@ class Collective {
     return communicator_.state(rank).descriptors[communicator_.calls_ % 2];
   }
   void compare_descriptors();
+  std::byte* address(uint64_t location) const;
   int spins() const;
 
   Communicator& communicator_;
-  std::byte* address(uint64_t location) const;
-
   const size_t bytes_;
   Descriptor mine_;
   bool published_ = false;
