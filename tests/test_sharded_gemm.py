@@ -105,6 +105,8 @@ def test_any_number_of_dimensions_and_autocast(device: torch.device) -> None:
 def test_errors_state_value_limit_and_remedy() -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
     cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: sharded_gemm([1.0], weight), TypeError, "got list; pass torch.as_tensor"),
+        (lambda: sharded_gemm(x, weight, bias=0.0), TypeError, "got float"),
         (lambda: sharded_gemm(x, weight.t()), ValueError, r"agree in k, got \(3, 4\) and \(4, 5\)"),
         (lambda: sharded_gemm(x, weight.double()), TypeError, "float32 but weight torch.float64"),
         (lambda: sharded_gemm(x, weight, x[0]), ValueError, r"\[5\], got \(4,\)"),

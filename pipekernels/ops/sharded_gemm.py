@@ -62,22 +62,23 @@ def sharded_gemm(
         ``[..., n]``, of the dtype of ``x``, for float8 ``out_dtype``.
 
     Raises:
-        TypeError: dtypes that differ; scales or ``out_dtype`` with other operands than float8; an
-            ``out_dtype`` other than bfloat16, float16 and float32; float8 where a gradient is needed;
-            ``'triton'`` for a dtype other than bfloat16, float16, float32 and float8.
+        TypeError: something other than tensors; dtypes that differ; scales or ``out_dtype`` with other
+            operands than float8; an ``out_dtype`` other than bfloat16, float16 and float32; float8
+            where a gradient is needed; ``'triton'`` for a dtype other than bfloat16, float16, float32
+            and float8.
         ValueError: shapes that do not fit; scales that are not float32; tensors on several devices; an
             unknown ``algorithm``; ``'triton'`` for CPU tensors.
         RuntimeError: ``'triton'`` on a GPU that is too old for it; on a GPU also forward-mode
             differentiation.
         ImportError: ``'triton'`` without Triton, or with one before 3.6.
     """
+    _check(x, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm)
     device = x.device.type
     autocast = (
         device != "meta"  # Which autocast does not know.
         and torch.is_autocast_enabled(device)
         and x.dtype not in (torch.float64, FLOAT8)
     )
-    _check(x, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm)
     if x.dtype != weight.dtype and not autocast:
         raise TypeError(
             f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
@@ -288,6 +289,12 @@ def _check(
 ) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    added = [t for t in (bias, residual, scale_x, scale_weight) if t is not None]
+    for value in (x, weight, *added):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"sharded_gemm works on tensors, got {type(value).__name__}; pass torch.as_tensor(...)"
+            )
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x [..., k] and weight [n, k] must agree in k, got {tuple(x.shape)} and "
@@ -300,9 +307,8 @@ def _check(
         raise ValueError(
             f"residual must be like the result, {(*x.shape[:-1], n)}, got {tuple(residual.shape)}"
         )
-    others = [t for t in (weight, bias, residual, scale_x, scale_weight) if t is not None]
-    if any(t.device != x.device for t in others):
-        devices = ", ".join(str(t.device) for t in (x, *others))
+    if any(t.device != x.device for t in (weight, *added)):
+        devices = ", ".join(str(t.device) for t in (x, weight, *added))
         raise ValueError(f"all tensors must be on one device, got {devices}; move them with .to()")
     if algorithm == "triton" and not x.is_cuda:
         raise ValueError(f"algorithm='triton' needs CUDA tensors, got {x.device}; use 'auto'")
