@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from pipekernels.tensor_parallel import full_state_dict
@@ -180,6 +181,19 @@ def test_a_copy_of_a_compiled_layer_has_a_forward_of_its_own(duplicate: Any) -> 
     clone = duplicate(layer)
     clone._parameters = {"weight": nn.Parameter(torch.zeros(6, 4)), "bias": None}
     assert not clone(torch.ones(2, 4)).any()
+
+
+def test_flops_are_counted() -> None:
+    full = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8))
+
+    def on_rank(comm: Communicator) -> int:
+        column = ColumnParallelLinear.from_linear(full[0], comm)
+        row = RowParallelLinear.from_linear(full[1], comm)
+        with FlopCounterMode(display=False) as counter:
+            row(column(torch.ones(3, 4, requires_grad=True))).sum().backward()
+        return counter.get_total_flops()
+
+    assert run_threads(2, on_rank) == [3 * 2 * 3 * (4 * 6 + 6 * 8) // 2] * 2
 
 
 def test_extra_repr() -> None:

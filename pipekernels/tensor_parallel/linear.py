@@ -15,6 +15,7 @@ ranks must run the same forwards and backwards, in the same order.
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
@@ -64,6 +65,7 @@ class _ShardedLinear(nn.Module):
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.skip_bias_add = skip_bias_add
+        import_module("pipekernels.ops.flops")
         self._adopt(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
     @classmethod
