@@ -221,6 +221,10 @@ def test_errors_state_value_limit_and_remedy() -> None:
         RowParallelLinear(4, 4, comm="gloo")
     with pytest.raises(TypeError, match="must be an nn.Linear, got Conv1d"):
         RowParallelLinear.from_linear(nn.Conv1d(1, 1, 1), comm)
+    with pytest.raises(TypeError, match=r"no in_features yet; call it once"):
+        RowParallelLinear.from_linear(nn.LazyLinear(4), comm)
+    with pytest.raises(TypeError, match=r"dtype is that of linear; use linear.to\(torch.float64\)"):
+        RowParallelLinear.from_linear(nn.Linear(4, 4), comm, dtype=torch.float64)
 
     row, column = RowParallelLinear(5, 4, comm=comm), ColumnParallelLinear(5, 4, comm=comm)
     with pytest.raises(ValueError, match=r"rank 0 of 2 expects 3 .*\(2, 5\).*input_is_parallel=F"):

@@ -13,6 +13,8 @@ from pipekernels import _backend
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 X = torch.zeros(4, 3)
+NESTED = torch.nested.nested_tensor([X, X[:2]])
+QUANTIZED = torch.quantize_per_tensor(X, 0.1, 0, torch.quint8)
 SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
     (X, 0, 0, ValueError, "chunks must be at least 1, got 0"),
     (X, 2.0, 0, TypeError, "chunks must be an int, got float"),
@@ -27,6 +29,8 @@ SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
     ([X, X[None]], 2, -1, ValueError, "dim=-1 is dimension 1 of tensor 0 and 2 of tensor 1"),
     ([X, X.to("meta")], 2, 0, ValueError, "tensor 0 is on cpu, tensor 1 on meta"),
     (X.to_sparse(), 2, 0, TypeError, "use .to_dense() first"),
+    ([X, NESTED], 2, 0, TypeError, "tensor 1 is nested; use torch.nested.to_padded_tensor() first"),
+    (QUANTIZED, 2, 0, TypeError, "tensor 0 has dtype torch.quint8; use .dequantize() first"),
 ]
 CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     ([], 0, ValueError, "there is no micro-batch"),
@@ -39,6 +43,7 @@ CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     ([(X, X), (X,)], 0, ValueError, "number 0 has 2 tensor(s), number 1 has 1"),
     ([X, (X,)], 0, ValueError, "the same structure"),
     ([X, 1], 0, TypeError, "a micro-batch must be tensors in a list or tuple, got int"),
+    ([QUANTIZED, QUANTIZED], 0, TypeError, "tensor 0 has dtype torch.quint8; use .dequantize()"),
     ([(X,), (1,)], 0, TypeError, "expected tensors, got int in micro-batch 1"),
 ]
 

@@ -326,6 +326,8 @@ def test_errors_state_value_limit_and_remedy() -> None:
         ops.all_reduce(x, comm, "max")
     with pytest.raises(ValueError, match="src must be a rank in 0..1, got 2"):
         ops.broadcast(x, first, 2)
+    with pytest.raises(TypeError, match="src must be an int, got float"):
+        ops.broadcast(x, first, 1.0)
     with pytest.raises(ValueError, match=r"2 equal slices.*has shape \(3,\); pad"):
         ops.reduce_scatter(x, second)
     with pytest.raises(ValueError, match="dimension 0, but x has none"):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.tensors import (
-    check_root,
     check_tensor,
     digest_of,
     elements_of,
@@ -23,6 +22,7 @@ from pipekernels.comm.tensors import (
     to_dense,
     to_dense_in_place,
 )
+from pipekernels.ops.collectives import check_root
 
 
 class Collectives(ABC):

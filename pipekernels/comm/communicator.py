@@ -27,8 +27,8 @@ from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts import GRACE, Hosts
 from pipekernels.comm.hosts_cuda import HostsDevice
 from pipekernels.comm.rendezvous import Rendezvous, of_color, over_group, over_store
-from pipekernels.comm.tensors import check_integer, check_not_quantized
-from pipekernels.ops.collectives import communicator_of, resolve_handle
+from pipekernels.comm.tensors import check_not_quantized
+from pipekernels.ops.collectives import check_integer, communicator_of, resolve_handle
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,15 +30,6 @@ def check_tensor(value: object) -> None:
         raise TypeError(
             f"a communicator works on tensors, got {type(value).__name__}; pass torch.as_tensor(...)"
         )
-
-
-def check_integer(name: str, value: Any) -> None:
-    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError if
-    not."""
-    try:
-        operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 
 
 def check_not_quantized(dtype: torch.dtype) -> None:
@@ -134,13 +124,6 @@ def digest_of(tensor: Tensor) -> int:
 def mark_changed(tensor: Tensor) -> None:
     """Let autograd see that ``tensor`` has changed in place, in case it was saved for backward."""
     _backend.load().mark_changed(tensor)
-
-
-def check_root(src: int, world_size: int) -> None:
-    """Whether ``src`` is a rank; ValueError if not, TypeError if it is no integer."""
-    check_integer("src", src)
-    if not 0 <= src < world_size:
-        raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
 
 
 class Gates(NamedTuple):

@@ -20,6 +20,7 @@ wait until the others have come as far, and so CUDA may make one wait for anothe
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -136,11 +137,11 @@ def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
     Backward: on ``src`` the sum of all output gradients, on the others zeros.
 
     Raises:
+        TypeError: ``src`` is no integer.
         ValueError: ``src`` is no rank, or shapes or dtypes differ between ranks.
     """
     _check("broadcast", x, comm)
-    if not 0 <= src < comm.world_size:
-        raise ValueError(f"src must be a rank in 0..{comm.world_size - 1}, got {src}")
+    check_root(src, comm.world_size)
     return _call_broadcast(x, comm.handle, src)
 
 
@@ -158,6 +159,22 @@ def _check(name: str, x: Any, comm: Any) -> None:
     if not hasattr(comm, "handle"):
         raise TypeError(f"comm must be a Communicator, got {type(comm).__name__}")
     deny_tangents(name, [x])
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError if
+    not."""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+
+
+def check_root(src: int, world_size: int) -> None:
+    """Whether ``src`` is a rank; ValueError if not, TypeError if it is no integer."""
+    check_integer("src", src)
+    if not 0 <= src < world_size:
+        raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
 
 
 def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:

@@ -173,6 +173,10 @@ def _check_dim(group: list[Tensor], dim: int) -> int:
             raise TypeError(f"expected tensors, got {type(tensor).__name__} at position {i}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"tensor {i} has layout {tensor.layout}; use .to_dense() first")
+        if tensor.is_nested:
+            raise TypeError(f"tensor {i} is nested; use torch.nested.to_padded_tensor() first")
+        if tensor.is_quantized:
+            raise TypeError(f"tensor {i} has dtype {tensor.dtype}; use .dequantize() first")
         dims = tensor.dim()
         if not -dims <= dim < dims:
             raise ValueError(

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from pipekernels.comm import Communicator
 from pipekernels.ops.dispatch import is_observed
@@ -82,12 +83,18 @@ class _ShardedLinear(nn.Module):
             kwargs: the remaining keyword arguments of the class, without ``device`` and ``dtype``.
 
         Raises:
-            TypeError: ``linear`` is no ``nn.Linear``, or has more than its weight, its bias and
-                the forward of that class: a parametrization, an adapter, hooks.
+            TypeError: ``linear`` is no ``nn.Linear``, or a lazy one without a shape yet, or has more
+                than its weight, its bias and the forward of that class: a parametrization, an adapter,
+                hooks; ``device`` or ``dtype`` is given.
             ValueError: as for the constructor.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        if is_lazy(linear.weight):
+            raise TypeError("linear has no in_features yet; call it once, linear(input)")
+        for name in ("device", "dtype"):
+            if name in kwargs:
+                raise TypeError(f"the {name} is that of linear; use linear.to({kwargs[name]!r})")
         more = more_than_linear(linear)
         if more is not None:
             raise TypeError(f"linear has {more}, which would be lost; {REMEDY}")
