@@ -52,8 +52,10 @@ def test_the_norm_is_that_of_the_full_model(
 
 
 def test_all_ranks_learn_that_the_norm_of_one_is_not_finite() -> None:
+    copies = [model(), model()]  # Threads share torch's generator.
+
     def on_rank(comm: Communicator) -> None:
-        sharded = tensor_parallelize(model(), PLAN, comm)
+        sharded = tensor_parallelize(copies[comm.rank], PLAN, comm)
         assert clip_grad_norm_(sharded, 1.0) == 0  # There are no gradients.
         if comm.rank == 1:
             sharded[0].weight.grad = torch.full_like(sharded[0].weight, inf)

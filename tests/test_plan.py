@@ -235,6 +235,55 @@ def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:
         with pytest.raises(error, match=message):
             tensor_parallelize(bad, plan, comm)
         assert list(bad.modules()) == before
-    done = tensor_parallelize(model(), PLAN, comm)
+    (one,) = Communicator.threads(1)
+    done = tensor_parallelize(model(), PLAN, one)
     with pytest.raises(TypeError, match="a ColumnParallelLinear, but only nn.Linear"):
-        tensor_parallelize(done, PLAN, comm)
+        tensor_parallelize(done, PLAN, one)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda other: other.pop(1), r"ranks \[1\] are to shard other layers than rank 0: names"),
+        (
+            lambda other: other[2].mlp.update({"up": nn.Linear(FEATURES, 32)}),
+            "kinds or sizes differ",
+        ),
+        (
+            lambda other: nn.init.ones_(other[1].mlp["down"].weight),
+            "'1.mlp.down' on rank 1 .* seed",
+        ),
+    ],
+)
+def test_ranks_whose_models_differ_learn_it(
+    change: Callable[[nn.Sequential], object], message: str
+) -> None:
+    models = [model(), model(), model()]
+    change(models[1])
+
+    def on_rank(comm: Communicator) -> None:
+        before = list(models[comm.rank].modules())
+        with pytest.raises(ValueError, match=message):
+            tensor_parallelize(models[comm.rank], PLAN, comm)
+        assert list(models[comm.rank].modules()) == before
+        comm.barrier()
+
+    run_threads(3, on_rank)
+
+
+def test_ranks_may_differ_in_what_is_not_sharded_and_have_weights_later() -> None:
+    models, state = [model(), model()], model().state_dict()
+    nn.init.ones_(models[1][0].weight)
+    models[1][1].to("meta")
+
+    def on_rank(comm: Communicator) -> None:
+        attention = {"*_proj": "column_gather_output"}
+        sharded = tensor_parallelize(models[comm.rank], attention, comm)
+        tensor_parallelize(sharded, {"*.up": "column", "*.down": "row"}, comm)
+        sharded.load_state_dict(state, assign=True)
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(full_state_dict(sharded).values(), state.values(), strict=True)
+        )
+
+    run_threads(2, on_rank)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
+from math import nan
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.linear import (
@@ -29,6 +32,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator) -> Model:
     """Replace the layers that ``plan`` names by this rank's parts of them, in place.
+
+    A collective: all ranks call it, and compare what they are to cut up.
 
     A column-parallel layer is to feed a row-parallel one, as in
     ``{"*.q_proj": "column", "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}``: then
@@ -63,9 +68,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     DDP would write those of rank 0 over the others'.
 
     Args:
-        model: the full model, the same on every rank (seed all alike, or load a checkpoint first: nothing
-            is sent, and parts of different models do not fail); any ``nn.Module``, of Hugging Face or
-            others.
+        model: the full model, the same on every rank (seed all alike, or load a checkpoint first: weights
+            are not sent); any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
             (``*`` matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
             :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'`` (a
@@ -87,7 +91,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
             ``comm`` is no communicator.
         ValueError: a pattern matches nothing or the model itself, or patterns that match one layer
             disagree; a kind that does not exist; a layer with fewer features than there are ranks;
-            one whose weight belongs to another module too. The model is unchanged then.
+            one whose weight belongs to another module too; ranks whose layers, or the first numbers of
+            their weights, differ. The model is unchanged then.
     """
     for pattern, kind in plan.items():
         if kind not in tuple(KINDS):  # It may be unhashable.
@@ -96,6 +101,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     kinds = _match(model, plan)
     _check_sharing(model, kinds)
     sharded = {layer: _shard(layer, *kind, comm) for layer, kind in kinds.items()}
+    if sharded:
+        _check_agreement(kinds, comm)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, nn.Linear) and child in sharded:
@@ -110,6 +117,38 @@ def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Mod
         return sharded.from_linear(layer, comm, **arguments)
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
+
+
+def _check_agreement(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communicator) -> None:
+    """Whether all ranks cut up the same layers: parts of others would be summed, or wait for ever."""
+    sizes = [(layer.in_features, layer.out_features, layer.bias is None) for layer in kinds]
+    digest = zlib.crc32(repr((list(kinds.values()), sizes)).encode())
+    digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise ValueError(
+            f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; give "
+            "all ranks the same model and plan"
+        )
+    firsts = [[_first(layer.weight) for layer in kinds]]
+    ranks = comm.all_gather(
+        torch.tensor(firsts, dtype=torch.float64, device="cpu")
+    )  # [rank, layer]
+    differences = (ranks - ranks[0]).nan_to_num(0).nonzero().tolist()
+    if differences:
+        rank, layer = differences[0]
+        name, _ = list(kinds.values())[layer]
+        raise ValueError(
+            f"the weight of {name!r} on rank {rank} is not that on rank 0; seed all ranks alike before "
+            "the model is made, or load the same checkpoint on all"
+        )
+
+
+def _first(weight: Tensor) -> float:
+    """The first number; NaN if there is none."""
+    if weight.is_meta or weight.numel() == 0:
+        return nan
+    return weight.detach().flatten()[0].item().real
 
 
 def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, tuple[str, str]]:
