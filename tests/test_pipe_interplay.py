@@ -200,6 +200,25 @@ def test_the_default_device_is_that_of_the_caller(way: Way, checkpoint: str) -> 
         assert made == [device] * (4 if checkpoint == "never" else 8)
 
 
+def test_denormals_are_flushed_where_the_caller_has_them_flushed(way: Way) -> None:
+    class Half(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / 2
+
+    x = torch.full((4, 2), 1e-38, requires_grad=True)
+    pipe = Pipe(nn.Sequential(Half(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    for flush in (False, True, False):
+        if not torch.set_flush_denormal(flush):
+            pytest.skip("this processor does not flush denormal numbers")
+        try:
+            half = pipe(x)
+            (grad,) = torch.autograd.grad(half, [x], x.detach())
+        finally:
+            torch.set_flush_denormal(False)
+        for value in (half, grad):
+            assert (value == 0).all() if flush else (value > 0).all()
+
+
 def test_parameters_that_a_layer_changes_and_marks(way: Way) -> None:
     module = nn.Sequential(Normalised(3, 3), nn.Linear(3, 3)).double()
     module[0].weight.gain = 2.0

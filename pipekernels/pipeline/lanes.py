@@ -59,6 +59,15 @@ def _borrow() -> _Worker:
     return _Worker()
 
 
+_DENORMAL = float.fromhex("0x1p-1074")
+
+
+def _flushes_denormals() -> bool:
+    """Whether ``torch.set_flush_denormal`` is on, on the calling thread. torch does not tell; but then
+    processors take such numbers for zero in comparisons too."""
+    return _DENORMAL == 0.0
+
+
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
     """Give the calling thread ``count`` intra-op threads while the body runs."""
@@ -94,14 +103,16 @@ def run_together(
             if begun:
                 return
             begun.append(None)
-            # A worker keeps the count: it has no other use. set_num_threads works on the calling
-            # thread.
+            # A worker keeps both: it has no other use. They are of the thread that sets them.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
+            if _flushes_denormals() != flush:
+                torch.set_flush_denormal(flush)
             variables.run(job)
 
         return run
 
+    flush = _flushes_denormals()
     done: SimpleQueue[None] = SimpleQueue()
     ended: set[_Worker] = set()
     work = [(_borrow(), on_worker(job)) for job in jobs[:-1]]
