@@ -369,6 +369,28 @@ def test_rows_other_than_the_batch(rows: int, place: torch.device) -> None:
     torch.testing.assert_close(on(place, module, [1, 1], chunks=3)(x), expected)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> None:
+    """Autograd does not see through the pipe that an output is a view of anything."""
+
+    class Views(nn.Linear):
+        def forward(self, x):
+            return x, x.view(-1, 2), self.weight.view(1, 2).expand(len(x), 2)
+
+    pipe = on(place, nn.Sequential(nn.Flatten(), Views(2, 1)), [1, 1], chunks=chunks)
+    x = torch.ones(4, 2, 1).requires_grad_()
+    weight = pipe[1].weight.detach().clone()
+    outputs = pipe(x)
+    for factor, output in enumerate(outputs, 2):
+        output.detach().mul_(factor)
+    for factor, tensor in enumerate((x[..., 0], *outputs[:2]), 1):
+        assert torch.equal(tensor, torch.full((4, 2), factor))
+    assert torch.equal(pipe[1].weight, weight)
+    with torch.no_grad():
+        pipe(x)[0].zero_()
+    assert torch.equal(x, torch.ones(4, 2, 1))
+
+
 def test_an_empty_batch(place: torch.device) -> None:
     pipe = on(place, mlp(), [2, 3], chunks=4)
     output = pipe(torch.empty(0, 6, dtype=torch.float64))

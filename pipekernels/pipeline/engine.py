@@ -112,7 +112,7 @@ class Engine:
                     parameters = unique(self._parameters)
                     tensors = _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
                 else:
-                    tensors = run.forward(outputs)
+                    tensors = run.forward(outputs, batch.tensors)
         return outputs.build(tensors)
 
     def train(
@@ -292,7 +292,7 @@ class _PipeNode(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, outputs: Outputs, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        whole = run.forward(outputs)
+        whole = run.forward(outputs, tensors)
         ctx.run, ctx.outputs = run, outputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(

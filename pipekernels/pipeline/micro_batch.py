@@ -196,3 +196,20 @@ class Gather:
         """``whole``, shaped like what :meth:`take` gave, as the views that belong to each
         micro-batch."""
         return list(whole.split(self.lengths, self._dim))
+
+
+def apart(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """``tensors``, those that share memory with one of ``others``, or with one before, as copies."""
+    taken = set(map(_memory, others))
+    result = []
+    for tensor in tensors:
+        result.append(tensor.clone() if _memory(tensor) in taken else tensor)
+        taken.add(_memory(tensor))
+    return tuple(result)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Tells storages apart. What has none, such as a sparse tensor, counts for itself."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

@@ -16,7 +16,7 @@ from pipekernels.pipeline.checkpoint import checkpointed
 from pipekernels.pipeline.context import CallerContext, needs_this_thread, without_cast_cache
 from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
-from pipekernels.pipeline.micro_batch import Scatter
+from pipekernels.pipeline.micro_batch import Scatter, apart
 from pipekernels.pipeline.pace import Kind, Pass, Way
 from pipekernels.pipeline.parameters import (
     Aside,
@@ -123,8 +123,9 @@ class Run:
         # The last attribute, so that it outlives the tapes: with its end it takes back what they used.
         self._transport = Transport(engine.with_streams)
 
-    def forward(self, outputs: Outputs) -> tuple[torch.Tensor, ...]:
-        """Run every forward of the program; returns the outputs ``[batch, ...]``."""
+    def forward(self, outputs: Outputs, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run every forward of the program; returns the outputs ``[batch, ...]``, in memory of their own
+        and not that of ``given``: autograd would not know that they share it."""
         aliases = installed(self._parameters) if self.grad else nullcontext()
         forward = partial(self._forward, outputs)
         around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -137,7 +138,8 @@ class Run:
         with preserved(self._engine.devices), aliases, self._phase(), uncached:
             self._execute(self._program.forwards, forward, around, last=not self.grad)
         self._structure = None
-        return outputs.take()
+        whole = outputs.take()
+        return whole if len(self.sizes) > 1 else apart(whole, given)
 
     def backward(
         self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
