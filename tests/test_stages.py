@@ -172,6 +172,27 @@ def test_a_stage_of_a_pipeline_takes_no_more_layers() -> None:
     PipelineParallel(given, 3)  # but of another pipeline it may be a part
 
 
+def test_layers_of_a_stage_that_change_later() -> None:
+    given = stages()
+    pipeline = PipelineParallel(given, 2)
+    given[1].layers[0] = nn.Linear(5, 4).double()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="layers of stage 1 have changed since"):
+            pipeline(batch(4))
+        pipeline = copy.deepcopy(pipeline)
+    with pytest.raises(
+        RuntimeError, match=r"replace them in the pipeline, pipeline.partitions\[1\]"
+    ):
+        pipeline.train_step(batch(4), None, torch.mean)
+    pipeline = PipelineParallel(given, 2)
+    pipeline.partitions[1][0] = layer = nn.Linear(5, 4).double()
+    pipeline(batch(4)).sum().backward()
+    assert layer.weight.grad is not None
+    hooked(given[2])
+    with pytest.raises(TypeError, match="stage 2 has a forward, parameters, modules or hooks of"):
+        pipeline(batch(4))
+
+
 @pytest.mark.parametrize("bad", [nn.functional.relu, None, "Linear"])
 def test_layers_that_are_no_modules(bad: Any) -> None:
     with pytest.raises(TypeError, match="layer must be an nn.Module, not "):

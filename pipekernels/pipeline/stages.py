@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipekernels.pipeline.integers import integer
+from pipekernels.pipeline.micro_batch import Batch
 from pipekernels.pipeline.partition import check_sequential, has_hooks
 from pipekernels.pipeline.pipe import Pipe
 
@@ -84,6 +85,9 @@ class PipelineParallel(Pipe):
         TypeError: a stage is no :class:`PipelineStage`, or has more than its layers, such as hooks.
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
             1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
+
+    Its forward and ``train_step`` raise a TypeError when a stage has got hooks and the like since, and a
+    RuntimeError when its layers are others: layers are replaced in ``partitions``.
     """
 
     def __init__(
@@ -105,8 +109,20 @@ class PipelineParallel(Pipe):
         )
         for stage in ordered:
             stage._complete = True
-        # In a tuple they are not registered: the partitions hold the layers already.
+        # In tuples they are not registered: the partitions hold the layers already.
         self._stages = tuple(ordered)
+        self._given = tuple([tuple(stage.layers) for stage in ordered])
+
+    def _batch(self, value: Any) -> Batch:
+        for stage, given in zip(self._stages, self._given, strict=True):
+            _check_only_layers(stage)
+            if tuple(stage.layers) != given:
+                raise RuntimeError(
+                    f"the layers of stage {stage.index} have changed since the pipeline was made, which "
+                    "would run the former ones; replace them in the pipeline, "
+                    f"pipeline.partitions[{stage.index}][j] = layer, or make a new one"
+                )
+        return super()._batch(value)
 
     def num_stages(self) -> int:
         """Number of stages."""
