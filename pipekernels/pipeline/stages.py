@@ -72,9 +72,8 @@ class PipelineParallel(Pipe):
 
     An input of ``b`` entries is cut into ``min(num_micro_batches, b)`` micro-batches. Each stage
     runs on the device where its layers are; one without parameters and buffers on that of the stage
-    before it, or, at the beginning, of the first stage that has some. The layers are those that the
-    stages have now: to replace one later, do it in ``partitions``. All else is as in ``Pipe``, whose
-    partitions are the stages.
+    before it, or, at the beginning, of the first stage that has some. All else is as in ``Pipe``,
+    whose partitions are the stages.
 
     Args:
         stages: in any order; their indices are 0 to n - 1.
