@@ -11,8 +11,10 @@ are cast on the way, it is ``.to()`` of every part, and ``.to()`` of what ``torc
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,9 +80,10 @@ def make(case: Case, device: torch.device) -> tuple[list[Tensor], int]:
     return tensors, case.dim
 
 
-def measure(case: Case, direction: str, args: argparse.Namespace) -> Row:
-    """Device and call times of a case, ours, torch's and a copy's."""
-    device = args.device
+def ways(
+    case: Case, direction: str, device: torch.device
+) -> tuple[dict[str, Callable[[], Any]], int]:
+    """Ours, torch's, and a copy of as many bytes as they read; and that number."""
     tensors, dim = make(case, device)
     there = getattr(torch, case.cast) if case.cast else None
     back = tensors[0].dtype if case.cast else None
@@ -98,31 +101,39 @@ def measure(case: Case, direction: str, args: argparse.Namespace) -> Row:
         whole = torch.cat(group, dim)
         return whole if back is None else whole.to(back)
 
-    def by_torch() -> Any:
-        if direction == "split":
-            return [[part_by_torch(part) for part in t.chunk(CHUNKS, dim)] for t in tensors]
+    def split_by_torch() -> Any:
+        return [[part_by_torch(part) for part in t.chunk(CHUNKS, dim)] for t in tensors]
+
+    def concat_by_torch() -> Any:
         return [whole_by_torch(group) for group in zip(*parts, strict=True)]
 
-    def ours() -> Any:
-        if direction == "split":
-            return split_micro_batches(tensors, CHUNKS, dim, dtype=there)
-        return concat_micro_batches(parts, dim, dtype=back)
+    found: dict[str, Callable[[], Any]]
+    if direction == "split":
+        ours = functools.partial(split_micro_batches, tensors, CHUNKS, dim, dtype=there)
+        found = {"ours": ours, "torch": split_by_torch}
+    else:
+        ours = functools.partial(concat_micro_batches, parts, dim, dtype=back)
+        found = {"ours": ours, "torch": concat_by_torch}
+    return found | {"copy": lambda: copy.copy_(source)}, size
 
-    mine = ours() if direction == "concat" else zip(*ours(), strict=True)
-    theirs = by_torch()
-    wrong = sum(
-        int((a != b).sum())
-        for one, other in zip(mine, theirs, strict=True)
-        for a, b in ([(one, other)] if direction == "concat" else zip(one, other, strict=True))
-    )
-    del mine, theirs
 
+def wrong_elements(ours: Any, theirs: Any, direction: str) -> int:
+    """In how many elements the results differ. Torch's of a split are by tensor, ours by micro-batch."""
+    if direction == "split":
+        ours = itertools.chain.from_iterable(zip(*ours, strict=True))
+        theirs = itertools.chain.from_iterable(theirs)
+    return sum(int((a != b).sum()) for a, b in zip(ours, theirs, strict=True))
+
+
+def measure(case: Case, direction: str, args: argparse.Namespace) -> Row:
+    """Device and call times of a case, ours, torch's and a copy's."""
+    candidates, size = ways(case, direction, args.device)
+    wrong = wrong_elements(candidates["ours"](), candidates["torch"](), direction)
     rounds, sample = (2, 0.0) if args.quick else (11, SAMPLE)
-    candidates = {"ours": ours, "torch": by_torch, "copy": lambda: copy.copy_(source)}
-    found = compare(candidates, device, rounds=rounds, sample=sample)
+    found = compare(candidates, args.device, rounds=rounds, sample=sample)
     calls = compare(
-        {"ours": ours, "torch": by_torch},
-        device,
+        {name: candidates[name] for name in ("ours", "torch")},
+        args.device,
         rounds=rounds,
         seconds=call_seconds,
         sample=sample,
@@ -146,7 +157,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         for direction in ("split", "concat"):
             yield from attempt(
                 {"case": name, "direction": direction},
-                lambda case=case, direction=direction: measure(case, direction, args),
+                functools.partial(measure, case, direction, args),
             )
 
 
