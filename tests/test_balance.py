@@ -16,6 +16,7 @@ import torch
 from clocked_layers import Clock, Work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skip_layers import Pop, Stash
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -28,7 +29,7 @@ from pipekernels.pipeline.profile import (
     measure_hand_off,
     measure_seconds,
 )
-from pipekernels.skip import Namespace, pop, skippable, stash
+from pipekernels.skip import Namespace
 
 CPU = torch.device("cpu")
 
@@ -254,20 +255,6 @@ def test_tuples_go_from_layer_to_layer(by: Any, device: torch.device) -> None:
     module = nn.Sequential(Twin(), Add())
     assert by(1, module, torch.rand(2, requires_grad=True), device=device) == [2]
     assert by(1, module[1:], (torch.rand(3, 2), torch.rand(3, 2)), device=device) == [1]
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x.tanh())
-        return x * 2
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x * skip
 
 
 @pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size])
