@@ -380,6 +380,24 @@ def test_bits_of_a_loss_that_uses_the_parameters(schedule: str, force_way: Any) 
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("penalised", [0, 1, 3])
+def test_the_loss_of_one_micro_batch_uses_the_parameters(schedule: str, penalised: int) -> None:
+    x = torch.arange(8.0, dtype=torch.float64).view(8, 1) * torch.ones(5)
+    marked = penalised * 2  # The first row of that micro-batch.
+
+    def loss(module: nn.Module, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        own = output.square().sum()
+        if (target == marked).any():
+            own = own + sum(p.square().sum() for p in module.parameters())
+        return own
+
+    plain, pipe = model(), pipe_of(model())
+    loss(plain, plain(x), x).backward()
+    pipe.train_step(x, x, partial(loss, pipe), loss_reduction="sum", **LANES[schedule])
+    torch.testing.assert_close(gradients(pipe), gradients(plain))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_loss_that_trains_nothing(frozen: bool) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)

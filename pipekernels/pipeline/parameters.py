@@ -175,9 +175,8 @@ class Aside:
         self._keys = {id(alias): key for stage in stages for key, (_, alias) in stage.pairs.items()}
         self._grads: dict[int, torch.Tensor] = {}  # by id of the parameter
 
-    def divert(self, root: Node | None) -> bool:
-        """Have the gradients of aliases in the graph of ``root`` come here; tells whether it has any."""
-        diverted = False
+    def divert(self, root: Node | None) -> None:
+        """Have the gradients of aliases in the graph of ``root`` come here."""
         stack = [] if root is None else [root]
         seen = set(stack)
         while stack:
@@ -188,11 +187,9 @@ class Aside:
                 key = self._keys.get(id(getattr(child, "variable", None)))
                 if key is not None and not child.next_functions:
                     node.register_hook(partial(self._take, key, i))
-                    diverted = True
                 else:
                     seen.add(child)
                     stack.append(child)
-        return diverted
 
     def _take(
         self, key: int, i: int, grads: tuple[torch.Tensor | None, ...], _: object

@@ -212,8 +212,6 @@ class Run:
             self._execute(self._program, compute, nullcontext, last=True)
         if self.grad:
             self._engine.give_back(self._parameters)
-        if losses.aside is None:
-            return results.inputs, results.parameters
         return results.inputs, losses.aside.added_to(results.parameters, unique(self._parameters))
 
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:

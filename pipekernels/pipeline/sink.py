@@ -120,8 +120,8 @@ class Losses:
         self._losses: list[torch.Tensor | None] = [None] * len(sizes)
         self._values: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
         self._required_grad = False
-        # Takes the gradients that losses have for the pipe's parameters; None where they have none.
-        self.aside: Aside | None = None
+        # Takes the gradients that losses have for the pipe's parameters.
+        self.aside = Aside(())
         # Entered for the loss of a micro-batch: gives it random numbers of its own.
         self.randomness: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
@@ -158,8 +158,7 @@ class Losses:
             )
         self._values[m] = loss.detach()
         if loss.requires_grad:
-            if self.aside is not None and not self.aside.divert(loss.grad_fn):
-                self.aside = None  # The others are alike.
+            self.aside.divert(loss.grad_fn)
             self._losses[m], self._leaves[m] = loss, leaves
             self._required_grad = True
 
