@@ -398,6 +398,26 @@ def test_the_loss_of_one_micro_batch_uses_the_parameters(schedule: str, penalise
     torch.testing.assert_close(gradients(pipe), gradients(plain))
 
 
+def test_a_penalty_counts_parameters_that_stages_share_once(place: torch.device) -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()).double()
+        layers[2].weight = layers[0].weight
+        return layers
+
+    def penalised(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        penalty = sum(p.square().sum() for p in module.parameters())
+        return output.square().mean() + penalty
+
+    plain, x = tied(), torch.randn(8, 3, dtype=torch.float64)
+    loss = penalised(plain, plain(x))
+    loss.backward()
+    pipe = Pipe(tied(), [2, 2], devices=[place] * 2, chunks=4)
+    torch.testing.assert_close(pipe.train_step(x, None, partial(penalised, pipe)), loss.detach())
+    torch.testing.assert_close(gradients(pipe), gradients(plain))
+    assert len(list(pipe.named_parameters(remove_duplicate=False))) == 4
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_loss_that_trains_nothing(frozen: bool) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)

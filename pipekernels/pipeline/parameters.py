@@ -28,6 +28,11 @@ def _make_alias(parameter: nn.Parameter, detached: torch.Tensor) -> nn.Parameter
     return alias
 
 
+def identity(parameter: nn.Parameter) -> int:
+    """The same for a parameter and all its aliases."""
+    return id(vars(parameter))  # Theirs is the parameter's own.
+
+
 def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
     """False once the parameter has other memory or another layout, as after
     ``module.to(dtype)``."""

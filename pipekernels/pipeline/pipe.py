@@ -20,6 +20,7 @@ from pipekernels.pipeline.checkpoint import MODES
 from pipekernels.pipeline.engine import Engine
 from pipekernels.pipeline.integers import integer
 from pipekernels.pipeline.micro_batch import Batch, Scatter, rows_of
+from pipekernels.pipeline.parameters import identity
 from pipekernels.pipeline.partition import (
     balance_by_parameters,
     check_sequential,
@@ -219,7 +220,8 @@ class Pipe(nn.Module):
             pipe.train_step(input, target, loss_fn, loss_reduction="sum")
 
         ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Its share of their
-        gradients is summed up by itself, like that of each stage where stages share a parameter.
+        gradients is summed up by itself, like that of each stage where stages share a parameter. There
+        each stage has another object for it; ``pipe.parameters()`` gives one of them.
 
         ``DistributedDataParallel`` averages gradients after calls of its own forward alone; after
         those of ``train_step``, average them yourself. A pipe that FSDP2 shards has no ``train_step``.
@@ -357,6 +359,16 @@ class Pipe(nn.Module):
                 with ``deferred_batch_norm``.
         """
         return torch_stage(self._partitions(), self.devices, stage_index, device, group)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; also in ``loss_fn`` those that stages share come once."""
+        seen: set[int] = set()
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if not remove_duplicate or identity(parameter) not in seen:
+                seen.add(identity(parameter))
+                yield name, parameter
 
     def __len__(self) -> int:
         """Number of layers."""
