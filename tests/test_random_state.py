@@ -256,6 +256,33 @@ def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: b
         assert all(torch.equal(a, b) for a, b in zip(run, expected, strict=True))
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
+def test_layers_that_begin_to_recompute_themselves(
+    schedule: str | None, use_reentrant: bool, force_way: Callable[[Way], None]
+) -> None:
+    force_way("lanes")
+    layers = [nn.Linear(8, 8), Recomputed(None), Recomputed(None)]
+    module = nn.Sequential(*layers)
+    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+    x = torch.linspace(-1, 1, 64).view(8, 8)
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        pipe.zero_grad()
+        if schedule is None:
+            pipe(x).square().mean().backward()
+        else:
+            pipe.train_step(x, None, lambda y: y.square().mean(), schedule=schedule)
+        return [p.grad for p in module.parameters()]
+
+    expected = gradients()
+    layers[1].use_reentrant = layers[2].use_reentrant = use_reentrant
+    with pytest.raises(RuntimeError, match="draw random numbers in its backward.*run.*again"):
+        gradients()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
 def test_a_pipe_within_a_pipe() -> None:
     def work() -> None:
         inner = Pipe(

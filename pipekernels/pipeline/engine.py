@@ -155,6 +155,14 @@ class Engine:
         could keep them apart."""
         self._hidden_randomness = True
 
+    def refuse_hidden_randomness(self) -> None:
+        """For random numbers that a backward draws on a lane."""
+        self.note_hidden_randomness()
+        raise RuntimeError(
+            "a layer of the pipe has begun to draw random numbers in its backward, as layers do that "
+            "checkpoint themselves; run this mini-batch again, and the pipe will keep to one thread"
+        )
+
     def has_hidden_randomness(self) -> bool:
         """Whether layers draw random numbers where no lane could keep them apart, as far as known."""
         return self._hidden_randomness or any(

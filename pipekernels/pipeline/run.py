@@ -440,6 +440,7 @@ class Run:
             begun.way = "inline"
         elif begun.way != "inline":
             self._draw = Run._on_lane
+            self._in_autograd = DrawWatch(engine.refuse_hidden_randomness)
         return begun
 
     def _inline(self, m: int, stage: int) -> AbstractContextManager[Any]:
