@@ -218,6 +218,26 @@ def test_collectives_are_timed_again_until_launches_were_ahead(
     assert waited == waits[:tries] and calls.late == late
 
 
+def test_collectives_leave_time_for_ranks_that_are_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+
+    def by_threads(*case: object) -> timing.Row:
+        clock[0] += 10.0
+        return {}
+
+    monkeypatch.setattr(all_reduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(all_reduce, "by_threads", by_threads)
+    monkeypatch.setattr(all_reduce, "by_processes", lambda *case: {"sizes": {}})
+    args = argparse.Namespace(quick=False, device=torch.device("cpu"), seconds=200.0)
+    rows = list(all_reduce.run(args))
+    assert [row["part"] for row in rows] == ["threads"] * 13 + ["left out"] + ["processes"] * 2
+    assert {row["ranks"] for row in rows[:13]} == {2, 4, 8}
+    told = rendered("all_reduce", rows)
+    assert "17 cases of ranks that are threads are left out: there was no time for them." in told
+
+
 def test_a_case_that_fails_is_a_row_and_in_the_table() -> None:
     def fail() -> timing.Row:
         raise ValueError("no such case")
