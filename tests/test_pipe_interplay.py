@@ -279,7 +279,8 @@ def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.Warning
     assert around.frame_count == 4  # Before and after the pipe, in both.
     old = torch.__version__.startswith("2.6.")  # What is called from a break is not compiled there.
     assert inside.frame_count > 0 or old
-    assert not recwarn.list
+    # Dynamo has one about Python 3.13.0.
+    assert not [w for w in recwarn.list if "Consider upgrading to Python" not in str(w.message)]
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward|skip function forward"):
         torch.compile(pipe, fullgraph=True)(x)
 
