@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipekernels import Pipe
 from pipekernels.pipeline import random_state
-from pipekernels.pipeline.pace import Way
-from pipekernels.pipeline.random_state import LaneRandom, task_seed
+from pipekernels.pipeline.pace import Pace, Way
+from pipekernels.pipeline.random_state import LaneRandom, draws, task_seed
 
 
 class Noisy(nn.Module):
@@ -254,6 +254,62 @@ def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: b
     expected = gradients()
     for run in runs:
         assert all(torch.equal(a, b) for a, b in zip(run, expected, strict=True))
+
+
+class Between(nn.Module):
+    """Checkpoints all that it does but its dropout."""
+
+    def __init__(self, use_reentrant: bool, p: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+        self.dropout = nn.Dropout(p)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, self.dropout(x), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_layers_that_recompute_themselves_beside_random_numbers(
+    p: float, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To recompute they set the state of the process's generator, which lanes draw from."""
+    monkeypatch.setattr(Pace, "record", lambda self, key, way, seconds: None)
+    module = nn.Sequential(*[Between(use_reentrant, p) for _ in range(4)])
+    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def step() -> None:
+        y = pipe(x).square().sum()
+        state = torch.get_rng_state()
+        y.backward()
+        assert torch.equal(torch.get_rng_state(), state)
+
+    monkeypatch.setattr(Pace, "choose", lambda self, key, ways: "inline")
+    step()
+    assert pipe._engine.has_hidden_randomness() == (p > 0)
+    monkeypatch.setattr(Pace, "choose", lambda self, key, ways: "lanes")
+    for _ in range(20):
+        step()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_draws_where_it_drops(p: float) -> None:
+    x = torch.ones(1, 2, 3, 4)
+    calls = {
+        F.dropout: [(x, p), (x, p, True), (x, 0.5, p > 0)],
+        F.dropout2d: [(x, p)],
+        F.scaled_dot_product_attention: [(x, x, x, None, p)],
+    }
+    for function, given in calls.items():
+        for args in given:
+            before = torch.get_rng_state()
+            function(*args)
+            assert draws(function, args, {}) == (p > 0)
+            assert torch.equal(torch.get_rng_state(), before) == (p == 0)
+    assert draws(F.dropout, (x,), {}) and draws(F.dropout, (x,), {"p": 0.1})
+    assert not draws(F.dropout, (x,), {"training": False})
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

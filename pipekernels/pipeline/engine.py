@@ -79,7 +79,7 @@ class Engine:
         # Stages whose work the thread that runs them all does itself.
         self.waits = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
         self._look_at_layers()
-        self._hidden_randomness = False
+        self._hidden_randomness = self._draws = self._restores = False
         self.pace = Pace()
         self.timeline: Timeline | None = None
         # Held by one forward or backward at a time: both put the aliases in place and take what
@@ -155,6 +155,15 @@ class Engine:
         could keep them apart."""
         self._hidden_randomness = True
 
+    def note_draws(self) -> None:
+        """Layers draw random numbers where lanes keep them apart."""
+        self._draws = True
+
+    def note_restores(self) -> None:
+        """Layers put the process's generator into an earlier state, as those do that recompute themselves.
+        Lanes that draw from it meanwhile would draw other numbers."""
+        self._restores = True
+
     def refuse_hidden_randomness(self) -> None:
         """For random numbers that a backward draws on a lane."""
         self.note_hidden_randomness()
@@ -165,8 +174,10 @@ class Engine:
 
     def has_hidden_randomness(self) -> bool:
         """Whether layers draw random numbers where no lane could keep them apart, as far as known."""
-        return self._hidden_randomness or any(
-            layer.dropout > 0 and layer.training for layer in self._recurrent
+        return (
+            self._hidden_randomness
+            or (self._draws and self._restores)
+            or any(layer.dropout > 0 and layer.training for layer in self._recurrent)
         )
 
     def give_back(self, parameters: list[StageParameters]) -> None:

@@ -18,11 +18,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # One process-wide generator, one lock around every use of it by lanes, whatever pipe they belong
 # to. Reentrant: a function drawn by a pipe inside another is seen by both.
@@ -70,21 +73,22 @@ def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _if_positive(position: int, name: str) -> Condition:
-    """Where the given probability is above zero."""
+def _if_all(*arguments: tuple[int, str, Any]) -> Condition:
+    """Where none of these arguments, each with its position, name and default, is zero or False."""
 
-    def is_positive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        value = args[position] if len(args) > position else kwargs.get(name, 0.0)
-        return bool(value)
+    def are_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return all(
+            args[position] if len(args) > position else kwargs.get(name, default)
+            for position, name, default in arguments
+        )
 
-    return is_positive
+    return are_true
 
 
 def _random_functions() -> dict[Any, Condition]:
     """torch's random functions that Python can see being called."""
     names: dict[Any, list[str]] = {
         F: [
-            *("dropout", "dropout1d", "dropout2d", "dropout3d"),
             *("alpha_dropout", "feature_alpha_dropout", "rrelu", "rrelu_", "gumbel_softmax"),
             *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
         ],
@@ -103,8 +107,10 @@ def _random_functions() -> dict[Any, Condition]:
     table: dict[Any, Condition] = {
         getattr(owner, name): _always for owner, listed in names.items() for name in listed
     }
-    table[F.scaled_dot_product_attention] = _if_positive(4, "dropout_p")
-    table[F.multi_head_attention_forward] = _if_positive(10, "dropout_p")
+    dropping = _if_all((1, "p", 0.5), (2, "training", True))
+    table |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), dropping)
+    table[F.scaled_dot_product_attention] = _if_all((4, "dropout_p", 0.0))
+    table[F.multi_head_attention_forward] = _if_all((10, "dropout_p", 0.0))
     return table
 
 
@@ -158,9 +164,33 @@ class DrawWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class BackwardWatch(DrawWatch):
+    """Also calls ``moved`` where Python, in a layer that recomputes itself say, has put the default
+    generator into another state."""
+
+    def __init__(self, found: Callable[[], None], moved: Callable[[], None]) -> None:
+        super().__init__(found)
+        self._moved = moved
+
+    def __enter__(self) -> Self:
+        self._state = torch.default_generator.get_state()
+        return super().__enter__()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not torch.equal(self._state, torch.default_generator.get_state()):
+            self._moved()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 class LaneRandom(HookWatch):
     """Gives the random functions of one task, on its own thread, the stream of numbers that belongs
-    to ``seed``.
+    to ``seed``, and notices whether there were any (``drew``).
 
     With ``audit`` it also notices randomness that it could not see (drawn inside C++ or compiled
     code): :meth:`saw_everything` is False then, and the task must not run on a lane.
@@ -168,6 +198,7 @@ class LaneRandom(HookWatch):
 
     def __init__(self, seed: int, *, audit: bool = False) -> None:
         super().__init__()
+        self.drew = False
         self._seed = seed
         self._state: torch.Tensor | None = None
         self._audit = audit
@@ -187,6 +218,7 @@ class LaneRandom(HookWatch):
         if not draws(func, args, kwargs):
             self.saw_tensor_hooks |= func in _TENSOR_HOOKS
             return func(*args, **kwargs)
+        self.drew = True
         generator = torch.default_generator
         with _generator_lock:
             if self._audit:

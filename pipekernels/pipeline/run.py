@@ -25,7 +25,14 @@ from pipekernels.pipeline.parameters import (
     installed,
     unique,
 )
-from pipekernels.pipeline.random_state import DrawWatch, HookWatch, RunRandom, preserved
+from pipekernels.pipeline.random_state import (
+    BackwardWatch,
+    DrawWatch,
+    HookWatch,
+    LaneRandom,
+    RunRandom,
+    preserved,
+)
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
 from pipekernels.pipeline.skip_table import SkipTable
@@ -435,7 +442,7 @@ class Run:
             self._draw = Run._audited
             # A layer that recomputes its forward puts back the state of the process's generator,
             # which on lanes would be anybody's.
-            self._in_autograd = DrawWatch(engine.note_hidden_randomness)
+            self._in_autograd = BackwardWatch(engine.note_hidden_randomness, engine.note_restores)
         if engine.has_hidden_randomness():
             begun.way = "inline"
         elif begun.way != "inline":
@@ -450,8 +457,7 @@ class Run:
     def _on_lane(self, m: int, stage: int) -> Iterator[None]:
         with self._random.on_lane(m, stage) as watch:
             yield
-        if watch.saw_tensor_hooks:
-            self._may_split = False
+        self._note(watch)
 
     @contextmanager
     def _watched(self, m: int, stage: int) -> Iterator[None]:
@@ -465,10 +471,15 @@ class Run:
         """Watch a forward for random numbers that a lane could not keep apart."""
         with self._random.audited(m, stage) as watch:
             yield
-        if watch.saw_tensor_hooks:
-            self._may_split = False
+        self._note(watch)
         if not watch.saw_everything():
             self._engine.note_hidden_randomness()
+
+    def _note(self, watch: LaneRandom) -> None:
+        if watch.saw_tensor_hooks:
+            self._may_split = False
+        if watch.drew:
+            self._engine.note_draws()
 
 
 class _Results:
