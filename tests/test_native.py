@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,44 @@ def tool(name: str) -> str:
     return found
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
-def test_cpp_tests_under(sanitizers: str) -> None:
-    build = ROOT / "build" / f"native-{sanitizers.replace(',', '-')}"
-    options = {
+def build(folder: Path, *, compiler: str | None = None, **options: str) -> None:
+    """The extension's code and its C++ tests, without Python, with warnings as errors."""
+    options |= {
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
         "PIPEKERNELS_CUDA": "0",
         "PIPEKERNELS_PYTHON": "OFF",
         "PIPEKERNELS_TESTS": "ON",
         "PIPEKERNELS_WERROR": "ON",
-        "PIPEKERNELS_SANITIZE": sanitizers,
     }
     definitions = [f"-D{name}={value}" for name, value in options.items()]
+    environment = os.environ | ({"CXX": compiler} if compiler else {})
     jobs = str(len(os.sched_getaffinity(0)))
-    for command in (
-        [tool("cmake"), "-G", "Ninja", "-S", ROOT / "csrc", "-B", build, *definitions],
-        [tool("cmake"), "--build", build, "-j", jobs],
-        [tool("ctest"), "--test-dir", build, "--output-on-failure"],
-    ):
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    run(
+        [tool("cmake"), "-G", "Ninja", "-S", ROOT / "csrc", "-B", folder, *definitions],
+        env=environment,
+    )
+    run([tool("cmake"), "--build", folder, "-j", jobs])
+
+
+def run(command: list[str | Path], env: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_cpp_tests_under(sanitizers: str) -> None:
+    folder = ROOT / "build" / f"native-{sanitizers.replace(',', '-')}"
+    build(folder, PIPEKERNELS_SANITIZE=sanitizers)
+    run([tool("ctest"), "--test-dir", folder, "--output-on-failure"])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("compiler", ["g++-11", "g++-12", "g++-13", "g++-14", "clang++"])
+def test_compiles_with(compiler: str, tmp_path: Path) -> None:
+    path = shutil.which(compiler)
+    if path is None:
+        pytest.skip(f"{compiler} is not installed")
+    if Path(path).resolve() == Path(shutil.which("c++") or "").resolve():
+        pytest.skip(f"{compiler} is the system's compiler, which builds everything else")
+    build(tmp_path, compiler=path, CMAKE_BUILD_TYPE="Debug")

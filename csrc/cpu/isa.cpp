@@ -1,6 +1,18 @@
 #include "pipekernels/isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace pipekernels {
+
+#if defined(__x86_64__)
+// Compilers before GCC 11 and some of Clang do not know it in __builtin_cpu_supports().
+static bool has_f16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 bool isa_available(Isa isa) {
 #if defined(__x86_64__)
@@ -8,8 +20,7 @@ bool isa_available(Isa isa) {
     case Isa::kBaseline:
       return true;
     case Isa::kAvx2:  // The compiler may also use what the flags for these files name.
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-             __builtin_cpu_supports("f16c");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case Isa::kAvx512:
       return isa_available(Isa::kAvx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -138,14 +138,14 @@ struct Extremum {
 struct Max : Extremum {
   template <class V>
   static V combine(V a, V b) {
-    return (a > b) | (a != a) ? a : b;
+    return ((a > b) | (a != a)) ? a : b;
   }
 };
 
 struct Min : Extremum {
   template <class V>
   static V combine(V a, V b) {
-    return (a < b) | (a != a) ? a : b;
+    return ((a < b) | (a != a)) ? a : b;
   }
 };
 

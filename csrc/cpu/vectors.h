@@ -75,19 +75,17 @@ inline __m512 widen_half(__m256i v) { return _mm512_maskz_cvtph_ps(0xffff, v); }
 inline __m256i narrow_half(__m512 v) {
   return _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT);
 }
-inline __m256i low_half(__m512i v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
-inline __m256i high_half(__m512i v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+inline __m256i low_half(__m512i v) { return _mm512_maskz_extracti64x4_epi64(0xf, v, 0); }
+inline __m256i high_half(__m512i v) { return _mm512_maskz_extracti64x4_epi64(0xf, v, 1); }
 inline __m512i join_halves(__m256i low, __m256i high) {
-  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(low), high, 1);
 }
 #else
 inline __m256 widen_half(__m128i v) { return _mm256_cvtph_ps(v); }
 inline __m128i narrow_half(__m256 v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
-inline __m128i low_half(__m256i v) { return __builtin_shufflevector(v, v, 0, 1); }
-inline __m128i high_half(__m256i v) { return __builtin_shufflevector(v, v, 2, 3); }
-inline __m256i join_halves(__m128i low, __m128i high) {
-  return __builtin_shufflevector(low, high, 0, 1, 2, 3);
-}
+inline __m128i low_half(__m256i v) { return _mm256_castsi256_si128(v); }
+inline __m128i high_half(__m256i v) { return _mm256_extracti128_si256(v, 1); }
+inline __m256i join_halves(__m128i low, __m128i high) { return _mm256_set_m128i(high, low); }
 #endif
 
 #else

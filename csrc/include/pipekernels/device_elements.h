@@ -158,7 +158,7 @@ struct Wide {
   // Partial results are kept unrounded, in aligned memory; those of element i at i * kPartialSize.
   static constexpr size_t kPartialSize = sizeof(Accumulator);
   using PartialUnit = std::conditional_t<sizeof(values) % 16 == 0, Pack, Accumulator>;
-  static constexpr int kPartialUnits = sizeof(values) / sizeof(PartialUnit);
+  static constexpr int kPartialUnits = sizeof(values) / (sizeof(PartialUnit));
 
   PK_HOST_DEVICE static Wide load_partial(const std::byte* from) {
     PartialUnit units[kPartialUnits];

@@ -258,7 +258,7 @@ inline cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
-  *properties = {{"the only one"}, 4};
+  *properties = cudaDeviceProp{{"the only one"}, 4};
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() {
