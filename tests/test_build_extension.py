@@ -55,16 +55,25 @@ def test_where_tools_are_looked_for(
     assert script.find_tool("sometool") == of_package
 
 
-def test_what_was_built_elsewhere_is_forgotten(script: ModuleType, tmp_path: Path) -> None:
-    here, copy = tmp_path / "a folder", tmp_path / "copy"
-    here.mkdir()
-    (here / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.24)\nproject(x NONE)\n")
-    command = [script.find_tool("cmake"), "-S", here, "-B", here / "build"]
-    subprocess.run(command, check=True, capture_output=True)
+def test_what_was_built_elsewhere_or_by_other_compilers_is_forgotten(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    here, copy = tmp_path / "here" / "build", tmp_path / "copy" / "build"
+
+    def keeps(build_dir: Path) -> bool:
+        (build_dir / "kept").touch()
+        script.renew(build_dir)
+        return (build_dir / "kept").exists()
+
+    script.renew(here)
+    assert keeps(here)
     shutil.copytree(here, copy)
-    for folder, kept in ((here, True), (copy, False), (tmp_path / "new", False)):
-        script.forget_if_moved(folder / "build")
-        assert (folder / "build").exists() is kept
+    assert not keeps(copy)
+    assert keeps(copy)
+    monkeypatch.setenv("CXX", "another")
+    assert not keeps(here)
+    assert keeps(here)
 
 
 def test_other_systems_are_told_so(script: ModuleType, tmp_path: Path) -> None:

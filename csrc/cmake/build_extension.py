@@ -18,6 +18,18 @@ import pybind11
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
+# Variables that CMake reads when a folder is new, and never again.
+COMPILERS = (
+    "CXX",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "CUDACXX",
+    "CUDAFLAGS",
+    "CUDAHOSTCXX",
+    "CUDA_HOME",
+    "CUDA_PATH",
+)
+
 
 def build(folder: Path) -> None:
     """Build ``_C`` into ``folder``; incremental, in build/cmake-<python>.
@@ -39,7 +51,7 @@ def build(folder: Path) -> None:
         "PIPEKERNELS_KERNEL_REPORT": os.environ.get("PIPEKERNELS_KERNEL_REPORT", "0"),
     }
     definitions = [f"-D{name}={value}" for name, value in options.items()]
-    forget_if_moved(build_dir)
+    renew(build_dir)
     subprocess.run(
         [cmake, "-G", "Ninja", "-S", ROOT / "csrc", "-B", build_dir, *definitions], check=True
     )
@@ -47,14 +59,21 @@ def build(folder: Path) -> None:
     subprocess.run([cmake, "--build", build_dir, "--target", "_C", "-j", jobs], check=True)
 
 
-def forget_if_moved(build_dir: Path) -> None:
-    """Delete ``build_dir`` if it was made elsewhere, and copied or moved since: CMake refuses it."""
-    cache = build_dir / "CMakeCache.txt"
-    if not cache.exists():
+def renew(build_dir: Path) -> None:
+    """Make ``build_dir`` an empty folder, unless it was made here and with the same compilers.
+
+    CMake refuses one that was copied or moved, and stays with the compilers and flags of an old one.
+    """
+    made_with = "\n".join(
+        [str(build_dir), *(f"{name}={os.environ.get(name, '')}" for name in COMPILERS)]
+    )
+    stamp = build_dir / "made_with.txt"
+    if stamp.exists() and stamp.read_text() == made_with:
         return
-    made_in = f"CMAKE_CACHEFILE_DIR:INTERNAL={build_dir.as_posix()}\n"
-    if made_in not in cache.read_text():
+    if build_dir.exists():
         shutil.rmtree(build_dir)
+    build_dir.mkdir(parents=True)
+    stamp.write_text(made_with)
 
 
 def find_tool(name: str) -> str:
