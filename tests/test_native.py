@@ -55,11 +55,16 @@ def test_cpp_tests_under(sanitizers: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("compiler", ["g++-11", "g++-12", "g++-13", "g++-14", "clang++"])
+@pytest.mark.parametrize(
+    "compiler", ["g++-11", "g++-12", "g++-13", "g++-14", "clang++", "aarch64-linux-gnu-g++"]
+)
 def test_compiles_with(compiler: str, tmp_path: Path) -> None:
     path = shutil.which(compiler)
     if path is None:
         pytest.skip(f"{compiler} is not installed")
     if Path(path).resolve() == Path(shutil.which("c++") or "").resolve():
         pytest.skip(f"{compiler} is the system's compiler, which builds everything else")
-    build(tmp_path, compiler=path, CMAKE_BUILD_TYPE="Debug")
+    options = {"CMAKE_BUILD_TYPE": "Debug"}
+    if compiler.startswith("aarch64"):
+        options |= {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64"}
+    build(tmp_path, compiler=path, **options)

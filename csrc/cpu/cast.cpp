@@ -9,7 +9,7 @@ const CastKernel* const* cast_tables_avx2();
 const CastKernel* const* cast_tables_avx512();
 #endif
 
-CastKernel cast_kernel(DType from, DType to, Isa isa) {
+CastKernel cast_kernel(DType from, DType to, [[maybe_unused]] Isa isa) {
   const CastKernel* const* tables = cast_tables_baseline();
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) tables = cast_tables_avx2();

@@ -25,7 +25,7 @@ void check_reducible(DType dtype, Reduction reduction) {
   }
 }
 
-const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, Isa isa) {
+const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, [[maybe_unused]] Isa isa) {
   const ReduceKernels* const* tables = reduce_tables_baseline();
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) tables = reduce_tables_avx2();
