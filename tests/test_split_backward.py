@@ -223,6 +223,35 @@ def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> N
         assert calls == [1] * 4
 
 
+@pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
+def test_hooks_on_nodes_are_called_once(kind: str, force_way: Callable[[Way], None]) -> None:
+    calls: list[str] = []
+
+    def scale(grads: tuple[torch.Tensor, ...], *_: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(kind)
+        return tuple(3 * grad for grad in grads)
+
+    class Hooked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            getattr(y.grad_fn, kind)(scale)
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Hooked(6, 6))
+    x = torch.randn(4, 6)
+    torch.cat([model(part) for part in x.chunk(4)]).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    calls.clear()
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+    force_way("split")
+    pipe(x).sum().backward()
+    assert calls == [kind] * 4
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, grad)
+
+
 def test_a_split_pass_has_both_parts_on_its_timeline(force_way: Callable[[Way], None]) -> None:
     force_way("split")
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))

@@ -60,11 +60,12 @@ def backward_of_inputs(
     Returns:
         The second part, or None if the graph cannot be cut in two; then nothing has been done. It
         cannot where a parameter is used twice, where an output does not depend on the inputs or
-        no parameter is used, and where there are custom functions, whose backward does
-        everything at once.
+        no parameter is used, where there are custom functions, whose backward does everything at
+        once, and where a node that consumes parameters has hooks, which would be called in both
+        parts.
     """
     consumers = _consumers([root.node for root in roots], {id(leaf) for leaf in leaves})
-    if not consumers:
+    if not consumers or any(_has_hooks(consumer.node) for consumer in consumers):
         return None
     handles = [consumer.node.register_prehook(consumer.capture) for consumer in consumers]
     try:
@@ -110,6 +111,15 @@ def _consumers(roots: Sequence[Node], leaves: set[int]) -> list[_Consumer] | Non
         if parameters:
             consumers.append(_Consumer(node, parameters))
     return consumers
+
+
+def _has_hooks(node: Node) -> bool:
+    for register in (node.register_prehook, node.register_hook):
+        with register(lambda *_: None) as handle:
+            hooks = handle.hooks_dict_ref()  # All of the node.
+            if hooks is not None and len(hooks) > 1:
+                return True
+    return False
 
 
 def _children_first(roots: Sequence[Node]) -> dict[Node, list[Node]] | None:
