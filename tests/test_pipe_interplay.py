@@ -237,6 +237,28 @@ def test_parameters_that_a_layer_changes_and_marks(way: Way) -> None:
     assert_same_gradients(module, reference)
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_was_frozen_in_the_forward(checkpoint: str, place: torch.device) -> None:
+    module = mlp().to(place)
+    reference = copy.deepcopy(module)
+    pipe = Pipe(module, [2, 2], devices=[place] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    inputs = []
+    for model in (pipe, reference):
+        inputs += [x.clone().requires_grad_(), x.clone().requires_grad_()]
+        average = {name: p.detach() / 2 for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, average, (inputs[-1],)).square().sum()
+        loss.backward()
+        model.requires_grad_(False)
+        loss = model(inputs[-2]).square().sum()
+        model.requires_grad_(True)
+        loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    for of_pipe, expected in zip(inputs[:2], inputs[2:], strict=True):
+        torch.testing.assert_close(of_pipe.grad, expected.grad, rtol=0, atol=1e-10)
+    assert all(p.requires_grad for p in pipe.parameters())
+
+
 def test_a_parameter_replaced_before_the_backward(way: Way) -> None:
     module = mlp()
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")

@@ -20,10 +20,12 @@ from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
 
-def _make_alias(parameter: nn.Parameter, detached: torch.Tensor) -> nn.Parameter:
+def _make_alias(
+    parameter: nn.Parameter, detached: torch.Tensor, *, trainable: bool = True
+) -> nn.Parameter:
     # A subclass of Parameter keeps its type.
     plain = type(parameter) is nn.Parameter
-    alias: Any = nn.Parameter(detached) if plain else detached.requires_grad_()
+    alias: Any = nn.Parameter(detached, trainable) if plain else detached.requires_grad_(trainable)
     alias.__dict__ = parameter.__dict__  # What the user's code has noted there, now and later.
     return alias
 
@@ -45,8 +47,8 @@ def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
 
 
 class StageParameters:
-    """The trainable parameters of one stage and their aliases, as they are when this object is
-    made.
+    """The trainable parameters of one stage and their aliases, and the frozen ones, as they are when
+    this object is made.
 
     Args:
         module: the stage.
@@ -72,6 +74,8 @@ class StageParameters:
         self._slots: list[
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
         ] = []
+        # as in _slots; without aliases
+        self.frozen: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         # Walked by hand, every mini-batch: module.modules() takes as long as a small layer's
         # forward.
         stack: list[nn.Module | None] = [module]
@@ -83,7 +87,10 @@ class StageParameters:
             stack.extend(reversed(layer._modules.values()))
             for name, parameter in layer._parameters.items():
                 self._makeup.append(type(parameter))
-                if parameter is None or not parameter.requires_grad:
+                if parameter is None:
+                    continue
+                if not parameter.requires_grad:
+                    self.frozen.append((layer._parameters, name, parameter))
                     continue
                 key = id(parameter)
                 pair = self.pairs.get(key) or known.get(key)
@@ -142,6 +149,28 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     finally:
         for parameters, before in zip(stages, found, strict=True):
             parameters.remove(before)
+
+
+@contextmanager
+def frozen_again(stages: Sequence[StageParameters]) -> Iterator[None]:
+    """Have what was frozen when ``stages`` were made in its place while the body runs, and frozen: a
+    recomputation goes by its forward, which may have been inside ``torch.func.functional_call``."""
+    changed = [
+        (owner, name, parameter, owner[name])
+        for stage in stages
+        for owner, name, parameter in stage.frozen
+        if name in owner and (owner[name] is not parameter or parameter.requires_grad)
+    ]
+    for owner, name, parameter, _ in changed:
+        trains = parameter.requires_grad
+        owner[name] = (
+            _make_alias(parameter, parameter.detach(), trainable=False) if trains else parameter
+        )
+    try:
+        yield
+    finally:
+        for owner, name, _, now in changed:
+            owner[name] = now
 
 
 def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:

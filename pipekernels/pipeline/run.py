@@ -22,6 +22,7 @@ from pipekernels.pipeline.parameters import (
     Aside,
     StageParameters,
     accumulated,
+    frozen_again,
     installed,
     unique,
 )
@@ -179,6 +180,7 @@ class Run:
                 self._accumulating() as results,
                 preserved(engine.devices) if again else nullcontext(),
                 installed(self._parameters) if again else nullcontext(),
+                frozen_again(self._parameters) if again else nullcontext(),
             ):
                 if self._tasks == [engine.chain] and not again:
                     self._backward_at_once(outputs, keep_graph)
