@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import socket
 import threading
 import time
@@ -195,6 +196,42 @@ def test_a_start_that_fails_on_one_rank_fails_on_all(problem: Exception) -> None
     for message in run_processes(2, broken_start, problem):
         what = f"{type(problem).__name__}: {problem}"
         assert message == f"the ranks cannot be joined: rank 1: {what}"
+
+
+def without_descriptors(comm: Communicator) -> str:
+    before = traces()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if comm.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    with pytest.raises(RuntimeError) as caught:
+        Communicator.from_process_group()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert traces() == before
+    return str(caught.value)
+
+
+def test_a_rank_without_file_descriptors_fails_on_all() -> None:
+    for message in run_processes(2, without_descriptors):
+        assert re.fullmatch(r"the ranks cannot be joined: rank 1: OSError: .*open files", message)
+
+
+def without_memory(comm: Communicator) -> str:
+    before = traces()
+    if comm.rank == 0:
+
+        def refuse(world_size: int) -> int:
+            raise OSError("no memory")
+
+        bootstrap.tuning.one_shot_bytes = refuse
+    with pytest.raises(RuntimeError) as caught:
+        Communicator.from_process_group()
+    assert traces() == before
+    return str(caught.value)
+
+
+def test_nobody_waits_for_memory_that_cannot_be_had() -> None:
+    for message in run_processes(3, without_memory):
+        assert "rank 0: OSError: no memory" in message and "TimeoutError" not in message
 
 
 def test_a_process_that_cannot_be_watched() -> None:

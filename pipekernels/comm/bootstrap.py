@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,15 +54,20 @@ def join_processes(
     """Join the ranks of ``rendezvous`` that give the same ``color``, ordered by ``key``, then rank.
 
     A collective over the rendezvous. ``None`` for a rank without a colour. Fails on all ranks of a
-    colour if it fails on one.
+    colour if it fails on one, and on all ranks if one cannot even introduce itself.
     """
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        address = f"\0pipekernels-{secrets.token_hex(16)}"
-        listener.bind(address)
-        listener.listen(rendezvous.world_size)
-        process = _Process(host_identity(), os.getpid(), address, color, key)
-        everyone = rendezvous.all_gather(process)
+        process, problem = None, ""
+        try:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            address = f"\0pipekernels-{secrets.token_hex(16)}"
+            listener.bind(address)
+            listener.listen(rendezvous.world_size)
+            process = _Process(host_identity(), os.getpid(), address, color, key)
+        except OSError as error:
+            problem = _problem_of(rendezvous.rank, error)
+        everyone, early_problems = zip(*rendezvous.all_gather((process, problem)), strict=True)
+        _raise_for(early_problems)
         if color is None:
             rendezvous.all_gather("")
             return None
@@ -74,7 +80,7 @@ def join_processes(
         neighbours = [processes[member] for member in layout.members]
 
         undo = stack.enter_context(contextlib.ExitStack())
-        segment, pidfds, route, problem = None, [], None, ""
+        segment, pidfds, route = None, [], None
         try:
             module = _backend.load()
             if neighbours[0] is process:
@@ -93,14 +99,26 @@ def join_processes(
             if route is not None:
                 undo.callback(route.lane.close)
         except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
-            problem = f"rank {rank}: {type(error).__name__}: {error}"
+            problem = _problem_of(rank, error)
+            listener.close()  # Who waits for the memory need not wait any longer.
         problems = rendezvous.all_gather(problem)
-        problems = [problems[member] for member in ranks if problems[member]]
-        if problems:
-            del segment  # Not to be kept by the traceback.
-            raise RuntimeError(f"the ranks cannot be joined: {'; '.join(problems)}")
+        problems = [problems[member] for member in ranks]
+        if any(problems):
+            segment = None  # Not to be kept by the traceback.
+        _raise_for(problems)
         undo.pop_all()
     return Seat(layout, segment, pidfds, route)
+
+
+def _problem_of(rank: int, error: Exception) -> str:
+    return f"rank {rank}: {type(error).__name__}: {error}"
+
+
+def _raise_for(problems: Iterable[str]) -> None:
+    """Raise RuntimeError if any rank has a problem."""
+    found = [problem for problem in problems if problem]
+    if found:
+        raise RuntimeError(f"the ranks cannot be joined: {'; '.join(found)}")
 
 
 def host_identity() -> tuple[str, ...]:
