@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -198,21 +199,30 @@ def test_a_start_that_fails_on_one_rank_fails_on_all(problem: Exception) -> None
         assert message == f"the ranks cannot be joined: rank 1: {what}"
 
 
-def without_descriptors(comm: Communicator) -> str:
+def short_of_descriptors(comm: Communicator, left: int) -> str:
     before = traces()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for fd in taken[:left]:
+            os.close(fd)
     with pytest.raises(RuntimeError) as caught:
         Communicator.from_process_group()
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert traces() == before
     return str(caught.value)
 
 
-def test_a_rank_without_file_descriptors_fails_on_all() -> None:
-    for message in run_processes(2, without_descriptors):
-        assert re.fullmatch(r"the ranks cannot be joined: rank 1: OSError: .*open files", message)
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_rank_short_of_file_descriptors_fails_on_all(left: int) -> None:
+    for message in run_processes(2, short_of_descriptors, left):
+        assert re.fullmatch(
+            r"the ranks cannot be joined: rank 1: .*(open files|file descriptor left).*", message
+        )
 
 
 def without_memory(comm: Communicator) -> str:

@@ -188,7 +188,9 @@ def _receive(first: _Process, timeout: float) -> int:
         connection.connect(first.address)
         if _peer_pid(connection) != first.pid:
             raise RuntimeError("another process listens on the socket of the first rank")
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        _, fds, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if flags & socket.MSG_CTRUNC:
+        raise RuntimeError("there is no file descriptor left for the shared memory (see ulimit -n)")
     if not fds:
         raise RuntimeError("the first rank of this host has hung up")
     return fds[0]
