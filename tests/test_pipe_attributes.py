@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipekernels import NoChunk, Pipe
+from pipekernels import NoChunk, Pipe, PipelineParallel, PipelineStage
 
 
 def mlp() -> nn.Sequential:
@@ -49,6 +49,25 @@ def test_state_dict_maps_to_the_modules_own_keys() -> None:
     assert [key.split(".", 2)[2] for key in pipe.state_dict()] == keys
     again = pipe.to_sequential()
     assert list(again.state_dict()) == keys and list(again) == list(pipe)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_keep_their_modes(training: bool) -> None:
+    """One may be frozen, as BatchNorm often is, or alone in training."""
+    layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    module = nn.Sequential(*layers).train(training)
+    for layer in (module[1], module[2][1]):
+        layer.train(not training)
+    modes = [layer.training for layer in module.modules()]
+    pipe = on_cpu(module, [1, 2], chunks=2)
+    again = pipe.to_sequential()
+    assert [layer.training for layer in again.modules()] == modes
+    assert [m.training for m in (pipe, *pipe.partitions)] == [training] * 3
+    stages = [PipelineStage(i).add_layer(layer).train(training) for i, layer in enumerate(layers)]
+    for layer in (module[1], module[2][1]):
+        layer.train(not training)
+    pipe = PipelineParallel(stages, 2)
+    assert [layer.training for layer in pipe.to_sequential().modules()] == modes
 
 
 def test_balance_and_devices_by_default() -> None:

@@ -194,7 +194,7 @@ def split_module(
     begin = 0
     for length in balance:
         partition = nn.Sequential(OrderedDict(named[begin : begin + length]))
-        partition.train(module.training)
+        partition.training = module.training  # Its layers keep their own modes.
         partitions.append(partition)
         begin += length
     _deny_sharing_across_devices(partitions, devices)

@@ -131,6 +131,7 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         check_sequential(module)
+        self.training = module.training
         for name, value in (("balance", balance), ("devices", devices)):
             if isinstance(value, (str, int, torch.device)):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
@@ -320,7 +321,7 @@ class Pipe(nn.Module):
                 assert layer is not None
                 named[name] = layer
         module = nn.Sequential(named)
-        module.train(self.training)
+        module.training = self.training  # The layers keep their own modes.
         return module
 
     def to_torch_stage(

@@ -99,8 +99,10 @@ class PipelineParallel(Pipe):
         ordered = _in_order(stages)
         chunks = integer("num_micro_batches", num_micro_batches)
         layers = [list(stage.layers) or [nn.Identity()] for stage in ordered]
+        module = nn.Sequential(*chain.from_iterable(layers))
+        module.training = any(stage.training for stage in ordered)
         super().__init__(
-            nn.Sequential(*chain.from_iterable(layers)),
+            module,
             [len(own) for own in layers],
             devices=_devices(ordered),
             chunks=chunks,
