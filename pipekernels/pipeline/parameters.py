@@ -105,6 +105,11 @@ class StageParameters:
         at again."""
         return self._makeup == other._makeup
 
+    def all(self) -> list[nn.Parameter]:
+        """The aliases, and what is frozen."""
+        aliases = [alias for _, alias in self.pairs.values()]
+        return aliases + [parameter for _, _, parameter in self.frozen]
+
     def found(self) -> list[tuple[nn.Parameter | None, int]]:
         """What is in the aliases' places, and where the aliases' memory is."""
         return [(owner.get(name), alias.data_ptr()) for owner, name, _, alias in self._slots]

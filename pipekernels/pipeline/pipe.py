@@ -97,7 +97,10 @@ class Pipe(nn.Module):
         chunks: most micro-batches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
             that differ by at most one.
         checkpoint: which micro-batches keep their inputs only and are recomputed in the backward:
-            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is.
+            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is. Recomputed
+            layers are in the mode, and have the parameters and buffers, of their forward; their hooks,
+            attributes and the values of buffers are those of the backward. Parameters modified in place
+            and layers changed in between are an error.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.

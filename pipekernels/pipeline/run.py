@@ -22,7 +22,6 @@ from pipekernels.pipeline.parameters import (
     Aside,
     StageParameters,
     accumulated,
-    frozen_again,
     installed,
     unique,
 )
@@ -34,6 +33,7 @@ from pipekernels.pipeline.random_state import (
     RunRandom,
     preserved,
 )
+from pipekernels.pipeline.recomputation import AsInForward
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
 from pipekernels.pipeline.skip_table import SkipTable
@@ -114,6 +114,8 @@ class Run:
         if self._draw is Run._inline and self._program.splits:
             self._draw = Run._watched
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
+        # Where backwards recompute.
+        self._as_in_forward: AsInForward
         # Of the inputs of each (stage, micro-batch) that is to be recomputed.
         self._versions: dict[tuple[int, int], list[int]] = {}
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
@@ -146,6 +148,8 @@ class Run:
         with preserved(self._engine.devices), aliases, self._phase(), uncached:
             self._execute(self._program.forwards, forward, around, last=not self.grad)
         self._structure = None
+        if any(self._drop):
+            self._as_in_forward = AsInForward(self._engine.stages, self._parameters)
         whole = outputs.take()
         return whole if len(self.sizes) > 1 else apart(whole, given)
 
@@ -179,8 +183,7 @@ class Run:
                 outputs.given(grads),
                 self._accumulating() as results,
                 preserved(engine.devices) if again else nullcontext(),
-                installed(self._parameters) if again else nullcontext(),
-                frozen_again(self._parameters) if again else nullcontext(),
+                self._as_in_forward.again() if again else nullcontext(),
             ):
                 if self._tasks == [engine.chain] and not again:
                     self._backward_at_once(outputs, keep_graph)

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipekernels.pipeline import checkpoint
 from pipekernels.pipeline.entry import Entry
 from pipekernels.pipeline.partition import layers
+from pipekernels.pipeline.recomputation import versions
 from pipekernels.pipeline.skip import Key, carried, skips_of
 from pipekernels.pipeline.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.structure import Arguments, Structure, take_apart
@@ -36,7 +37,7 @@ class Activation:
 
     def versions(self) -> list[int]:
         """How often each tensor has been written to."""
-        return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+        return versions(self.tensors)
 
     def with_skips(self, skips: Mapping[Key, tuple[torch.Tensor, bool]]) -> Activation:
         """The same and ``skips``, with whether each wants a gradient."""
@@ -343,7 +344,8 @@ def _buffers_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
         for stage in stages
         for layer in stage.modules()
         for name, buffer in layer._buffers.items()
-        if buffer is not None
+        # One that wants a gradient gets it.
+        if buffer is not None and not buffer.requires_grad
     ]
     for owner, name, buffer in saved:
         owner[name] = buffer.clone()

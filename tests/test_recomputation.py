@@ -1,0 +1,172 @@
+"""What happens to layers between a forward and the backward that recomputes them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from pipekernels import Pipe
+from pipekernels.pipeline.pace import Way
+
+MODES = ["never", "except_last", "always"]
+
+
+class Scaled(nn.Linear):
+    """Has a buffer, and another result in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.inner = nn.Identity()
+        self.register_buffer("scale", torch.full((4,), 2.1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(super().forward(x).tanh()) * (self.scale if self.training else 1)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(), Scaled(), Scaled().eval(), Scaled()).double()
+
+
+def piped(module: nn.Sequential, checkpoint: str) -> Pipe:
+    return Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def with_other_buffers(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    other = {name: buffer * 3 for name, buffer in module.named_buffers()}
+    return torch.func.functional_call(module, other, (x,))
+
+
+def in_evaluation(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = module(x)
+    module.eval()
+    return output
+
+
+def cast(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = module(x)
+    module.to(torch.float32)
+    return output
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("forward", [with_other_buffers, in_evaluation, cast])
+def test_layers_are_as_in_the_forward(
+    forward: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    checkpoint: str,
+    way: Way,
+    x: torch.Tensor,
+) -> None:
+    grads = []
+    module = model()
+    for net in (copy.deepcopy(module), piped(module, checkpoint)):
+        inputs = x.clone().requires_grad_()
+        loss = forward(net, inputs).square().sum()
+        layers = [layer for layer in net.modules() if isinstance(layer, Scaled)]
+        modes, buffers = [layer.training for layer in layers], list(net.buffers())
+        loss.backward()
+        grads.append([inputs.grad, *(p.grad for p in net.parameters())])
+        assert [layer.training for layer in layers] == modes
+        assert all(a is b for a, b in zip(net.buffers(), buffers, strict=True))
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-10)
+
+
+def write_to_a_bias(module: nn.Sequential) -> None:
+    with torch.no_grad():
+        module[2].bias.mul_(2)
+
+
+def write_to_a_frozen_weight(module: nn.Sequential) -> None:
+    module[3].weight.mul_(2)
+
+
+def replace_a_layer(module: nn.Sequential) -> None:
+    module[0].inner = nn.Linear(4, 4).double()
+
+
+def prune_a_weight(module: nn.Sequential) -> None:
+    prune.l1_unstructured(module[2], "weight", 0.5)
+
+
+def parametrize_a_weight(module: nn.Sequential) -> None:
+    nn.utils.parametrizations.weight_norm(module[2])
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (write_to_a_bias, "stage 1 .* parameters were modified in place"),
+        (write_to_a_frozen_weight, "stage 1 .* parameters were modified in place"),
+        (replace_a_layer, "stage 0 .* layers, or which parameters they have, were changed"),
+        (prune_a_weight, "stage 1 .* layers, or which parameters they have, were changed"),
+        (parametrize_a_weight, "stage 1 .* layers, or which parameters they have, were changed"),
+    ],
+)
+def test_what_cannot_be_recomputed(
+    change: Callable[[nn.Sequential], None],
+    message: str,
+    checkpoint: str,
+    way: Way,
+    x: torch.Tensor,
+) -> None:
+    module = model()
+    module[3].weight.requires_grad_(False)
+    pipe = piped(module, checkpoint)
+    loss = pipe(x)[:, 0].sum()
+    keys = [set(layer._parameters) for layer in module]
+    change(pipe.to_sequential())
+    if checkpoint == "never" and change is not write_to_a_frozen_weight:  # Its graph has saved it.
+        loss.backward()
+    elif checkpoint != "never":
+        with pytest.raises(RuntimeError, match=message):
+            loss.backward()
+        assert all(p.grad is None for p in module.parameters())
+    changed = [set(layer._parameters) for layer in module]
+    assert (changed != keys) == (change in (prune_a_weight, parametrize_a_weight))
+
+    grads = []
+    for net in (pipe, pipe.to_sequential()):
+        net.zero_grad()
+        net(x).square().sum().backward()
+        grads.append([p.grad for p in net.parameters()])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_layers_that_write_to_their_parameters(checkpoint: str, way: Way) -> None:
+    """Each forward scales down those rows of the embedding that it reads, a recomputation too."""
+    module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2)).double()
+    reference = copy.deepcopy(module)
+    x = torch.tensor([0, 1, 1, 3, 4])
+    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    for net in (pipe, reference):
+        loss = net(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_buffer_that_wants_a_gradient(checkpoint: str, way: Way, x: torch.Tensor) -> None:
+    module = model()
+    for buffer in module.buffers():
+        buffer.requires_grad_()
+    module(x).square().sum().backward()
+    expected = [buffer.grad for buffer in module.buffers()]
+    for buffer in module.buffers():
+        buffer.grad = None
+    piped(module, checkpoint)(x).square().sum().backward()
+    grads = [buffer.grad for buffer in module.buffers()]
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
