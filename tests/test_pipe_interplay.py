@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -40,6 +41,23 @@ def test_compiled_layers(checkpoint: str, way: Way) -> None:
     pipe(x).square().sum().backward()
     reference(x).square().sum().backward()
     assert_same_gradients(module, reference)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script does not support it")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_scripted_layers(checkpoint: str, way: Way) -> None:
+    layers = [*mlp(), nn.BatchNorm1d(2).double().eval()]
+    reference = nn.Sequential(*layers)
+    module = nn.Sequential(*map(torch.jit.script, copy.deepcopy(layers)))
+    pipe = Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for _ in range(2):
+        pipe(x).square().sum().backward()
+        reference(x).square().sum().backward()
+    assert_same_gradients(module, reference)
+    grads = torch.autograd.grad(pipe(x).square().sum(), list(module.parameters()))
+    torch.testing.assert_close([2 * grad for grad in grads], [p.grad for p in pipe.parameters()])
 
 
 def train_with_ddp(comm: Communicator) -> None:

@@ -112,7 +112,11 @@ class StageParameters:
 
     def found(self) -> list[tuple[nn.Parameter | None, int]]:
         """What is in the aliases' places, and where the aliases' memory is."""
-        return [(owner.get(name), alias.data_ptr()) for owner, name, _, alias in self._slots]
+        return [
+            # Those of a scripted layer have no get().
+            (owner[name] if name in owner else None, alias.data_ptr())  # noqa: SIM401
+            for owner, name, _, alias in self._slots
+        ]
 
     def moved(self) -> bool:
         """Whether an alias has got other memory than its parameter."""

@@ -87,4 +87,5 @@ class AsInForward:
 
 
 def _makeup(stage: nn.Module) -> list[object]:
-    return [(layer, type(layer), *layer._parameters) for layer in stage.modules()]
+    # keys(): those of a scripted layer cannot be iterated over.
+    return [(layer, type(layer), *layer._parameters.keys()) for layer in stage.modules()]
