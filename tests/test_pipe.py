@@ -202,6 +202,22 @@ def test_double_backward_says_that_it_is_not_supported() -> None:
         torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
 
 
+def test_several_backwards_at_once_are_refused(way: Way) -> None:
+    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    output = pipe(x)
+    grads = torch.eye(24, dtype=torch.float64).view(24, 4, 6)
+    for backwards in (
+        lambda: torch.autograd.grad(output, x, grads, is_grads_batched=True),
+        lambda: torch.vmap(lambda grad: torch.autograd.grad(output, x, grad))(grads),
+    ):
+        with pytest.raises(RuntimeError, match="a pipe is gone through backwards for one gradient"):
+            backwards()
+    each = [torch.autograd.grad(output, x, grad, retain_graph=True)[0] for grad in grads]
+    expected = torch.autograd.functional.jacobian(pipe.to_sequential(), x)
+    torch.testing.assert_close(torch.stack(each), expected.view(24, 4, 6))
+
+
 class Pair(nn.Module):
     """A tuple in, a tuple out: one tensor with a gradient, an integer one, one nobody differentiates."""
 

@@ -1,4 +1,5 @@
-"""What registered operations would ignore without a word: forward-mode differentiation."""
+"""What operations with a backward of their own have no rules for: forward-mode differentiation, and
+backwards inside vmap."""
 
 from __future__ import annotations
 
@@ -25,6 +26,24 @@ def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:
             f"{name} has a backward, but no forward-mode derivative, and torch.func cannot "
             "differentiate it; use backward() or torch.autograd.grad()"
         )
+
+
+def deny_batched(name: str, grads: Iterable[Tensor | None]) -> None:
+    """Refuse several gradients at once, at the beginning of the backward of what ``name`` says.
+
+    Raises:
+        RuntimeError: vmap goes through it backwards.
+    """
+    of_vmap = torch._C._functorch
+    for grad in grads:
+        # The former vmap is still that of torch.autograd.
+        if grad is not None and (
+            of_vmap.is_batchedtensor(grad) or of_vmap.is_legacy_batchedtensor(grad)
+        ):
+            raise RuntimeError(
+                f"{name} is gone through backwards for one gradient at a time, not inside vmap; do "
+                "without is_grads_batched=True, vectorize=True or vmap"
+            )
 
 
 def _is_differentiated(tensor: Tensor) -> bool:

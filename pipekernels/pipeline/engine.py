@@ -17,6 +17,7 @@ from pipekernels.comm import Communicator
 from pipekernels.ops.graphs import has_graphs
 from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.streams import has_streams
+from pipekernels.ops.transforms import deny_batched
 from pipekernels.pipeline.batchnorm import committed, has_deferred_batch_norm
 from pipekernels.pipeline.graphs import StageGraphs
 from pipekernels.pipeline.micro_batch import Batch, Scatter
@@ -322,6 +323,7 @@ class _PipeNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         check_differentiated_once("a pipe")
+        deny_batched("a pipe", grads)
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         input_grads, parameter_grads = ctx.run.backward(ctx.outputs, grads, keep_graph)
         return (None, None, *input_grads, *parameter_grads)
