@@ -170,3 +170,26 @@ def test_a_buffer_that_wants_a_gradient(checkpoint: str, way: Way, x: torch.Tens
     piped(module, checkpoint)(x).square().sum().backward()
     grads = [buffer.grad for buffer in module.buffers()]
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
+
+
+class Overwriting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sub_(0.5).mul_(x.detach() > 0)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_inputs_outlast_recomputations(
+    backwards: int, checkpoint: str, way: Way, x: torch.Tensor
+) -> None:
+    """The second stage passes on what it is given, and the third works in place."""
+    layers = nn.Linear(4, 4), nn.Flatten(0), nn.Unflatten(0, (-1, 4)), Overwriting(), nn.Tanh()
+    module = nn.Sequential(*layers).double()
+    reference = copy.deepcopy(module)
+    pipe = Pipe(module, [1, 2, 2], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint)
+    for net in (pipe, reference):
+        output = net(x)
+        for _ in range(backwards):
+            output.square().sum().backward(retain_graph=True)
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)

@@ -195,16 +195,20 @@ class Task:
                 torch.clear_autocast_cache()
             outputs.wants_grad = tuple(differentiable(tensor) for tensor in outputs.tensors)
             return outputs, self._tape(inputs, outputs, inputs=inputs)
-        outputs, tape = self._record(inputs, randomness)
+        # Micro-batches are views of the caller's tensors: what works on them in place would change
+        # these behind autograd's back, and each other's versions.
+        is_first = self.stages[0][0] == 0
+        outputs, tape = self._record(inputs, randomness, preserve=is_first)
         outputs.tensors = tuple([tensor.detach() for tensor in outputs.tensors])
         return outputs, tape
 
     def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
         """Run the stages a second time on the tape's inputs, now with a graph. Buffers keep their
-        values."""
+        values, and so do the inputs: those of the stage before may be in the same memory, and another
+        recomputation may follow."""
         assert tape.inputs is not None
         with checkpoint.recomputing(), _buffers_aside([stage for _, stage in self.stages]):
-            return self._record(tape.inputs, randomness)[1]
+            return self._record(tape.inputs, randomness, preserve=True)[1]
 
     def backward(
         self, tapes: Sequence[Tape], grads: Sequence[Grads], *, keep_graph: bool
@@ -256,13 +260,13 @@ class Task:
             if root is not None and grad is not None
         ]
 
-    def _record(self, inputs: Activation, randomness: Randomness) -> tuple[Activation, Tape]:
-        """Run with a graph of their own, cut off from whatever made the inputs."""
+    def _record(
+        self, inputs: Activation, randomness: Randomness, *, preserve: bool
+    ) -> tuple[Activation, Tape]:
+        """Run with a graph of their own, cut off from whatever made the inputs; ``preserve`` these."""
         leaves: list[torch.Tensor | None] = []
         args = []
-        # Micro-batches are views of the caller's tensors: what works on them in place would change
-        # these behind autograd's back, and each other's versions.
-        copies = self.stages[0][0] == 0 and self._overwrites_input is not False
+        copies = preserve and self._overwrites_input is not False
         with torch.enable_grad():
             for tensor, wants in zip(inputs.tensors, inputs.wants_grad, strict=True):
                 leaf = tensor.detach().requires_grad_() if wants else None
