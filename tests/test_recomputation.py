@@ -1,9 +1,12 @@
-"""What happens to layers between a forward and the backward that recomputes them."""
+"""Layers between a forward and the backward that recomputes them, and after one that was broken off."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,3 +196,74 @@ def test_inputs_outlast_recomputations(
             output.square().sum().backward(retain_graph=True)
     for p, q in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("function", ["remove", "accumulated", "put_back"])
+def test_ctrl_c_while_a_run_is_cleaned_up(
+    function: str, force_way: Callable[[Way], None], one_thread: None
+) -> None:
+    """Wherever in ``function``: the model has its parameters back, and no gradient stays behind."""
+    force_way("inline")
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=2)
+    tensors = [*module.parameters(), *module.buffers()]
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
+    left = 0
+
+    def trace(frame: Any, event: str, arg: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_name != function or "pipekernels" not in frame.f_code.co_filename:
+            return None
+        left -= 1
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before, places = sys.gettrace(), 0
+    while left <= 0:
+        places += 1
+        left = places
+        try:
+            sys.settrace(trace)
+            pipe(x).square().sum().backward()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        found = [*module.parameters(), *module.buffers()]
+        assert all(a is b for a, b in zip(found, tensors, strict=True))
+        grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
+        torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
+    assert places > 9  # The last one lies behind the end.
+
+
+def test_a_pipe_that_was_broken_off_is_not_taken_for_running(
+    force_way: Callable[[Way], None], one_thread: None
+) -> None:
+    force_way("inline")
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2)
+    left = 0
+
+    def trace(frame: Any, event: str, arg: object) -> None:
+        nonlocal left
+        left -= Path(frame.f_code.co_filename).name in ("engine.py", "contextlib.py")
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before, places, kept = sys.gettrace(), 0, []
+    while left <= 0:
+        places += 1
+        left = places
+        try:
+            sys.settrace(trace)  # Of calls.
+            with torch.no_grad():
+                pipe(torch.ones(2, 2))
+        except KeyboardInterrupt as error:
+            kept.append(error)  # As interactive interpreters do; it keeps all frames.
+        finally:
+            sys.settrace(before)
+        pipe(torch.ones(2, 2))
+    assert len(kept) > 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -105,15 +105,20 @@ class Engine:
         # A step may wait for the thread of a backward, so that does not wait for the step.
         in_backward = torch._C._current_graph_task_id() != -1
         turn = nullcontext() if in_backward else self._turns
-        with self._entered(), turn, self.lock:
-            run = self._start(GPIPE, batch, checkpoint, may_split=True)
-            outputs = Outputs(run.sizes, batch.dim)
-            with self._committed():
-                if run.grad:
-                    parameters = unique(self._parameters)
-                    tensors = _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
-                else:
-                    tensors = run.forward(outputs, batch.tensors)
+        around = self._around()
+        try:
+            _running.set((*around, self))
+            with turn, self.lock:
+                run = self._start(GPIPE, batch, checkpoint, may_split=True)
+                outputs = Outputs(run.sizes, batch.dim)
+                with self._committed():
+                    if run.grad:
+                        parameters = unique(self._parameters)
+                        tensors = _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
+                    else:
+                        tensors = run.forward(outputs, batch.tensors)
+        finally:
+            _running.set(around)
         return outputs.build(tensors)
 
     def train(
@@ -135,18 +140,23 @@ class Engine:
         Returns:
             The loss, a scalar without a graph.
         """
-        with self._entered(), self._turns, self.lock, torch.enable_grad():
-            run = self._start(schedule, batch, checkpoint, may_split=False)
-            losses = make_losses(run.sizes)
-            targets = [*batch.tensors, *unique(self._parameters)]
-            with self._committed():
-                grads = [grad for part in run.train(losses) for grad in part]
-                losses.check()
-            wanted = [
-                target for target, grad in zip(targets, grads, strict=True) if grad is not None
-            ]
-            # Through autograd, so that hooks are called.
-            root = _Given.apply(grads, *wanted) if wanted else None
+        around = self._around()
+        try:
+            _running.set((*around, self))
+            with self._turns, self.lock, torch.enable_grad():
+                run = self._start(schedule, batch, checkpoint, may_split=False)
+                losses = make_losses(run.sizes)
+                targets = [*batch.tensors, *unique(self._parameters)]
+                with self._committed():
+                    grads = [grad for part in run.train(losses) for grad in part]
+                    losses.check()
+                wanted = [
+                    target for target, grad in zip(targets, grads, strict=True) if grad is not None
+                ]
+                # Through autograd, so that hooks are called.
+                root = _Given.apply(grads, *wanted) if wanted else None
+        finally:
+            _running.set(around)
         if root is not None:
             torch.autograd.backward(root)
         return losses.total()
@@ -206,21 +216,16 @@ class Engine:
             and not any(map(_has_collectives, layers))
         )
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Refuse the pipe to its own layers: on a lane they would wait for a lock that the caller of the
-        pipe holds, who waits for them."""
+    def _around(self) -> tuple[Engine, ...]:
+        """Those whose layers call this one. Not itself: on a lane they would wait for a lock that the caller
+        of the pipe holds, who waits for them."""
         around = _running.get()
         if self in around:
             raise RuntimeError(
                 "a layer of a pipe calls the pipe that it is in; give the layer, in place of the pipe, the "
                 "module that it is to call"
             )
-        token = _running.set((*around, self))
-        try:
-            yield
-        finally:
-            _running.reset(token)
+        return around
 
     def _committed(self) -> AbstractContextManager[None]:
         return committed(self.stages) if self._has_deferred_batch_norm else nullcontext()

@@ -75,8 +75,8 @@ def intra_op_threads(count: int) -> Iterator[None]:
     if before == count:
         yield
         return
-    torch.set_num_threads(count)
     try:
+        torch.set_num_threads(count)
         yield
     finally:
         torch.set_num_threads(before)

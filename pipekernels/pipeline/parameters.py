@@ -9,7 +9,7 @@ on a parameter fires once per backward, not once per micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -137,6 +137,15 @@ class StageParameters:
                 parameter.data = alias.data
 
 
+def surely(put_back: Callable[[], None]) -> None:
+    """Do it a second time where Ctrl-C has come in between, and only then let that go on."""
+    try:
+        put_back()
+    except BaseException:
+        put_back()
+        raise
+
+
 @contextmanager
 def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     """Have the aliases of all ``stages`` in place while the body runs. What was there comes back
@@ -151,13 +160,18 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
             "leave it away around forwards and backwards of a pipe, or evaluate under no_grad()"
         )
     found = [parameters.found() for parameters in stages]
+
+    def remove() -> None:
+        for parameters, before in zip(stages, found, strict=True):
+            parameters.remove(before)
+
     try:
         for parameters in stages:
             parameters.install()
         yield
     finally:
-        for parameters, before in zip(stages, found, strict=True):
-            parameters.remove(before)
+        # Aliases that stayed would be other parameters than those of the optimizer.
+        surely(remove)
 
 
 @contextmanager
@@ -170,16 +184,20 @@ def frozen_again(stages: Sequence[StageParameters]) -> Iterator[None]:
         for owner, name, parameter in stage.frozen
         if name in owner and (owner[name] is not parameter or parameter.requires_grad)
     ]
-    for owner, name, parameter, _ in changed:
-        trains = parameter.requires_grad
-        owner[name] = (
-            _make_alias(parameter, parameter.detach(), trainable=False) if trains else parameter
-        )
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for owner, name, _, now in changed:
             owner[name] = now
+
+    try:
+        for owner, name, parameter, _ in changed:
+            trains = parameter.requires_grad
+            owner[name] = (
+                _make_alias(parameter, parameter.detach(), trainable=False) if trains else parameter
+            )
+        yield
+    finally:
+        surely(put_back)
 
 
 def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:

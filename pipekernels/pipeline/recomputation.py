@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipekernels.pipeline.parameters import StageParameters, frozen_again, installed
+from pipekernels.pipeline.parameters import StageParameters, frozen_again, installed, surely
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -53,20 +53,24 @@ class AsInForward:
             for owner, name, buffer in self._buffers
             if name in owner and owner[name] is not buffer
         ]
-        for layer, mode in modes:
-            layer.training = not mode
-        for owner, name, buffer, _ in buffers:
-            owner[name] = buffer
-        try:
-            with installed(self._parameters), frozen_again(self._parameters):
-                yield
-        finally:
+
+        def put_back() -> None:
             for layer, mode in modes:
                 layer.training = mode
             for owner, name, _, now in buffers:
                 owner[name] = now
             # Layers may write to their parameters, and another backward may follow.
             self._versions = self._current_versions()
+
+        try:
+            for layer, mode in modes:
+                layer.training = not mode
+            for owner, name, buffer, _ in buffers:
+                owner[name] = buffer
+            with installed(self._parameters), frozen_again(self._parameters):
+                yield
+        finally:
+            surely(put_back)
 
     def _check(self) -> None:
         versions = self._current_versions()

@@ -23,6 +23,7 @@ from pipekernels.pipeline.parameters import (
     StageParameters,
     accumulated,
     installed,
+    surely,
     unique,
 )
 from pipekernels.pipeline.random_state import (
@@ -362,10 +363,13 @@ class Run:
             ]
             results.inputs = tuple([self._scatter.joined(column) for column in columns])
         finally:
-            self._second_parts.clear()
-            self._skips.forget_grads()
-            self._input_grads = [()] * len(self._scatter)
-            results.parameters = tuple(accumulated(unique(self._parameters), self._parameters))
+            surely(partial(self._take_grads, results))
+
+    def _take_grads(self, results: _Results) -> None:
+        self._second_parts.clear()
+        self._skips.forget_grads()
+        self._input_grads = [()] * len(self._scatter)
+        results.parameters = tuple(accumulated(unique(self._parameters), self._parameters))
 
     def _execute(
         self,

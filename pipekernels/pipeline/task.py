@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels.pipeline import checkpoint
 from pipekernels.pipeline.entry import Entry
+from pipekernels.pipeline.parameters import surely
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.recomputation import versions
 from pipekernels.pipeline.skip import Key, carried, skips_of
@@ -351,10 +352,14 @@ def _buffers_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
         # One that wants a gradient gets it.
         if buffer is not None and not buffer.requires_grad
     ]
-    for owner, name, buffer in saved:
-        owner[name] = buffer.clone()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for owner, name, buffer in saved:
             owner[name] = buffer
+
+    try:
+        for owner, name, buffer in saved:
+            owner[name] = buffer.clone()
+        yield
+    finally:
+        surely(put_back)
