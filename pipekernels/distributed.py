@@ -43,6 +43,7 @@ from torch.torch_version import TorchVersion
 
 from pipekernels.comm import Communicator
 from pipekernels.comm.codes import REDUCIBLE
+from pipekernels.comm.tensors import put_back, to_dense_in_place
 
 if TorchVersion(torch.__version__) < "2.7":
     raise ImportError(
@@ -178,7 +179,7 @@ class _Group(dist.ProcessGroup):
 
         def body() -> None:
             for tensor in tensors:
-                self._comm.all_reduce(tensor, name)
+                _in_place(tensor, lambda flat: self._comm.all_reduce(flat, name))
 
         return self._run(opts, body, tensors)
 
@@ -302,7 +303,7 @@ class _Group(dist.ProcessGroup):
 
         def body() -> None:
             for tensor in tensors:
-                self._comm.broadcast(tensor, opts.rootRank)
+                _in_place(tensor, lambda flat: self._comm.broadcast(flat, opts.rootRank))
 
         return self._run(opts, body, tensors)
 
@@ -324,6 +325,17 @@ def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
     if timeout is not None:
         options.timeout = timeout
     return options
+
+
+def _in_place(tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
+    """Run ``collective`` on all elements of ``tensor`` in a row.
+
+    Ranks need give equally many elements only, as for torch's own backends; to a communicator their
+    shapes must be equal.
+    """
+    dense = to_dense_in_place(tensor)
+    collective(dense.view(-1))
+    put_back(dense, tensor)
 
 
 def _is_dense(tensors: Sequence[Tensor]) -> bool:

@@ -129,6 +129,13 @@ def compare_with_gloo(rank: int) -> None:
     columns = torch.empty(2, 3).t()
     dist.all_gather_into_tensor(columns, stacked[rank])
     assert columns.equal(stacked)
+    shape = [(6,), (3, 2), (1, 6)][rank]  # As many elements will do.
+    other = torch.arange(6.0).view(shape) * (rank + 1)
+    dist.all_reduce(other)
+    assert other.equal(torch.arange(6.0).view(shape) * 6)
+    transposed = torch.full((2, 3), float(rank)).t() if rank else torch.arange(6.0)
+    dist.broadcast(transposed, 0)
+    assert transposed.flatten().equal(torch.arange(6.0))
 
 
 def test_same_results_as_gloo(run_group: Callable[..., list[Any]]) -> None:
