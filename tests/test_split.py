@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,28 @@ def refuse_colors(comm: Communicator) -> None:
 
 def test_bad_arguments() -> None:
     run_threads(2, refuse_colors)
+
+
+def split_without_room(comm: Communicator) -> float:
+    if comm.rank == 0:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    comm.barrier()
+    try:
+        with pytest.raises(RuntimeError, match=r"rank 0: .* GiB in memory \(see ulimit -f\)"):
+            comm.split(0)
+    finally:
+        if comm.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    comm.barrier()
+    child = comm.split(comm.rank % 2)
+    assert child is not None
+    return child.all_reduce(torch.tensor([comm.rank])).item()
+
+
+@both
+def test_no_room_is_an_error_on_all_ranks(run: Callable[..., Any]) -> None:
+    assert run(4, split_without_room) == [2, 4, 2, 4]
 
 
 def split_after_the_group(comm: Communicator) -> int:

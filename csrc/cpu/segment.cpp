@@ -43,7 +43,8 @@ int Segment::create(int world_size, size_t one_shot_bytes) {
     const int error = errno;
     close(fd);
     errno = error;
-    throw_errno("cannot size the shared memory");
+    throw_errno("cannot make a sparse file of " + std::to_string(size >> 30) + " GiB in memory" +
+                (error == EFBIG ? " (see ulimit -f)" : ""));
   }
   return fd;
 }

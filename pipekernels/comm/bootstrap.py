@@ -65,9 +65,9 @@ def join_processes(
             listener.listen(rendezvous.world_size)
             process = _Process(host_identity(), os.getpid(), address, color, key)
         except OSError as error:
-            problem = _problem_of(rendezvous.rank, error)
+            problem = problem_of(rendezvous.rank, error)
         everyone, early_problems = zip(*rendezvous.all_gather((process, problem)), strict=True)
-        _raise_for(early_problems)
+        raise_for(early_problems)
         if color is None:
             rendezvous.all_gather("")
             return None
@@ -99,22 +99,23 @@ def join_processes(
             if route is not None:
                 undo.callback(route.lane.close)
         except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
-            problem = _problem_of(rank, error)
+            problem = problem_of(rank, error)
             listener.close()  # Who waits for the memory need not wait any longer.
         problems = rendezvous.all_gather(problem)
         problems = [problems[member] for member in ranks]
         if any(problems):
             segment = None  # Not to be kept by the traceback.
-        _raise_for(problems)
+        raise_for(problems)
         undo.pop_all()
     return Seat(layout, segment, pidfds, route)
 
 
-def _problem_of(rank: int, error: Exception) -> str:
+def problem_of(rank: int, error: Exception) -> str:
+    """What the other ranks hear of an error that keeps ``rank`` from joining them."""
     return f"rank {rank}: {type(error).__name__}: {error}"
 
 
-def _raise_for(problems: Iterable[str]) -> None:
+def raise_for(problems: Iterable[str]) -> None:
     """Raise RuntimeError if any rank has a problem."""
     found = [problem for problem in problems if problem]
     if found:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels.comm import tuning
-from pipekernels.comm.bootstrap import join_processes
+from pipekernels.comm.bootstrap import join_processes, problem_of, raise_for
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.cuda import Device
 from pipekernels.comm.errors import PeerError
@@ -415,13 +415,18 @@ def _divide_processes(
 def _divide_threads(parent: Communicator, color: int | None, key: int) -> Communicator | None:
     """:meth:`Communicator.split` where the ranks are threads: the first one makes the new ends."""
     ranks = of_color(_all_gather_objects(parent, (color, key)), color)
-    makes = color is not None and ranks[0] == parent.rank
-    made = Communicator.threads(len(ranks), timeout=parent.timeout) if makes else []
-    handles = _all_gather_objects(parent, [end.handle for end in made])
-    end = None
-    if color is not None:
-        end = communicator_of(handles[ranks[0]][ranks.index(parent.rank)])
+    made: list[Communicator] = []
+    problem = ""
+    if color is not None and ranks[0] == parent.rank:
+        try:
+            made = Communicator.threads(len(ranks), timeout=parent.timeout)
+        except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
+            problem = problem_of(0, error)
+    answers = _all_gather_objects(parent, ([end.handle for end in made], problem))
+    handles, problem = answers[ranks[0]]
+    end = communicator_of(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # By then every rank has its end, and `made` is not needed any more.
+    raise_for([problem])
     return end
 
 
