@@ -137,7 +137,7 @@ bool are_plain(const py::list& tensors) {
 }
 
 // are_plain() of micro-batches of so many tensors each, and whether they can be concatenated along
-// `dim`.
+// `dim`, on one device.
 bool are_plain_and_fit(int64_t dim, size_t tensors, const py::list& micro_batches) {
   using pipekernels::dlpack::Tensor;
   std::vector<Tensor> wanted(tensors);
@@ -148,6 +148,9 @@ bool are_plain_and_fit(int64_t dim, size_t tensors, const py::list& micro_batche
     Tensor given;
     if (!describe(tensor, given) || dim >= given.dims) return false;
     if (i < tensors) wanted[t] = given;
+    if (given.device_type != wanted[0].device_type || given.device != wanted[0].device) {
+      return false;
+    }
     if (t == 0) size = given.shape[dim];
     if (given.shape[dim] != size || !alike_but_in(dim, wanted[t], given)) return false;
     if (!is_plain(tensor, given)) return false;

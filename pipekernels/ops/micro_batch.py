@@ -6,6 +6,7 @@ Both are registered operations (schema, fake, autograd), so they trace under
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -132,9 +133,7 @@ def concat_micro_batches(
     if not entries:
         raise ValueError("there is no micro-batch to concatenate; give at least one")
     single = isinstance(entries[0], Tensor)
-    rows: list[list[Tensor]] = [
-        [e] if isinstance(e, Tensor) else _as_list(e, "a micro-batch") for e in entries
-    ]
+    rows = [[e] if isinstance(e, Tensor) else _as_list(e, "a micro-batch") for e in entries]
     width = len(rows[0])
     for i, row in enumerate(rows):
         if len(row) != width or isinstance(entries[i], Tensor) != single:
@@ -142,13 +141,14 @@ def concat_micro_batches(
                 f"all micro-batches must have the same structure: number 0 has {width} tensor(s), "
                 f"number {i} has {len(row)}"
             )
-    dim = _check_dim(rows[0], dim)
     flat = [tensor for row in rows for tensor in row]
-    _check_casts(rows[0], dtype)
     # The extension's look is quick, but it cannot say what is wrong, nor do some tensors let it look.
-    if not is_observed() and _backend.load().are_plain_and_fit(dim, width, flat):
+    is_simple = dtype is None and width > 0 and isinstance(dim, int) and dim >= 0
+    if is_simple and not is_observed() and _backend.load().are_plain_and_fit(dim, width, flat):
         wholes = _CONCAT.directly(flat, width, dim, dtype)
     else:
+        dim = _check_dim(rows[0], dim)
+        _check_casts(rows[0], dtype)
         for i, row in enumerate(rows):
             _check_fits(rows[0], row, dim, i)
         wholes = _CONCAT(flat, width, dim, dtype)
@@ -249,26 +249,34 @@ _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FLOATING_NAMES = "float64, float32, float16 or bfloat16"
 
 
-def _new(like: Tensor, dim: int, size: int, dtype: torch.dtype | None) -> Tensor:
-    """An empty tensor, but for its size along ``dim``, and ``dtype`` if that is cast, like another."""
-    shape = list(like.shape)
-    shape[dim] = size
-    if dtype is None or not like.is_floating_point():
-        return like.new_empty(shape)
-    return like.new_empty(shape, dtype=dtype)
+# Its sizes one by one: a list of them takes torch longer to read than a small tensor to make.
+def _new_like(tensor: Tensor, dtype: torch.dtype | None) -> Callable[..., Tensor]:
+    """Makes empty tensors of given sizes, and of ``dtype`` if it is cast, like another."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.new_empty
+    return functools.partial(tensor.new_empty, dtype=dtype)
 
 
 def _new_micro_batches(
     tensors: Sequence[Tensor], sizes: Sequence[int], dim: int, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    return [_new(tensor, dim, size, dtype) for size in sizes for tensor in tensors]
+    columns = []
+    for tensor in tensors:
+        new, before, after = _new_like(tensor, dtype), tensor.shape[:dim], tensor.shape[dim + 1 :]
+        columns.append([new(*before, size, *after) for size in sizes])
+    return [part for row in zip(*columns, strict=True) for part in row]
 
 
 def _new_wholes(
     micro_batches: Sequence[Tensor], tensors: int, dim: int, dtype: torch.dtype | None
 ) -> list[Tensor]:
     batch = sum([part.shape[dim] for part in micro_batches[::tensors]])
-    return [_new(part, dim, batch, dtype) for part in micro_batches[:tensors]]
+    wholes = []
+    for part in micro_batches[:tensors]:
+        shape = list(part.shape)
+        shape[dim] = batch
+        wholes.append(_new_like(part, dtype)(*shape))
+    return wholes
 
 
 def _copy(split: bool, dim: int, wholes: list[Tensor], parts: list[Tensor]) -> None:
