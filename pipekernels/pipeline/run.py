@@ -14,6 +14,7 @@ import torch
 from pipekernels.pipeline import executor
 from pipekernels.pipeline.checkpoint import checkpointed
 from pipekernels.pipeline.context import CallerContext, needs_this_thread, without_cast_cache
+from pipekernels.pipeline.draws import Draws
 from pipekernels.pipeline.graphs import GraphedTask
 from pipekernels.pipeline.lanes import intra_op_threads
 from pipekernels.pipeline.micro_batch import Scatter, apart
@@ -26,14 +27,7 @@ from pipekernels.pipeline.parameters import (
     surely,
     unique,
 )
-from pipekernels.pipeline.random_state import (
-    BackwardWatch,
-    DrawWatch,
-    HookWatch,
-    LaneRandom,
-    RunRandom,
-    preserved,
-)
+from pipekernels.pipeline.random_state import preserved
 from pipekernels.pipeline.recomputation import AsInForward
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.sink import Losses, Outputs, Sink
@@ -86,13 +80,11 @@ class Run:
         # Of the thread that begins the run. Asked for where lanes or recomputations need it: cold, it
         # takes as long as two small layers.
         self._context: CallerContext
-        self._random = RunRandom(engine.devices)
+        self._draws = Draws(engine)
         micro_batches = len(scatter)
         self._drop = [
             self.grad and checkpointed(checkpoint, m, micro_batches) for m in range(micro_batches)
         ]
-        # A function, no method: that would keep the run, and its micro-batches, in a reference cycle.
-        self._draw: Callable[[Run, int, int], AbstractContextManager[Any]] = Run._inline
         # Entered where graphs are gone through backwards.
         self._in_autograd: AbstractContextManager[Any] = nullcontext()
         self._pass = self._begun(schedule, may_split)
@@ -109,11 +101,8 @@ class Run:
         self._program = schedule.program(
             len(self._tasks), micro_batches, split=self._way == "split"
         )
-        # Whether backwards may be done in two parts. Not with hooks on tensors, which would be called
-        # in both. Lanes see them being made; on one thread that costs time, and is done where needed.
-        self._may_split = True
-        if self._draw is Run._inline and self._program.splits:
-            self._draw = Run._watched
+        if self._program.splits:
+            self._draws.watch_hooks()
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
         # Where backwards recompute.
         self._as_in_forward: AsInForward
@@ -212,7 +201,7 @@ class Run:
         if self._engine.with_streams:
             self._in_autograd = self._engine.unlocked
         # As if the loss were a stage behind the last one.
-        losses.randomness = lambda m: self._draw(self, m, len(self._engine.stages))
+        losses.randomness = lambda m: self._draws.of(m, len(self._engine.stages))
         losses.aside = Aside(self._parameters)
         self._context = CallerContext()
         with (
@@ -242,7 +231,7 @@ class Run:
             self._versions[stage, m] = inputs.versions()
         outputs, self._tapes[stage][m] = task.forward(
             inputs,
-            partial(self._draw, self, m),
+            partial(self._draws.of, m),
             grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
             drop=self._drop[m],
         )
@@ -294,7 +283,8 @@ class Run:
         if tape.inputs is not None:
             tape = self._recomputed(tape, tape.inputs, stage, m)
         with self._in_autograd:
-            if kind == "I" and self._may_split:
+            # Hooks on tensors would be called in both parts.
+            if kind == "I" and not self._draws.saw_tensor_hooks:
                 result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
                 if second_part is not None:
                     self._second_parts[stage, m] = second_part
@@ -320,7 +310,7 @@ class Run:
             )
         # The forward's autocast and the like, on a thread that may be another.
         with self._context.applied():
-            return self._tasks[stage].recompute(tape, partial(self._draw, self, m))
+            return self._tasks[stage].recompute(tape, partial(self._draws.of, m))
 
     def _returned(self, grads: Grads, stage: int, m: int) -> Grads:
         """Gradients of the inputs of ``stage``, on their way to where these have come from."""
@@ -429,8 +419,8 @@ class Run:
         return self._engine.graphs[stage].of_run(parameters)
 
     def _begun(self, schedule: Schedule, may_split: bool) -> Pass | None:
-        """This run as a pass that is timed; None where it can only go inline. Also decides where
-        random numbers come from: ``_draw``."""
+        """This run as a pass that is timed; None where it can only go inline. Also tells ``_draws``
+        which way it goes."""
         engine = self._engine
         several = min(len(engine.stages), len(self._scatter)) > 1
         if not (engine.may_use_lanes and several) or needs_this_thread():
@@ -448,47 +438,12 @@ class Run:
         ways: list[Way] = ["inline", "lanes", "split"] if may_split else ["inline", "lanes"]
         begun = Pass(engine.pace, kind, ways)
         if begun.is_first:
-            self._draw = Run._audited
-            # A layer that recomputes its forward puts back the state of the process's generator,
-            # which on lanes would be anybody's.
-            self._in_autograd = BackwardWatch(engine.note_hidden_randomness, engine.note_restores)
+            self._in_autograd = self._draws.audited()
         if engine.has_hidden_randomness():
             begun.way = "inline"
         elif begun.way != "inline":
-            self._draw = Run._on_lane
-            self._in_autograd = DrawWatch(engine.refuse_hidden_randomness)
+            self._in_autograd = self._draws.on_lanes()
         return begun
-
-    def _inline(self, m: int, stage: int) -> AbstractContextManager[Any]:
-        return self._random.inline(m, stage)
-
-    @contextmanager
-    def _on_lane(self, m: int, stage: int) -> Iterator[None]:
-        with self._random.on_lane(m, stage) as watch:
-            yield
-        self._note(watch)
-
-    @contextmanager
-    def _watched(self, m: int, stage: int) -> Iterator[None]:
-        with self._random.inline(m, stage), HookWatch() as watch:
-            yield
-        if watch.saw_tensor_hooks:
-            self._may_split = False
-
-    @contextmanager
-    def _audited(self, m: int, stage: int) -> Iterator[None]:
-        """Watch a forward for random numbers that a lane could not keep apart."""
-        with self._random.audited(m, stage) as watch:
-            yield
-        self._note(watch)
-        if not watch.saw_everything():
-            self._engine.note_hidden_randomness()
-
-    def _note(self, watch: LaneRandom) -> None:
-        if watch.saw_tensor_hooks:
-            self._may_split = False
-        if watch.drew:
-            self._engine.note_draws()
 
 
 class _Results:
