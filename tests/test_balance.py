@@ -20,7 +20,7 @@ from skip_layers import Pop, Stash
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipekernels import NoChunk, Pipe
+from pipekernels import Communicator, NoChunk, Pipe, RowParallelLinear, plan_pipeline
 from pipekernels.balance import balance_by_size, balance_by_time, blockpartition
 from pipekernels.pipeline.profile import (
     PASSES,
@@ -327,6 +327,18 @@ def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message
     arguments = {"partitions": 2, "module": module, "sample": torch.rand(2, 2), **change}
     with pytest.raises(error, match=message):
         by(*arguments.values(), device="cpu")
+
+
+def test_layers_with_collectives_are_not_timed() -> None:
+    # By the clock, a rank may measure once more than others, which go on to other calls.
+    with Communicator.threads(1)[0] as comm:
+        layer = RowParallelLinear(2, 2, comm=comm)
+        module, sample = nn.Sequential(nn.ReLU(), nn.Sequential(layer)), torch.rand(2, 2)
+        with pytest.raises(ValueError, match=r"'1.0', a RowParallelLinear, .* measure first"):
+            balance_by_time(2, module, sample, device="cpu")
+        with pytest.raises(ValueError, match=r"'1.0', a RowParallelLinear, .* measure first"):
+            plan_pipeline(module, sample, devices=["cpu"])
+        assert balance_by_size(2, module, sample, device="cpu") == [1, 1]
 
 
 def test_errors_of_one_of_them() -> None:

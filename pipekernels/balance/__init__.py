@@ -11,7 +11,7 @@ The interface is fairscale's and torchgpipe's::
 
 Profiling leaves the module as it is: parameters and their ``.grad``, buffers, training mode, devices;
 and the state of torch's random number generators. It runs copies of the layers, one at a time. Layers
-with collectives cannot be measured: balance first, then shard them.
+with collectives cannot be timed: balance first, then shard them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def balance_by_time(
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
         ValueError: ``partitions`` is no integer from 1 to the number of layers, ``timeout`` is
-            negative or infinite, or the tensors differ in their batch size.
+            negative or infinite, the tensors differ in their batch size, or a layer has collectives.
     """
     _check(module, partitions)
     whole = first_rows(sample, batch_size(sample))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.comm import Communicator
 from pipekernels.ops.graphs import has_graphs
 from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.streams import has_streams
@@ -23,6 +22,7 @@ from pipekernels.pipeline.graphs import StageGraphs
 from pipekernels.pipeline.micro_batch import Batch, Scatter
 from pipekernels.pipeline.pace import Pace
 from pipekernels.pipeline.parameters import StageParameters, unique
+from pipekernels.pipeline.partition import has_collectives
 from pipekernels.pipeline.run import Run
 from pipekernels.pipeline.schedule import GPIPE, Schedule
 from pipekernels.pipeline.sink import Losses, Outputs
@@ -213,7 +213,7 @@ class Engine:
             # order left to timing.
             and len(layers) == len(set(layers))
             # Ranks must call collectives in one order, and lanes know none between stages.
-            and not any(map(_has_collectives, layers))
+            and not any(map(has_collectives, layers))
         )
 
     def _around(self) -> tuple[Engine, ...]:
@@ -253,13 +253,6 @@ class Engine:
             *(self, schedule, scatter, wants_grad, structure),
             *(parameters if grad else None, checkpoint, may_split),
         )
-
-
-def _has_collectives(layer: nn.Module) -> bool:
-    """Whether it has a communicator, or parameters of its own on a mesh (``DTensor``)."""
-    return any(
-        hasattr(parameter, "device_mesh") for parameter in layer._parameters.values()
-    ) or any(isinstance(attribute, Communicator) for attribute in vars(layer).values())
 
 
 def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:

@@ -12,6 +12,7 @@ from math import inf
 import torch
 from torch import nn
 
+from pipekernels.comm import Communicator
 from pipekernels.pipeline.integers import integer
 
 Cost = Callable[[int, int, int], float]
@@ -63,6 +64,13 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are to be called around its own forward or backward."""
     return any(getattr(module, name) for name in HOOKS)
+
+
+def has_collectives(module: nn.Module) -> bool:
+    """Whether it has a communicator, or parameters of its own on a mesh (``DTensor``)."""
+    return any(
+        hasattr(parameter, "device_mesh") for parameter in module._parameters.values()
+    ) or any(isinstance(attribute, Communicator) for attribute in vars(module).values())
 
 
 def check_sequential(module: nn.Module) -> None:

@@ -190,8 +190,8 @@ def plan_pipeline(
         TypeError: ``module`` is no ``nn.Sequential``, there is no tensor in ``sample``, or
             ``devices`` or ``schedules`` is a single name.
         ValueError: an argument is out of its range, there are fewer layers than devices, weights are
-            on the meta device, or nothing fits into ``memory_limit``; then the error names the
-            smallest peak found.
+            on the meta device, a layer has collectives, or nothing fits into ``memory_limit``; then the
+            error names the smallest peak found.
     """
     check_sequential(module)
     for name, names in (("devices", devices), ("schedules", schedules)):

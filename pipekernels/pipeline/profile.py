@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pipekernels.pipeline.micro_batch import rows_of
-from pipekernels.pipeline.partition import layers
+from pipekernels.pipeline.partition import has_collectives, layers
 from pipekernels.pipeline.random_state import preserved
 from pipekernels.pipeline.skip import Key, carried
 from pipekernels.pipeline.structure import take_apart, tensors_in
@@ -99,10 +99,17 @@ def measure_seconds(
         For each sample, a time per layer.
 
     Raises:
-        ValueError: ``timeout`` is negative or infinite.
+        ValueError: ``timeout`` is negative or infinite, or a layer has collectives.
     """
     if not 0 <= timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds, at least 0")
+    for name, part in module.named_modules():
+        # A rank that ran them once more would meet others' later calls, and nobody might notice.
+        if has_collectives(part):
+            raise ValueError(
+                f"{name!r}, a {type(part).__name__}, has collectives, which ranks would call a different "
+                "number of times while they measure; measure first, then shard (tensor_parallelize)"
+            )
     begin = perf_counter()
     passes: list[list[list[Seconds]]] = []
     while len(passes) < 1 + PASSES or perf_counter() - begin < timeout:
