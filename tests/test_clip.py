@@ -51,6 +51,11 @@ def test_the_norm_is_that_of_the_full_model(
     assert len(set(run_threads(world_size, on(device, on_rank)))) == 1
 
 
+def test_parameters_are_not_enough() -> None:
+    with pytest.raises(TypeError, match="got generator; pass the model in place of its parameters"):
+        clip_grad_norm_(model().parameters(), 1.0)  # type: ignore[arg-type]
+
+
 def test_all_ranks_learn_that_the_norm_of_one_is_not_finite() -> None:
     copies = [model(), model()]  # Threads share torch's generator.
 

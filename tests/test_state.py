@@ -162,6 +162,7 @@ def test_errors_state_value_and_remedy() -> None:
             "has the parameters 0.weight, 0.bias, but .* 3.bias",
         ),
         (grouped(Adam, sharded), state, "has 2 groups of parameters, but the state 1"),
+        (fresh, optimizer.state_dict(), r"numbers .* without shards, .* full_optimizer_state_dict"),
     ]
     for loading, given, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -29,10 +29,15 @@ def clip_grad_norm_(
         The norm before clipping, a scalar, the same on every rank.
 
     Raises:
-        TypeError: a sharded layer has got a parametrization, or a mask.
+        TypeError: ``module`` is no module; a sharded layer has got a parametrization, or a mask.
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``; on every rank, and nothing is
             clipped then.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module must be an nn.Module, got {type(module).__name__}; pass the model in place of its "
+            "parameters: its layers know which of them are sharded"
+        )
     sharded = sharded_parameters(module)
     grads: dict[Communicator | None, list[Tensor]] = {}
     for parameter in module.parameters():

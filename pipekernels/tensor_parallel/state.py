@@ -95,12 +95,19 @@ def load_full_optimizer_state_dict(
 
     Raises:
         TypeError: a sharded layer has got a parametrization, or a mask.
-        ValueError: the groups of ``optimizer`` have other parameters; state of a sharded parameter is
-            neither a number nor of the full parameter's shape. ``optimizer`` is unchanged then.
+        ValueError: the groups of ``optimizer`` have other parameters, or the state numbers them, as that
+            of ``optimizer.state_dict()``; state of a sharded parameter is neither a number nor of the
+            full parameter's shape. ``optimizer`` is unchanged then.
     """
     sharded, names = sharded_parameters(module), _names(module, optimizer)
     state = {}
     groups = state_dict["param_groups"]
+    if not all(isinstance(name, str) for group in groups for name in group["params"]):
+        raise ValueError(
+            "the state has numbers for parameters, as that of optimizer.state_dict(), and not names; "
+            "load it into the optimizer of the model without shards, and pass what "
+            "full_optimizer_state_dict(model, optimizer) returns for these"
+        )
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
             f"the optimizer has {len(optimizer.param_groups)} groups of parameters, but the state "
