@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from pipekernels import Communicator, Pipe, ops
+from pipekernels import ColumnParallelLinear, Communicator, Pipe, RowParallelLinear, ops
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 Function = Callable[[Tensor], Tensor]
@@ -109,6 +109,24 @@ def test_collectives_refuse_to_be_differentiated_otherwise(operation: str, name:
             return
         with pytest.raises(RuntimeError, match=f"^{operation} has a backward, but no forward-mode"):
             TRANSFORMS[name](function)
+
+
+LAYERS: dict[str, Callable[[Communicator], nn.Module]] = {
+    "row": lambda comm: RowParallelLinear(2, 3, comm=comm),
+    "row_split_input": lambda comm: RowParallelLinear(2, 3, comm=comm, input_is_parallel=False),
+    "column": lambda comm: ColumnParallelLinear(2, 3, comm=comm),
+    "column_gather_output": lambda comm: ColumnParallelLinear(2, 3, comm=comm, gather_output=True),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("vmap over")])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_sharded_layers_refuse_to_be_transformed(kind: str, name: str) -> None:
+    what = "no forward-mode derivative" if "dual" in name else "not run inside .* torch.func"
+    with Communicator.threads(1)[0] as comm:
+        layer = LAYERS[kind](comm).double()
+        with pytest.raises(RuntimeError, match=f"^a layer that is sharded over ranks .*{what}"):
+            TRANSFORMS[name](layer)
 
 
 def test_copies_to_other_devices_refuse_tangents() -> None:

@@ -19,7 +19,8 @@ conventions.) After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al.
 Activation Recomputation in Large Transformer Models" (2022).
 
 All ranks must call these in the same order, and an input must require a gradient on all ranks or
-on none. They are differentiable once; a backward with ``create_graph=True`` raises.
+on none. They are differentiable once; a backward with ``create_graph=True`` raises a RuntimeError, and so do
+forward mode and the transforms of ``torch.func``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.once import check_differentiated_once
 from pipekernels.ops.overlap import gemm_all_reduce, plan_for
 from pipekernels.ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
+from pipekernels.ops.transforms import deny_tangents
 
 _LAYERS = "a layer that is sharded over ranks"
 
@@ -68,7 +70,10 @@ def copy_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
 
     Backward: the all-reduce of the gradients that these parts contribute.
     """
-    return x.view_as(x) if is_needless([x]) else _CopyToRanks.apply(x, comm)
+    if is_needless([x]):
+        return x.view_as(x)
+    _check_transforms([x])
+    return _CopyToRanks.apply(x, comm)
 
 
 def reduce_from_ranks(x: Tensor, comm: Ranks, algorithm: str = "auto") -> Tensor:
@@ -76,6 +81,7 @@ def reduce_from_ranks(x: Tensor, comm: Ranks, algorithm: str = "auto") -> Tensor
 
     Args and errors: as for :func:`pipekernels.ops.all_reduce`. Backward: identity.
     """
+    _check_transforms([x])
     return _ReduceFromRanks.apply(x, comm, algorithm)
 
 
@@ -91,6 +97,7 @@ def scatter_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
 
     Backward: the all-gather of the slices' gradients.
     """
+    _check_transforms([x])
     return _ScatterToRanks.apply(x, comm)
 
 
@@ -107,6 +114,7 @@ def gather_from_ranks(x: Tensor, comm: Ranks, size: int) -> Tensor:
 
     Backward: this rank's slice of the gradient.
     """
+    _check_transforms([x])
     return _GatherFromRanks.apply(x, comm, size)
 
 
@@ -152,7 +160,18 @@ def row_linear(
         x, weight = x.to(dtype), weight.to(dtype)
     if is_needless([x, weight]):
         return _row_linear(x, weight, comm.handle, scatter, algorithm)
+    _check_transforms([x, weight])
     return _RowLinear.apply(x, weight, comm, scatter, algorithm)
+
+
+def _check_transforms(tensors: list[Tensor]) -> None:
+    """Refuse what the functions below have no rules for, in words of ours."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{_LAYERS} does not run inside the transforms of torch.func, such as vmap or grad; use "
+            "backward() or torch.autograd.grad()"
+        )
+    deny_tangents(_LAYERS, tensors)
 
 
 class _CopyToRanks(torch.autograd.Function):
