@@ -11,7 +11,7 @@ import pytest
 import torch
 from devices import on
 from ranks import run_processes, run_threads
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -294,3 +294,20 @@ def test_selective_checkpointing_can_keep_what_the_ranks_have_summed(dtype: torc
     comm.close()  # The recomputation sums nothing.
     grads = [torch.autograd.grad(y.sum(), layers[0].weight)[0] for y in (expected, kept)]
     assert torch.equal(*grads)
+
+
+def test_inputs_of_a_subclass_keep_it_as_in_a_full_layer() -> None:
+    class Image(Tensor):
+        pass
+
+    with Communicator.threads(1)[0] as comm:
+        linear = nn.Linear(4, 3)
+        layer = RowParallelLinear.from_linear(linear, comm)
+        x = torch.randn(2, 4).as_subclass(Image)
+        y, expected = layer(x), linear(x)
+        assert type(y) is type(expected) is Image
+        torch.testing.assert_close(y, expected)
+        for result in (y, expected):
+            result.square().sum().backward()
+        torch.testing.assert_close(layer.weight.grad, linear.weight.grad)
+        torch.testing.assert_close(layer.bias.grad, linear.bias.grad)

@@ -322,8 +322,10 @@ class RowParallelLinear(_ShardedLinear):
             return y, bias
         if bias is None:
             return y
-        # Selective checkpointing may keep ``y``, which must not change then.
-        return (y + bias).to(y.dtype) if is_observed() else y.add_(bias)
+        # Selective checkpointing may keep ``y``, which must not change then; nor must a subclass's, which is
+        # a view of what row_linear has returned.
+        plain = type(y) is Tensor and not is_observed()
+        return y.add_(bias) if plain else (y + bias).to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, reduce={self.reduce!r}"
