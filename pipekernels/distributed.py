@@ -311,6 +311,21 @@ class _Group(dist.ProcessGroup):
         opts = _options(dist.BarrierOptions, opts, timeout)
         return self._run(opts, self._comm.barrier, [])
 
+    # ---- what torch lets Python override, and Gloo does --------------------------------------------
+    # The base class would call Gloo with the interpreter locked. One of Gloo's threads may need that
+    # to drop a tensor, and hold the lock of its queue meanwhile.
+
+    def alltoall_base(self, *args: Any, **fields: Any) -> dist.Work:
+        return self._gloo.alltoall_base(*args, **fields)
+
+    all_to_all_single = alltoall_base
+
+    def send(self, *args: Any, **fields: Any) -> dist.Work:
+        return self._gloo.send(*args, **fields)
+
+    def recv(self, *args: Any, **fields: Any) -> dist.Work:
+        return self._gloo.recv(*args, **fields)
+
 
 def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
     """The options of a call: ``given``, or those that ``given``, as the value of the only ``field``,
