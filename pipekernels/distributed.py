@@ -138,6 +138,10 @@ class _Group(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "pipekernels"
 
+    def abort(self) -> None:
+        self._comm.close()
+        super().abort()
+
     def shutdown(self) -> None:
         self._comm.close()
         self._thread.shutdown(wait=False)  # Calls that are left find the communicator closed.

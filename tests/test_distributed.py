@@ -267,13 +267,13 @@ def test_destroyed_groups_leave_nothing(
     run_group(2, end_and_begin, str(tmp_path / "other"))
 
 
-def destroy_at_work(rank: int, folder: Path) -> None:
+def destroy_at_work(rank: int, folder: Path, how: str) -> None:
     if rank == 1:
         while not (folder / "destroyed").exists():
             time.sleep(0.01)
         return
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(100)]
-    dist.destroy_process_group()
+    dist.group.WORLD.abort() if how == "abort" else dist.destroy_process_group()
     (folder / "destroyed").touch()
     for work in works:
         with pytest.raises(RuntimeError, match="closed"):
@@ -281,10 +281,11 @@ def destroy_at_work(rank: int, folder: Path) -> None:
         assert work.is_completed() and not work.is_success()
 
 
+@pytest.mark.parametrize("how", ["destroy", "abort"])
 def test_works_of_a_destroyed_group_fail(
-    run_group: Callable[..., list[Any]], tmp_path: Path
+    how: str, run_group: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    run_group(2, destroy_at_work, tmp_path)
+    run_group(2, destroy_at_work, tmp_path, how)
 
 
 # ---- what is built on collectives ------------------------------------------------------------------------
