@@ -220,6 +220,8 @@ class _Group(dist.ProcessGroup):
         op = _reduction(outputs, opts)
         if op is None:
             return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        for output, input in zip(outputs, inputs, strict=True):
+            self._check_sizes("reduce_scatter", output, input, "input")
 
         def body() -> None:
             for output, input in zip(outputs, inputs, strict=True):
@@ -254,6 +256,13 @@ class _Group(dist.ProcessGroup):
                     f"got {len(tensors)}"
                 )
 
+    def _check_sizes(self, call: str, part: Tensor, whole: Tensor, name: str) -> None:
+        if whole.numel() != self.size() * part.numel():
+            raise ValueError(
+                f"{call} over {self.size()} ranks needs an {name} of {self.size()} x {part.numel()} "
+                f"elements, got one of shape {tuple(whole.shape)} beside {tuple(part.shape)}"
+            )
+
     # ---- copies ------------------------------------------------------------------------------------
 
     def allgather(
@@ -280,6 +289,8 @@ class _Group(dist.ProcessGroup):
         opts = _options(AllgatherOptions, opts)
         if not _is_dense(inputs):
             return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        for output, input in zip(outputs, inputs, strict=True):
+            self._check_sizes("all_gather", input, output, "output")
 
         def body() -> None:
             for output, input in zip(outputs, inputs, strict=True):

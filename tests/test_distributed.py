@@ -487,14 +487,20 @@ def test_ranks_with_unevenly_many_inputs_join(run_group: Callable[..., list[Any]
     run_group(2, join_uneven_inputs)
 
 
-def gather_into_wrong_lists(rank: int) -> None:
+def use_wrong_sizes(rank: int) -> None:
     x = torch.ones(2)
     with pytest.raises(ValueError, match="all_gather needs a list of 2 tensors.*got 1"):
         dist.all_gather([torch.empty(2)], x)
     with pytest.raises(ValueError, match="reduce_scatter needs a list of 2 tensors.*got 3"):
         dist.reduce_scatter(x, [x, x, x])
+    with pytest.raises(
+        ValueError, match="needs an output of 2 x 2 elements, got.* \\(3,\\) beside"
+    ):
+        dist.all_gather_into_tensor(torch.empty(3), x)
+    with pytest.raises(ValueError, match="needs an input of 2 x 2 elements, got.* \\(3,\\) beside"):
+        dist.reduce_scatter_tensor(x, torch.empty(3))
     dist.barrier()
 
 
-def test_lists_of_a_wrong_length(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, gather_into_wrong_lists)
+def test_wrong_sizes(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, use_wrong_sizes)
