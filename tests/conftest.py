@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from clocked_layers import Clock
 from graph_cases import CudaRecord
+from ranks import run_in_group, run_processes
 from recorded_graphs import Record, recorded
 
 from pipekernels import _backend
@@ -85,6 +87,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     table.for_gpu.cache_clear()
     yield tmp_path
     table.for_gpu.cache_clear()
+
+
+@pytest.fixture
+def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Runs ``body(rank, *args)`` on processes whose default group is of the backend ``pipekernels``."""
+
+    def run(
+        world_size: int, body: Callable[..., Any], *args: Any, hosts: str = "", **options: Any
+    ) -> list[Any]:
+        job = (str(tmp_path / "store"), hosts, body, args)
+        return run_processes(world_size, run_in_group, *job, **options)
+
+    return run
 
 
 @pytest.fixture

@@ -139,6 +139,29 @@ def run_processes(
     return [answer and answer[0] for answer in answers]
 
 
+def run_in_group(
+    alone: Communicator, store: str, hosts: str, body: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """``body(rank, *args)`` with a default group of the backend ``pipekernels``, which the module of
+    ``body`` has registered. To be run by :func:`run_processes`.
+
+    Args:
+        alone: the rank and their number.
+        store: path of a file that is not there yet.
+        hosts: what host each rank takes itself to be on, a letter each; empty for the one it is on.
+    """
+    dist.destroy_process_group()
+    if hosts:
+        os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
+    dist.init_process_group(
+        "cpu:pipekernels",
+        init_method=f"file://{store}",
+        rank=alone.rank,
+        world_size=alone.world_size,
+    )
+    return body(alone.rank, *args)
+
+
 def _serve(
     sender: Connection,
     folder: str,

@@ -1,8 +1,7 @@
-"""The backend of torch.distributed: against Gloo, and under what is built on collectives."""
+"""The backend of torch.distributed: against Gloo, and where groups end or calls differ."""
 
 from __future__ import annotations
 
-import copy
 import datetime
 import gc
 import os
@@ -16,47 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from ranks import run_processes, traces
+from ranks import traces
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipekernels import Communicator, PeerError
 
-try:
-    import pipekernels.distributed  # noqa: F401 (registers the backend)
-except ImportError as error:  # Before torch 2.7.
-    pytest.skip(str(error), allow_module_level=True)
-
-
-@pytest.fixture
-def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Runs ``body(rank, *args)`` on processes whose default group is ours."""
-
-    def run(
-        world_size: int, body: Callable[..., Any], *args: Any, hosts: str = "", **options: Any
-    ) -> list[Any]:
-        job = (str(tmp_path / "store"), hosts, body, args)
-        return run_processes(world_size, in_group, *job, **options)
-
-    return run
-
-
-def in_group(
-    alone: Communicator, store: str, hosts: str, body: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    dist.destroy_process_group()
-    if hosts:
-        os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
-    dist.init_process_group(
-        "cpu:pipekernels",
-        init_method=f"file://{store}",
-        rank=alone.rank,
-        world_size=alone.world_size,
-    )
-    return body(alone.rank, *args)
+# Registers the backend; not before torch 2.7.
+pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 
 # ---- collectives ---------------------------------------------------------------------------------------
@@ -288,94 +254,6 @@ def test_works_of_a_destroyed_group_fail(
     run_group(2, destroy_at_work, tmp_path, how)
 
 
-# ---- what is built on collectives ------------------------------------------------------------------------
-
-
-def train(rank: int, group: Any) -> list[torch.Tensor]:
-    torch.manual_seed(rank)  # DDP broadcasts the parameters of rank 0.
-    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
-    model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001)
-    optimizer = torch.optim.Adam(model.parameters())
-    torch.manual_seed(10 + rank)
-    for step in range(4):
-        loss = model(torch.randn(8, 20)).square().mean()
-        if step == 1:
-            with model.no_sync():
-                loss.backward()
-        else:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*model.parameters(), *model.buffers()]
-
-
-def train_twice(rank: int) -> None:
-    expected = train(rank, dist.new_group(backend="gloo"))
-    dist.group.WORLD._gloo = None
-    for value, other in zip(train(rank, dist.group.WORLD), expected, strict=True):
-        assert value.equal(other)  # A sum of two has one result.
-
-
-def test_ddp_trains_as_with_gloo(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, train_twice)
-
-
-def multiply_sharded(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    a, b = torch.randn(6, 8).double(), torch.randn(8, 5).double()
-    x = distribute_tensor(a.clone().requires_grad_(), mesh, [Shard(1)])
-    w = distribute_tensor(b.clone().requires_grad_(), mesh, [Shard(0)])
-    product = (x @ w).redistribute(mesh, [Replicate()])
-    assert isinstance(product, DTensor)
-    torch.testing.assert_close(product.to_local(), a @ b)
-    rows = (x @ w).redistribute(mesh, [Shard(0)])
-    torch.testing.assert_close(rows.to_local(), (a @ b).chunk(2)[rank])
-    product.sum().backward()
-    torch.testing.assert_close(w.grad.full_tensor(), a.t() @ torch.ones(6, 5).double())
-
-
-def test_dtensor_matmul(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, multiply_sharded)
-
-
-def shard_fully(rank: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)).double()
-    sharded = copy.deepcopy(model)
-    for module in (sharded[0], sharded[2], sharded):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    x = torch.randn(4, 7).double()
-    model(x).square().mean().backward()
-    sharded(x.chunk(2)[rank]).square().mean().backward()
-    for ours, whole in zip(sharded.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), whole.grad)
-
-
-def test_fsdp(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, shard_fully)
-
-
-def use_functional(rank: int) -> None:
-    group = dist.group.WORLD
-    x = torch.arange(4.0) + rank
-    assert functional.all_reduce(x, "sum", group).tolist() == [1.0, 3.0, 5.0, 7.0]
-    assert functional.all_reduce(x, "avg", group).tolist() == [0.5, 1.5, 2.5, 3.5]
-    gathered = functional.all_gather_tensor(x, 0, group)
-    assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]
-    scattered = functional.reduce_scatter_tensor(x, "sum", 0, group)
-    assert scattered.tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
-    assert functional.broadcast(x, 1, group).tolist() == [1.0, 2.0, 3.0, 4.0]
-    swapped = functional.all_to_all_single(x, None, None, group)
-    assert swapped.tolist() == [[0.0, 1.0, 1.0, 2.0], [2.0, 3.0, 3.0, 4.0]][rank]
-    several = functional.all_reduce_coalesced([x, x[:1]], "max", group)
-    assert [y.tolist() for y in several] == [[1.0, 2.0, 3.0, 4.0], [1.0]]
-
-
-def test_functional_collectives(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, use_functional)
-
-
 # ---- errors -----------------------------------------------------------------------------------------------
 
 
@@ -474,17 +352,6 @@ def test_methods_of_groups_without_options(
     backend: str, run_group: Callable[..., list[Any]]
 ) -> None:
     run_group(2, call_without_options, backend)
-
-
-def join_uneven_inputs(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(3, 3), find_unused_parameters=True)
-    with model.join():
-        for _ in range(3 + 2 * rank):
-            model(torch.randn(2, 3)).sum().backward()
-
-
-def test_ranks_with_unevenly_many_inputs_join(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, join_uneven_inputs)
 
 
 def use_wrong_sizes(rank: int) -> None:
