@@ -67,7 +67,10 @@ std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
   segment->base_ = static_cast<std::byte*>(base);
   // Hints: they save page faults later, and a kernel without them works all the same.
 #ifdef MADV_POPULATE_WRITE
-  madvise(base, segment->heaps_, MADV_POPULATE_WRITE);
+  madvise(base, sizeof(Agreement) + world_size * sizeof(RankState), MADV_POPULATE_WRITE);
+  for (int rank = 0; rank < world_size; ++rank) {
+    madvise(segment->buffers(rank), kBuffersBytes, MADV_POPULATE_WRITE);
+  }
 #endif
   madvise(segment->heap(0), segment->size() - segment->heaps_, MADV_HUGEPAGE);
   madvise(base, segment->size(), MADV_DONTDUMP);  // A core dump would touch every page.

@@ -172,7 +172,7 @@ void test_late_writes(Communicator& communicator) {
   barrier(communicator);
   if (communicator.rank() == 1) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-    std::memset(buffer.data() - kHeapBytes, 0xff, buffer.bytes());  // The same block of rank 0.
+    std::memset(buffer.data() - kHeapStride, 0xff, buffer.bytes());  // The same block of rank 0.
     return;
   }
   auto* data = reinterpret_cast<float*>(buffer.data());

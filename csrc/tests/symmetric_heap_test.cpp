@@ -8,6 +8,7 @@
 
 #include <cstring>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "check.h"
@@ -142,6 +143,26 @@ void test_contains() {
   CHECK(!heap.contains(&other, sizeof(other)));
 }
 
+// As Zen to Zen 4 look lines up, see kApart.
+int hash_of(const std::byte* place) {
+  const auto address = reinterpret_cast<uintptr_t>(place);
+  int hash = 0;
+  for (int i = 0; i < 8; ++i) hash |= ((address >> (12 + i) ^ address >> (27 - i)) & 1) << i;
+  return hash;
+}
+
+void test_what_ranks_have_at_one_offset_fits_one_cache() {
+  const auto segment = new_segment();  // Addresses alone: it has not so many ranks.
+  for (const size_t offset : {size_t{0}, size_t{5} << 12, size_t{123} << 20}) {
+    std::set<int> heaps, staging;
+    for (int rank = 0; rank < 128; ++rank) {
+      heaps.insert(hash_of(segment->heap(rank) + offset));
+      staging.insert(hash_of(segment->staging(rank, 1) + offset));
+    }
+    CHECK(heaps.size() == 128 && staging.size() == 128);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -151,5 +172,6 @@ int main() {
   test_contains();
   test_forked_child();
   test_isolate();
+  test_what_ranks_have_at_one_offset_fits_one_cache();
   return 0;
 }

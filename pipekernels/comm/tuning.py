@@ -41,14 +41,18 @@ def one_shot_bytes(world_size: int) -> int:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the system gives it, and its family and model where there are such:
+    virtual machines may give processors of several generations one name."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        processor = ""
+    lines = [line.split(":", 1) for line in processor.splitlines() if ":" in line]
+    fields = {name.strip(): value.strip() for name, value in lines}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in fields:
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields.get('model')})"
 
 
 def path() -> Path:

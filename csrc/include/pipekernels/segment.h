@@ -57,8 +57,16 @@ constexpr int kStagingSets = 3;
 // Slots of a ring mailbox (a power of two), and bytes in each.
 constexpr int kRingDepth = 8;
 constexpr size_t kRingSlotBytes = 32 << 10;
-// Address space of one rank's symmetric heap.
+// How large one rank's symmetric heap may become.
 constexpr size_t kHeapBytes = size_t{16} << 30;
+
+// What ranks have at the same offset is read and written together, so it must not lie at a distance
+// that fits the L1 cache of AMD's Zen to Zen 4 badly. That finds lines by a hash of bits 12..27 of
+// their addresses, bit i xor bit 39 - i, and holds one line of a set and a hash (Lipp et al., "Take
+// A Way", 2020): with equal hashes a reduction takes twelve times as long. Among up to 128
+// multiples of this size in a row no two are equal.
+constexpr size_t kApart = 2 << 20;
+constexpr size_t kHeapStride = kHeapBytes + kApart;
 
 class Segment {
  public:
@@ -87,14 +95,16 @@ class Segment {
   std::byte* gather_mailbox(int rank, uint32_t slot) const {
     return reduce_mailbox(rank, slot) + kRingDepth * kRingSlotBytes;
   }
-  std::byte* heap(int rank) const { return base_ + heaps_ + rank * kHeapBytes; }
+  std::byte* heap(int rank) const { return base_ + heaps_ + rank * kHeapStride; }
 
  private:
   static constexpr size_t kMailboxes = kStagingSets * kStagingBytes;
-  static constexpr size_t kBuffersStride = kMailboxes + 2 * kRingDepth * kRingSlotBytes;
+  static constexpr size_t kBuffersBytes = kMailboxes + 2 * kRingDepth * kRingSlotBytes;
+  static constexpr size_t kBuffersStride = kApart;
+  static_assert(kBuffersBytes <= kBuffersStride);
 
   explicit Segment(int world_size);
-  size_t size() const { return heaps_ + world_size_ * kHeapBytes; }
+  size_t size() const { return heaps_ + world_size_ * kHeapStride; }
   std::byte* buffers(int rank) const { return base_ + buffers_ + rank * kBuffersStride; }
 
   const int world_size_;
