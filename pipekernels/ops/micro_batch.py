@@ -142,13 +142,15 @@ def concat_micro_batches(
                 f"number {i} has {len(row)}"
             )
     flat = [tensor for row in rows for tensor in row]
-    # The extension's look is quick, but it cannot say what is wrong, nor do some tensors let it look.
-    is_simple = dtype is None and width > 0 and isinstance(dim, int) and dim >= 0
-    if is_simple and not is_observed() and _backend.load().are_plain_and_fit(dim, width, flat):
+    # Else what these check is part of the extension's look.
+    if dtype is not None or width == 0 or not isinstance(dim, int) or dim < 0:
+        dim = _check_dim(rows[0], dim)
+        _check_casts(rows[0], dtype)
+    # That is quick, but it cannot say what is wrong, nor do some tensors let it look.
+    if not is_observed() and _backend.load().are_plain_and_fit(dim, width, flat):
         wholes = _CONCAT.directly(flat, width, dim, dtype)
     else:
         dim = _check_dim(rows[0], dim)
-        _check_casts(rows[0], dtype)
         for i, row in enumerate(rows):
             _check_fits(rows[0], row, dim, i)
         wholes = _CONCAT(flat, width, dim, dtype)
