@@ -1,17 +1,20 @@
 // Python module pipekernels._C. This file and bindings_tensor.h alone know pybind11.
 //
 // Tensors arrive as they are where a call has to be short, else as integer addresses and sizes;
-// std::invalid_argument becomes ValueError. Everything that copies or waits runs without the GIL.
+// std::invalid_argument becomes ValueError. What copies or waits runs without the GIL, but for sums
+// of few bytes, which give it up when they have to wait.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -77,6 +80,27 @@ class NoGil {
 
  private:
   PyThreadState* const state_;
+};
+
+// Gives it up from the first release() in this thread on, which most small collectives, having
+// little to wait for, never come to: giving it up and getting it back would take a tenth of them.
+class GilUntilRelease {
+ public:
+  GilUntilRelease() : outer_(innermost_) { innermost_ = this; }
+  ~GilUntilRelease() { innermost_ = outer_; }
+  GilUntilRelease(const GilUntilRelease&) = delete;
+  GilUntilRelease& operator=(const GilUntilRelease&) = delete;
+
+  // Does nothing if the lock is not this class's to give up, or has been.
+  static void release() {
+    if (innermost_ && !innermost_->released_) innermost_->released_.emplace();
+  }
+
+ private:
+  // A signal handler that is called while a collective waits may call another one.
+  static inline thread_local GilUntilRelease* innermost_ = nullptr;
+  GilUntilRelease* const outer_;
+  std::optional<NoGil> released_;
 };
 
 // ---- micro-batches ----------------------------------------------------------------------------
@@ -232,14 +256,30 @@ uint32_t shape_digest(py::handle tensor, int32_t dims) {
   return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & 0x3fffff);
 }
 
-// all_reduce_tensor(tensor, reduction, algorithm) -> bool, of the Communicator `self`. Does nothing
-// and returns False for a tensor that has to be made ready first: one that is not dense, lies on
-// another device, has no memory, or that torch does not describe to C. Called without pybind11,
-// whose way takes as long as a small sum.
+// The code among `codes` that `name` is the very name of, the one string object that literals in
+// Python share; -1 for all else.
+template <class Code, int codes>
+int code_of(const PyObject* name) {
+  static const auto names = [] {
+    std::array<PyObject*, codes> interned;
+    for (int i = 0; i < codes; ++i) {
+      interned[i] = PyUnicode_InternFromString(name_of(static_cast<Code>(i)));
+    }
+    return interned;
+  }();
+  int code = codes - 1;
+  while (code >= 0 && name != names[code]) --code;
+  return code;
+}
+
+// all_reduce_tensor(tensor, op, algorithm) -> bool, of the Communicator `self`. Does nothing and
+// returns False for names that no literal has, and for a tensor that has to be made ready first:
+// one that is not dense, lies on another device, has no memory, or that torch does not describe to
+// C. Called without pybind11, whose way takes as long as a small sum.
 PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   using namespace pipekernels;
   if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "expected (tensor, reduction, algorithm)");
+    PyErr_SetString(PyExc_TypeError, "expected (tensor, op, algorithm)");
     return nullptr;
   }
   try {
@@ -249,15 +289,21 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
     const int dtype = dtype_of(described);
     const int64_t elements = dense_elements(described);
     if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
-    const auto reduction = static_cast<Reduction>(PyLong_AsLong(arguments[1]));
-    const auto algorithm = static_cast<Algorithm>(PyLong_AsLong(arguments[2]));
+    const int reduction = code_of<Reduction, kReductions>(arguments[1]);
+    const int algorithm = code_of<Algorithm, kAlgorithms>(arguments[2]);
+    if (reduction < 0 || algorithm < 0) Py_RETURN_FALSE;
     const uint32_t shape = shape_digest(tensor, described.dims);
     auto& communicator = py::handle(self).cast<Communicator&>();
     {
-      const NoGil no_gil;
+      const GilUntilRelease gil;
+      // The peers may be threads that want it; the copies of so many bytes take some 10 us.
+      constexpr int64_t kFewBytes = 256 << 10;
+      if (communicator.is_threads() || elements * described.type_bits / 8 > kFewBytes) {
+        GilUntilRelease::release();
+      }
       all_reduce(communicator, static_cast<std::byte*>(described.data) + described.offset,
-                 static_cast<size_t>(elements), static_cast<DType>(dtype), reduction, algorithm,
-                 shape);
+                 static_cast<size_t>(elements), static_cast<DType>(dtype),
+                 static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm), shape);
     }
     mark_changed(tensor);
     Py_RETURN_TRUE;
@@ -292,7 +338,8 @@ void bind_collectives(py::module_& m) {
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                        double timeout) {
              return std::make_unique<Communicator>(std::move(segment), rank, std::move(pidfds),
-                                                   Seconds(timeout), &check_signals);
+                                                   Seconds(timeout), &check_signals,
+                                                   &GilUntilRelease::release);
            }),
            py::arg("segment"), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
       .def_property_readonly("one_shot_bytes", &Communicator::one_shot_bytes)

@@ -295,6 +295,21 @@ def test_out(device: torch.device) -> None:
     run_threads(2, on(device, on_rank))
 
 
+def test_names_need_not_be_literals() -> None:
+    def on_rank(comm: Communicator) -> None:
+        results = {"sum": 3.0, "avg": 1.5, "max": 2.0, "min": 1.0}
+        for op, result in results.items():
+            for algorithm in ("auto", "one_shot", "two_shot", "ring"):
+                for name, way in (
+                    (op, algorithm),
+                    (op.encode().decode(), algorithm.encode().decode()),
+                ):
+                    x = torch.full((5,), comm.rank + 1.0)
+                    assert comm.all_reduce(x, name, algorithm=way).tolist() == [result] * 5
+
+    run_threads(2, on_rank)
+
+
 # ---- errors in a rank's own arguments ----------------------------------------------------------------
 
 

@@ -345,6 +345,29 @@ def test_several_threads_share_a_communicator(device: torch.device) -> None:
     run_processes(2, on(device, use_from_threads, device))
 
 
+def progress_beside_waiting_threads(comm: Communicator, size: int) -> float:
+    """The longest time that this thread stood still while two others waited, one for the other."""
+    if comm.rank == 1:
+        time.sleep(0.5)
+    threads = [
+        threading.Thread(target=comm.all_reduce, args=(torch.ones(size),), daemon=True)
+        for _ in range(2)
+    ]
+    longest, last = 0.0, time.monotonic()
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
+def test_a_thread_that_waits_lets_others_run(size: int) -> None:
+    longest = run_processes(2, progress_beside_waiting_threads, size)[0]
+    assert longest < 0.3  # Rank 1 is 0.5 s late.
+
+
 def test_waiting_for_another_threads_call_is_bounded() -> None:
     comm, _absent = Communicator.threads(2, timeout=0.5)
     errors: list[str] = []

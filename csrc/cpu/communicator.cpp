@@ -51,12 +51,14 @@ std::string format_seconds(Seconds duration) {
 // ---- life -------------------------------------------------------------------------------------
 
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
-                           Seconds timeout, std::function<void()> interrupt)
+                           Seconds timeout, std::function<void()> interrupt,
+                           std::function<void()> before_wait)
     : rank_(rank),
       world_size_(segment->world_size()),
       one_shot_bytes_(segment->agreement().one_shot_bytes),
       timeout_(timeout),
       interrupt_(std::move(interrupt)),
+      before_wait_(std::move(before_wait)),
       crowded_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
       process_(process_generation()),
       heap_(std::make_shared<SymmetricHeap>(segment, rank)),
@@ -124,6 +126,7 @@ void Communicator::lock() {
         "a signal handler cannot call a collective of the communicator in whose collective this "
         "thread is; raise an exception, which ends that one");
   }
+  before_wait_();
   const auto deadline = Clock::now() + timeout_;
   // The system's clock, since ThreadSanitizer does not know a lock by the steady one.
   while (!mutex_.try_lock_until(std::chrono::system_clock::now() + kSlice)) {
@@ -142,6 +145,8 @@ void Communicator::await(Signal& signal, uint32_t target, int owner, int spins) 
     if (signal.reached(target)) return;
     relax();
   }
+  if (signal.reached(target)) return;
+  before_wait_();
   for (int i = 0; i < kYields; ++i) {
     if (signal.reached(target)) return;
     sched_yield();

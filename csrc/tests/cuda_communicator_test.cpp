@@ -53,7 +53,8 @@ void add_broadcast_kernels(KernelList& kernels) { kernels.push_back(&send); }
 namespace {
 
 constexpr size_t kHeap = 1 << 20;
-constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing};
+constexpr Algorithm kFixedAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
+                                          Algorithm::kRing};
 
 // One rank, with a stream of its own.
 struct Rank {
@@ -152,7 +153,7 @@ void use_everything(Communicator& core) {
   CHECK(rank.allocate(kHeap, rank.stream) == nullptr);
   Stream* const other = fake_cuda::make_stream();
   for (float* data : {ordinary.data(), floats(*symmetric)}) {
-    for (const Algorithm way : kAlgorithms) {
+    for (const Algorithm way : kFixedAlgorithms) {
       for (const size_t count : {0, 1, 1000, 70'001}) {
         std::fill_n(data, count + 1, me + 1.0f);
         rank.all_reduce(data, count, way);

@@ -29,7 +29,7 @@ class Collectives(ABC):
     """What :class:`Communicator` can do with tensors; errors that all have in common stand there."""
 
     # That of a `_C.Communicator`, or what never does it.
-    _all_reduce_tensor: Callable[[Tensor, int, int], bool]
+    _all_reduce_tensor: Callable[[Tensor, str, str], bool]
     _rank: int
     _world_size: int
 
@@ -61,12 +61,11 @@ class Collectives(ABC):
             ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
         """
         try:
-            reduction, way = REDUCTIONS[op], ALGORITHMS[algorithm]
             # In one step, since Python would take longer than the reduction of a small tensor.
-            if self._all_reduce_tensor(tensor, reduction, way):
+            if self._all_reduce_tensor(tensor, op, algorithm):
                 return tensor
             check_tensor(tensor)
-            dtype = REDUCIBLE[tensor.dtype]
+            dtype, reduction, way = REDUCIBLE[tensor.dtype], REDUCTIONS[op], ALGORITHMS[algorithm]
         except KeyError:
             raise_for(tensor, op, algorithm)
         dense = to_dense_in_place(tensor)

@@ -103,7 +103,7 @@ class Hosts(End):
         self.agreement = Agreement(local, layout, lane, timeout)
         self._steps = Steps(local, lane, layout, _CPU, self._shared)
 
-    def all_reduce_tensor(self, tensor: Tensor, reduction: int, algorithm: int) -> bool:
+    def all_reduce_tensor(self, tensor: Tensor, op: str, algorithm: str) -> bool:
         """As of ``_C.Communicator``: never done in one step."""
         return False
 

@@ -34,9 +34,11 @@ class Communicator {
  public:
   // `pidfds`: if the ranks are processes, one per rank, -1 for this one; owned. Empty if the ranks
   // are threads of this process. `timeout` bounds every wait. `interrupt` is called now and then
-  // while waiting, and may throw to give up.
-  Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
-               std::function<void()> interrupt);
+  // while waiting, and may throw to give up. `before_wait` is called before a wait that may take
+  // longer than some 10 us.
+  Communicator(
+      std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
+      std::function<void()> interrupt, std::function<void()> before_wait = [] {});
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -96,7 +98,7 @@ class Communicator {
   const int world_size_;
   const size_t one_shot_bytes_;
   const Seconds timeout_;
-  const std::function<void()> interrupt_;
+  const std::function<void()> interrupt_, before_wait_;
   const bool crowded_;      // Whether there are more ranks than cores.
   const unsigned process_;  // Tells a forked child from the process that made this object.
   std::atomic<bool> closed_{false};

@@ -38,6 +38,7 @@ enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin };
 constexpr int kReductions = 4;
 
 enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot, kRing };
+constexpr int kAlgorithms = 4;
 
 constexpr size_t size_of(DType dtype) {
   constexpr size_t sizes[] = {8, 4, 2, 2, 4, 8, 2, 1, 1, 1, 8, 16, 4, 2, 4, 8, 1, 1, 1, 1, 1, 1};
