@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "pipekernels/process.h"
@@ -313,6 +314,8 @@ void Collective::signal() {
 void Collective::wait() {
   communicator_.await_arrivals(communicator_.state(rank()).arrivals.own_value(), spins());
   if (!compared_) compare_descriptors();
+  // For the next signal, which waited for it otherwise: the peers have a copy of the line by now.
+  take_line(&communicator_.state(rank()).arrivals);
 }
 
 void Collective::wait(Signal& signal, uint32_t target, int owner) {
@@ -322,6 +325,11 @@ void Collective::wait(Signal& signal, uint32_t target, int owner) {
 int Collective::spins() const {
   if (communicator_.crowded_) return 0;
   return compared_ ? kSpins : kSpinsFirst;
+}
+
+void Collective::take_staging(size_t bytes) const {
+  constexpr size_t kLimit = 2 << 10;
+  for (size_t i = 0; i < std::min(bytes, kLimit); i += 64) take_line(staging(rank(), 0) + i);
 }
 
 void Collective::compare_descriptors() {

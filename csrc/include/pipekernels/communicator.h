@@ -149,6 +149,9 @@ class Collective {
     return segment().staging(rank, communicator_.rounds_ + round);
   }
   void finish_rounds(uint64_t count) { communicator_.rounds_ += count; }
+  // After the last round: asks for the staging to which a next call copies so many bytes, and which
+  // peers have read some rounds ago; for as much as can be on its way without anyone waiting.
+  void take_staging(size_t bytes) const;
 
   // Likewise the chunks of a ring.
   uint32_t first_chunk() const { return communicator_.chunks_; }
