@@ -18,7 +18,7 @@ import statistics
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import groups, harness
 from bench.groups import Group, Session
@@ -32,7 +32,8 @@ DTYPES = ["float32", "bfloat16"]
 KINDS = ["ordinary", "symmetric"]
 PEERS = ["Gloo", "DeepSpeed", "MPICH", "Open MPI", "Intel MPI"]
 BOUNDS = ["copy", "in place"]
-SECONDS = 12.0  # For all candidates with one size and dtype, if five rounds are enough.
+VISITS = 5  # To every size and dtype, spread over the run: hosts may be slow for a minute.
+SECONDS = 2.5  # For all candidates in one visit, if that is enough for a round.
 BACK_TO_BACK_SIZE = 1 << 10
 
 CROWD = 8
@@ -43,22 +44,32 @@ CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's 
 
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
-    "timing": "systems in turn, slowest rank, medians; tensors rewritten before each call, but for calls "
-    "back to back; each turn warmed up, but for 8 ranks",
+    "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors rewritten "
+    "before each call, but for calls back to back; each turn warmed up, but for 8 ranks",
 }
 
 Row = dict[str, Any]
+
+
+class Measured(NamedTuple):
+    """One candidate in one visit."""
+
+    version: str
+    times: list[float]  # Seconds of each call.
+    wrong: int  # Elements, before and after.
+
+
 Calls = dict[str, tuple[Group, str]]  # By candidate: who makes them, and in which version.
 
 
 def turn_for(size: int) -> tuple[int, int, int]:
-    """Rounds, and the calls in each turn that warm up and that count.
+    """Rounds in a visit, and the calls in each turn that warm up and that count.
 
     The others' turns leave caches and predictors cold; short calls take many until their time is steady.
     """
     if size <= 1 << 18:
-        return 25, 100, 20
-    return (20, 2, 10) if size <= 1 << 22 else (12, 3, 3)
+        return 5, 100, 20
+    return (4, 2, 10) if size <= 1 << 22 else (3, 3, 3)
 
 
 def prepare(session: Session, size: int, dtype: str) -> Calls:
@@ -97,7 +108,7 @@ def row(part: str, candidate: str, version: str, size: int, dtype: str, **figure
     }
 
 
-def sample(calls: Calls, size: int, quick: bool) -> dict[str, list[float]]:
+def sample(calls: Calls, size: int, visit: int, quick: bool) -> dict[str, list[float]]:
     """Seconds of each call, by candidate; all of them take turns."""
     rounds, warmup, count = turn_for(size)
 
@@ -105,37 +116,48 @@ def sample(calls: Calls, size: int, quick: bool) -> dict[str, list[float]]:
         group, _ = calls[name]
         return slowest(group.call("measure", candidate=name, warmup=warmup, calls=count))
 
-    begin = time.monotonic()
-    for name in calls:
-        turn(name)
-    possible = int(SECONDS / (time.monotonic() - begin))
-    rounds = 2 if quick else min(rounds, max(5, possible))
     turns = {name: lambda name=name: turn(name) for name in calls}
-    return harness.alternate(turns, warmup=0, rounds=rounds)
+    start = visit * rounds
+    begin = time.monotonic()
+    samples = harness.alternate(turns, warmup=0, rounds=1, start=start)
+    possible = int(SECONDS / (time.monotonic() - begin))
+    rounds = 2 if quick else min(rounds, possible)
+    more = harness.alternate(turns, warmup=0, rounds=max(0, rounds - 1), start=start + 1)
+    return {name: samples[name] + more[name] for name in calls}
 
 
 def by_size(session: Session, sizes: list[int], quick: bool) -> list[Row]:
     """Every candidate with every dtype and size; bandwidths in GB/s, as nccl-tests defines them."""
-    rows = []
-    for dtype in DTYPES:
-        for size in sizes:
-            print(f"{dtype}, {size} bytes", flush=True)
-            rows += groups.survived(session, partial(_of_size, size, dtype, quick))
-    return rows
+    cases = [(size, dtype) for dtype in DTYPES for size in sizes]
+    visits: dict[tuple[int, str], list[dict[str, Measured]]] = {case: [] for case in cases}
+    for visit in range(1 if quick else VISITS):
+        for size, dtype in cases:
+            print(f"{dtype}, {size} bytes, visit {visit + 1}", flush=True)
+            measured = groups.survived(session, partial(_visit, size, dtype, visit, quick))
+            visits[size, dtype].append(measured)
+    return [found for case in cases for found in _rows(*case, visits[case])]
 
 
-def _of_size(size: int, dtype: str, quick: bool, session: Session) -> list[Row]:
+def _visit(size: int, dtype: str, visit: int, quick: bool, session: Session) -> dict[str, Measured]:
     calls = prepare(session, size, dtype)
     wrong = check(calls)
-    samples = sample(calls, size, quick)
+    samples = sample(calls, size, visit, quick)
     wrong_after = check(calls)
+    return {
+        name: Measured(version, samples[name], wrong[name] + wrong_after[name])
+        for name, (_, version) in calls.items()
+    }
+
+
+def _rows(size: int, dtype: str, visits: list[dict[str, Measured]]) -> list[Row]:
     rows = []
-    for name, times in samples.items():
-        figures: dict[str, Any] = harness.summary(times)
+    for name in visits[0]:
+        found = [visit[name] for visit in visits if name in visit]
+        figures: dict[str, Any] = harness.summary([t for each in found for t in each.times])
         figures["algbw"] = size / figures["median"] / 1e9
         figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
-        figures["wrong"] = wrong[name] + wrong_after[name]
-        rows.append(row("sizes", name, calls[name][1], size, dtype, **figures))
+        figures["wrong"] = sum(each.wrong for each in found)
+        rows.append(row("sizes", name, found[0].version, size, dtype, **figures))
     return rows
 
 

@@ -28,6 +28,7 @@ def alternate(
     *,
     warmup: int,
     rounds: int,
+    start: int = 0,
 ) -> dict[str, list[float]]:
     """Time all candidates in turn, so that a machine whose speed drifts slows all of them alike.
 
@@ -41,6 +42,7 @@ def alternate(
             whole call is timed.
         warmup: rounds whose samples are dropped.
         rounds: rounds that count.
+        start: how many there have been in earlier calls, whose orders these continue.
 
     Returns:
         Seconds of all samples, by name.
@@ -48,13 +50,13 @@ def alternate(
     names = list(candidates)
     samples: dict[str, list[float]] = {name: [] for name in names}
     steps = [(i + 1) // 2 * (-1) ** (i + 1) for i in range(len(names))]  # 0, 1, -1, 2, -2, ...
-    for round_ in range(warmup + rounds):
+    for round_ in range(start, start + warmup + rounds):
         side = (-1) ** (round_ // len(names))
         for name in (names[(round_ + side * step) % len(names)] for step in steps):
             begin = time.perf_counter()
             own = candidates[name]()
             seconds = time.perf_counter() - begin if own is None else own
-            if round_ >= warmup:
+            if round_ >= start + warmup:
                 samples[name] += [seconds] if isinstance(seconds, float) else seconds
     return samples
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -128,6 +129,25 @@ def test_rows_tell_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> No
     for row in rows:
         assert row["algbw"] == pytest.approx(row["size"] / row["median"] / 1e9)
         assert row["busbw"] == pytest.approx(row["algbw"])  # Of two ranks.
+
+
+def test_visits_to_a_size_are_spread_over_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collectives, "VISITS", 2)
+    monkeypatch.setattr(collectives, "DTYPES", ["float32"])
+    monkeypatch.setattr(collectives, "turn_for", lambda size: (1, 0, 3))
+    seconds = iter(range(1, 13))
+    monkeypatch.setattr(
+        collectives, "slowest", lambda answers: [float(next(seconds)) for _ in answers[0]]
+    )
+    rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
+    session: Any = {"fake": (LocalGroup(rank), "1.0")}
+    small, large = collectives.by_size(session, [1024, 4096], quick=False)
+    visited = re.findall(r"(\d+) bytes", capsys.readouterr().out)
+    assert visited == ["1024", "4096", "1024", "4096"]
+    assert (small["median"], small["min"], small["wrong"]) == (5.0, 1.0, 8)  # Of 1 to 3, 7 to 9.
+    assert (large["median"], large["min"], large["wrong"]) == (8.0, 4.0, 8)
 
 
 def test_crowded_ranks_make_as_many_calls_as_asked_for(tmp_path: Path) -> None:
@@ -296,14 +316,17 @@ def test_candidates_alternate_and_may_give_several_samples() -> None:
     assert order == ["several", "one", "one", "several", "several", "one"]
 
 
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("names", ["abcdef", "abcde"])
-def test_each_candidate_follows_every_other_one_equally_often(names: str) -> None:
+def test_each_candidate_follows_every_other_one_equally_often(names: str, calls: int) -> None:
     order: list[str] = []
     turns = {name: lambda name=name: order.append(name) for name in names}
-    harness.alternate(turns, warmup=0, rounds=2 * len(names))
-    rounds = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
-    assert all(sorted(each) == list(names) for each in rounds)
-    neighbours = [pair for each in rounds for pair in itertools.pairwise(each)]
+    rounds = 2 * len(names) // calls
+    for call in range(calls):
+        harness.alternate(turns, warmup=0, rounds=rounds, start=call * rounds)
+    by_round = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
+    assert all(sorted(each) == list(names) for each in by_round)
+    neighbours = [pair for each in by_round for pair in itertools.pairwise(each)]
     assert sorted(neighbours) == sorted([*itertools.permutations(names, 2)] * 2)
 
 
