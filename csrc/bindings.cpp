@@ -1,4 +1,4 @@
-// Python module pipekernels._C. This file and bindings_tensor.h alone know pybind11.
+// Python module pipekernels._C. This file, bindings_tensor.h and bindings_gil.h alone know Python.
 //
 // Tensors arrive as they are where a call has to be short, else as integer addresses and sizes;
 // std::invalid_argument becomes ValueError. What copies or waits runs without the GIL, but for sums
@@ -14,13 +14,13 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "bindings_gil.h"
 #include "bindings_tensor.h"
 #include "pipekernels/all_gather.h"
 #include "pipekernels/all_reduce.h"
@@ -59,49 +59,6 @@ py::dict build_info() {
   info["cuda_architectures"] = kCudaArchitectures;
   return info;
 }
-
-// ---- the interpreter's lock -------------------------------------------------------------------
-
-// Gives it up for a while. As py::gil_scoped_release, whose destructor ends the whole process when
-// the interpreter has ended meanwhile: until Python 3.14 it then ends threads that want its lock,
-// by unwinding their stacks, which a destructor must not let pass. Here they stay where they are.
-class NoGil {
- public:
-  NoGil() : state_(PyEval_SaveThread()) {}
-  ~NoGil() {
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (...) {
-      while (true) pause();
-    }
-  }
-  NoGil(const NoGil&) = delete;
-  NoGil& operator=(const NoGil&) = delete;
-
- private:
-  PyThreadState* const state_;
-};
-
-// Gives it up from the first release() in this thread on, which most small collectives, having
-// little to wait for, never come to: giving it up and getting it back would take a tenth of them.
-class GilUntilRelease {
- public:
-  GilUntilRelease() : outer_(innermost_) { innermost_ = this; }
-  ~GilUntilRelease() { innermost_ = outer_; }
-  GilUntilRelease(const GilUntilRelease&) = delete;
-  GilUntilRelease& operator=(const GilUntilRelease&) = delete;
-
-  // Does nothing if the lock is not this class's to give up, or has been.
-  static void release() {
-    if (innermost_ && !innermost_->released_) innermost_->released_.emplace();
-  }
-
- private:
-  // A signal handler that is called while a collective waits may call another one.
-  static inline thread_local GilUntilRelease* innermost_ = nullptr;
-  GilUntilRelease* const outer_;
-  std::optional<NoGil> released_;
-};
 
 // ---- micro-batches ----------------------------------------------------------------------------
 

@@ -348,7 +348,7 @@ def test_several_threads_share_a_communicator(device: torch.device) -> None:
 def progress_beside_waiting_threads(comm: Communicator, size: int) -> float:
     """The longest time that this thread stood still while two others waited, one for the other."""
     if comm.rank == 1:
-        time.sleep(0.5)
+        time.sleep(2.0)
     threads = [
         threading.Thread(target=comm.all_reduce, args=(torch.ones(size),), daemon=True)
         for _ in range(2)
@@ -365,7 +365,7 @@ def progress_beside_waiting_threads(comm: Communicator, size: int) -> float:
 @pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
 def test_a_thread_that_waits_lets_others_run(size: int) -> None:
     longest = run_processes(2, progress_beside_waiting_threads, size)[0]
-    assert longest < 0.3  # Rank 1 is 0.5 s late.
+    assert longest < 1.2  # Rank 1 is 2 s late.
 
 
 def test_waiting_for_another_threads_call_is_bounded() -> None:

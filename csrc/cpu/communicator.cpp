@@ -314,7 +314,7 @@ void Collective::signal() {
 void Collective::wait() {
   communicator_.await_arrivals(communicator_.state(rank()).arrivals.own_value(), spins());
   if (!compared_) compare_descriptors();
-  // For the next signal, which waited for it otherwise: the peers have a copy of the line by now.
+  // The peers have a copy of the line by now, which the next signal would have to wait for.
   take_line(&communicator_.state(rank()).arrivals);
 }
 
