@@ -1,0 +1,103 @@
+"""The public names and their signatures do not change unnoticed.
+
+``public_names.txt`` lists them. A change is a decision: it has a line in CHANGELOG.md, and the list is
+written anew by ``python tests/test_public_names.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+LIST = Path(__file__).parent / "public_names.txt"
+# In the order in which a name is looked for: what stands in two of them is described in the first.
+MODULES = [
+    "pipekernels",
+    "pipekernels.balance",
+    "pipekernels.batchnorm",
+    "pipekernels.comm",
+    "pipekernels.distributed",
+    "pipekernels.ops",
+    "pipekernels.ops.tensor_parallel",
+    "pipekernels.pipeline",
+    "pipekernels.skip",
+    "pipekernels.tensor_parallel",
+]
+
+# Classes whose objects users get from a method, and do not make: their constructors are ours.
+MADE_BY_OTHERS = {"Communicator", "Timeline"}
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """What ``from module import *`` gives; where nothing says, what is defined in it."""
+    listed = getattr(module, "__all__", None)
+    if listed is not None:
+        return sorted(listed)
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    )
+
+
+def signature_of(value: Any) -> str:
+    try:
+        return str(inspect.signature(value))
+    except (TypeError, ValueError):
+        return ""
+
+
+def members_of(cls: type) -> dict[str, Any]:
+    """Public members of ``cls`` that it or a base class of this package defines."""
+    members: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("pipekernels"):
+            members |= {k: v for k, v in vars(base).items() if not k.startswith("_")}
+    return members
+
+
+def lines_of(name: str, value: Any) -> Iterator[str]:
+    """One line for ``value``, and one for each public member of a class."""
+    if isinstance(value, ModuleType):
+        yield f"{name}: module"
+    elif inspect.isclass(value):
+        yield f"{name}: class" + ("" if value.__name__ in MADE_BY_OTHERS else signature_of(value))
+        for member, found in sorted(members_of(value).items()):
+            if isinstance(found, property):
+                yield f"{name}.{member}: property"
+            elif isinstance(found, (staticmethod, classmethod)):
+                kind = type(found).__name__
+                yield f"{name}.{member}: {kind}{signature_of(found.__func__)}"
+            elif callable(found):
+                yield f"{name}.{member}{signature_of(found)}"
+    elif callable(value):
+        yield f"{name}{signature_of(value)}"
+    else:
+        yield f"{name}: {type(value).__name__}"
+
+
+def listing() -> str:
+    lines: list[str] = []
+    described: dict[int, str] = {}
+    for path in MODULES:
+        module = importlib.import_module(path)
+        for name in names_of(module):
+            value = getattr(module, name)
+            if id(value) in described:
+                lines.append(f"{path}.{name}: {described[id(value)]}")
+                continue
+            described[id(value)] = f"{path}.{name}"
+            lines += lines_of(f"{path}.{name}", value)
+    return "\n".join(lines) + "\n"
+
+
+def test_public_names_and_signatures_are_those_listed() -> None:
+    assert listing().splitlines() == LIST.read_text().splitlines()
+
+
+if __name__ == "__main__":
+    LIST.write_text(listing())
