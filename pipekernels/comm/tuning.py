@@ -1,83 +1,124 @@
-"""Which algorithm ``auto`` takes, as measured on this machine, in a file under the user's cache folder.
+"""Measures where two steps begin to beat one, for every world size that fits the machine.
 
-``pipekernels tune`` writes it. Whoever creates the memory of a communicator reads it, and the ranks
-find there what they agree on.
+The ranks are processes on this host. They are started once, and the first 2, 4, 8, ... of them make a
+communicator each time, while the others sleep.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import multiprocessing
 import os
-import platform
+import statistics
+import tempfile
+import time
 from pathlib import Path
-from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
 
 from pipekernels import _cache
+from pipekernels.comm.communicator import Communicator
+from pipekernels.comm.tuning import Tuning
 
-FORMAT = 2  # To be raised when the algorithms change so that older measurements no longer hold.
+SIZES = [2**exponent for exponent in range(8, 19)]  # bytes
+ALGORITHMS = ["one_shot", "two_shot"]
+KINDS = ["ordinary", "symmetric"]
+LIMIT = 120.0  # seconds for all of it
+
+# Seconds by (algorithm, kind of tensor, size).
+Times = dict[tuple[str, str, int], float]
 
 
-class Tuning(NamedTuple):
-    """What has been measured.
+def measure(*, quick: bool = False) -> Tuning:
+    """Measure for a few seconds; ``quick``: with few calls, to see that it works.
 
-    Attributes:
-        one_shot_bytes: by world size, up to how many bytes ``one_shot`` is faster than ``two_shot``.
-        date: when.
+    Raises:
+        TimeoutError: it takes more than two minutes.
+        Exception: what a rank raises.
+    """
+    sizes = world_sizes(len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        ranks = torch.multiprocessing.start_processes(
+            _rank,
+            args=(folder, sizes, 10 if quick else 100),
+            nprocs=sizes[-1],
+            join=False,
+            daemon=True,
+            start_method="forkserver",
+        )
+        deadline = time.monotonic() + LIMIT
+        while not ranks.join(timeout=1):
+            if time.monotonic() > deadline:
+                for process in ranks.processes:
+                    process.kill()
+                raise TimeoutError(f"measuring took more than {LIMIT:.0f} s; is the machine busy?")
+        limits = json.loads((Path(folder) / "limits").read_text())
+    return Tuning({int(size): limit for size, limit in limits.items()}, _cache.now())
+
+
+def world_sizes(cores: int) -> list[int]:
+    """Powers of two up to the number of cores, and at least up to 8."""
+    return [2**exponent for exponent in range(1, max(3, cores.bit_length() - 1) + 1)]
+
+
+def best_limit(times: Times) -> int:
+    """The size up to which ``one_shot`` is to be taken so that all are close to their best.
+
+    The one choice has to serve both kinds of tensor: the sum of squares of how far, as a logarithm, a
+    time is from the best, so that one large loss counts more than several small ones.
     """
 
-    one_shot_bytes: dict[int, int]
-    date: str
+    def loss(limit: int) -> float:
+        total = 0.0
+        for kind in KINDS:
+            for size in SIZES:
+                taken = times["one_shot" if size <= limit else "two_shot", kind, size]
+                best = min(times[algorithm, kind, size] for algorithm in ALGORITHMS)
+                total += math.log(taken / best) ** 2
+        return total
 
-    def limit(self, world_size: int) -> int:
-        """The limit measured with ``world_size`` ranks, or with the next smaller number."""
-        measured = sorted(self.one_shot_bytes)
-        nearest = max((size for size in measured if size <= world_size), default=measured[0])
-        return self.one_shot_bytes[nearest]
-
-
-def one_shot_bytes(world_size: int) -> int:
-    """Up to how many bytes ``auto`` is ``one_shot``; 0, which means a built-in size, if not measured."""
-    tuning = load()
-    return 0 if tuning is None else tuning.limit(world_size)
+    return min(SIZES, key=loss)
 
 
-def cpu_model() -> str:
-    """The processor's name as the system gives it, and its family and model where there are such:
-    virtual machines may give processors of several generations one name."""
-    try:
-        processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        processor = ""
-    lines = [line.split(":", 1) for line in processor.splitlines() if ":" in line]
-    fields = {name.strip(): value.strip() for name, value in lines}
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" not in fields:
-        return name
-    return f"{name} (family {fields['cpu family']}, model {fields.get('model')})"
+def _rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
+    torch.set_num_threads(1)
+    # Evenly over the cores: two that begin on one may stay there, as each yields to the other.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    limits = {}
+    store = dist.FileStore(f"{folder}/store", sizes[-1])
+    with Communicator.from_store(store, rank, sizes[-1], timeout=LIMIT) as everyone:
+        for size in sizes:
+            some = everyone.split(0 if rank < size else None)
+            if some is not None:
+                with some:
+                    limits[size] = best_limit(_measure(some, rounds))
+            everyone.barrier()
+    if rank == 0:
+        (Path(folder) / "limits").write_text(json.dumps(limits))
 
 
-def path() -> Path:
-    """The file of this machine."""
-    return _cache.file("all-reduce", f"{cpu_model()} {os.cpu_count()}c")
-
-
-def load() -> Tuning | None:
-    """What has been measured on this machine; ``None``, with a warning, if its file cannot be used."""
-    return _cache.read(path(), _parse)
-
-
-def save(tuning: Tuning) -> Path:
-    """Write the file of this machine, in place of the one there is, and return its path."""
-    file = path()
-    _cache.write(file, {"format": FORMAT, **tuning._asdict()})
-    return file
-
-
-def _parse(record: Any) -> Tuning:
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"it is not of format {FORMAT}, which this version uses")
-    limits = record.get("one_shot_bytes")
-    if not isinstance(limits, dict) or not limits or not isinstance(record.get("date"), str):
-        raise ValueError("it is incomplete")
-    if any(type(limit) is not int or not 0 < limit < 2**63 for limit in limits.values()):
-        raise ValueError(f"sizes must be positive numbers of bytes, got {list(limits.values())}")
-    return Tuning({int(size): limit for size, limit in limits.items()}, record["date"])
+def _measure(communicator: Communicator, rounds: int) -> Times:
+    """Medians of the slowest rank's times, the same on all ranks; algorithms take turns."""
+    medians = {}
+    for size in SIZES:
+        count = size // torch.float32.itemsize
+        source = torch.ones(count)
+        tensors = dict(zip(KINDS, [torch.empty(count), communicator.empty(count)], strict=True))
+        samples: dict[tuple[str, str], list[float]] = {}
+        for _ in range(rounds):
+            for kind, tensor in tensors.items():
+                for algorithm in ALGORITHMS:
+                    tensor.copy_(source)
+                    communicator.barrier()
+                    begin = time.perf_counter()
+                    communicator.all_reduce(tensor, algorithm=algorithm)
+                    samples.setdefault((algorithm, kind), []).append(time.perf_counter() - begin)
+        for (algorithm, kind), seconds in samples.items():
+            slowest = communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
+            medians[algorithm, kind, size] = statistics.median(slowest.tolist())
+    return medians

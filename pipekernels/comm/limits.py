@@ -1,0 +1,83 @@
+"""Which algorithm ``auto`` takes, as measured on this machine, in a file under the user's cache folder.
+
+``pipekernels tune`` writes it. Whoever creates the memory of a communicator reads it, and the ranks
+find there what they agree on.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipekernels import _cache
+
+FORMAT = 2  # To be raised when the algorithms change so that older measurements no longer hold.
+
+
+class Tuning(NamedTuple):
+    """What has been measured.
+
+    Attributes:
+        one_shot_bytes: by world size, up to how many bytes ``one_shot`` is faster than ``two_shot``.
+        date: when.
+    """
+
+    one_shot_bytes: dict[int, int]
+    date: str
+
+    def limit(self, world_size: int) -> int:
+        """The limit measured with ``world_size`` ranks, or with the next smaller number."""
+        measured = sorted(self.one_shot_bytes)
+        nearest = max((size for size in measured if size <= world_size), default=measured[0])
+        return self.one_shot_bytes[nearest]
+
+
+def one_shot_bytes(world_size: int) -> int:
+    """Up to how many bytes ``auto`` is ``one_shot``; 0, which means a built-in size, if not measured."""
+    tuning = load()
+    return 0 if tuning is None else tuning.limit(world_size)
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it, and its family and model where there are such:
+    virtual machines may give processors of several generations one name."""
+    try:
+        processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        processor = ""
+    lines = [line.split(":", 1) for line in processor.splitlines() if ":" in line]
+    fields = {name.strip(): value.strip() for name, value in lines}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in fields:
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields.get('model')})"
+
+
+def path() -> Path:
+    """The file of this machine."""
+    return _cache.file("all-reduce", f"{cpu_model()} {os.cpu_count()}c")
+
+
+def load() -> Tuning | None:
+    """What has been measured on this machine; ``None``, with a warning, if its file cannot be used."""
+    return _cache.read(path(), _parse)
+
+
+def save(tuning: Tuning) -> Path:
+    """Write the file of this machine, in place of the one there is, and return its path."""
+    file = path()
+    _cache.write(file, {"format": FORMAT, **tuning._asdict()})
+    return file
+
+
+def _parse(record: Any) -> Tuning:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"it is not of format {FORMAT}, which this version uses")
+    limits = record.get("one_shot_bytes")
+    if not isinstance(limits, dict) or not limits or not isinstance(record.get("date"), str):
+        raise ValueError("it is incomplete")
+    if any(type(limit) is not int or not 0 < limit < 2**63 for limit in limits.values()):
+        raise ValueError(f"sizes must be positive numbers of bytes, got {list(limits.values())}")
+    return Tuning({int(size): limit for size, limit in limits.items()}, record["date"])
