@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pipekernels import _cache
-from pipekernels.comm.tuning import cpu_model
+from pipekernels.comm.limits import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -85,7 +85,7 @@ class Pipekernels:
         from torch.distributed import FileStore
 
         import pipekernels
-        from pipekernels.comm import tuning
+        from pipekernels.comm import limits as tuning
 
         torch.set_num_threads(1)
         store = FileStore(str(folder / "store"), ranks)

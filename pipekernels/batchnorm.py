@@ -1,5 +1,5 @@
-"""BatchNorm under micro-batches; see :mod:`pipekernels.pipeline.batchnorm`."""
+"""BatchNorm under micro-batches; see :mod:`pipekernels.pipeline.stage.batchnorm`."""
 
-from pipekernels.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 
 __all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]

@@ -15,13 +15,13 @@ import torch
 
 from pipekernels import _backend, _cache
 from pipekernels._version import __version__
-from pipekernels.comm import tuning
+from pipekernels.comm import limits as tuning
 from pipekernels.kernels import table
 from pipekernels.kernels.config import KINDS
+from pipekernels.local_ops import gemm_tuning
+from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, has_triton
 from pipekernels.ops import forecast as forecasts
-from pipekernels.ops import gemm_tuning
-from pipekernels.ops.overlap import LINKS, Link
-from pipekernels.ops.sharded_gemm import TRITON_REMEDY, has_triton
+from pipekernels.tensor_parallel.overlap import LINKS, Link
 
 
 def info() -> str:
@@ -98,7 +98,7 @@ def _tuning(missing: list[str]) -> str:
 
 def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
     """Measure this machine, keep the results for communicators and products to come, and report."""
-    from pipekernels.comm import tuner
+    from pipekernels.comm import tuning as tuner
 
     measured = tuner.measure(quick=quick)
     path = tuning.save(measured)

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from clocked_layers import Clock
-from graph_cases import CudaRecord
-from ranks import run_in_group, run_processes
-from recorded_graphs import Record, recorded
+from support.clocked_layers import Clock
+from support.graph_cases import CudaRecord
+from support.ranks import run_in_group, run_processes
+from support.recorded_graphs import Record, recorded
 
 from pipekernels import _backend
 from pipekernels.kernels import table
-from pipekernels.pipeline import graph_slots, profile
-from pipekernels.pipeline.pace import Pace, Way
+from pipekernels.pipeline.cuda_graphs import slots as graph_slots
+from pipekernels.pipeline.engine.pace import Pace, Way
+from pipekernels.pipeline.planning import profile
 
 # Several ranks on one GPU need a queue of its own for each of their streams; read when CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

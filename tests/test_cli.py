@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from pipekernels import __version__, _backend, cli
-from pipekernels.comm import tuner, tuning
-from pipekernels.comm.tuning import Tuning
+from pipekernels.comm import limits as tuning
+from pipekernels.comm import tuning as tuner
+from pipekernels.comm.limits import Tuning
 
 
 def test_info_names_versions_build_and_devices() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from ranks import traces
+from support.ranks import traces
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,7 +12,7 @@ from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 from pipekernels.ops.forecast import forecast, report
-from pipekernels.ops.overlap import Link, all_reduce_seconds
+from pipekernels.tensor_parallel.overlap import Link, all_reduce_seconds
 
 LINK = Link(1e-6, 1e-11, 4e-11)
 M, N, K = 4096, 8192, 8192

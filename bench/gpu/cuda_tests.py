@@ -18,7 +18,7 @@ PIECE = 24  # tests, long enough that the start of a process does not matter
 TEST_SECONDS = 90  # for one test; a few start processes that each load torch and CUDA
 COLLECT_SECONDS = 60.0
 # Their tests compile kernels, for seconds each: begun first, in smaller pieces.
-COMPILING = {"tests/test_sharded_gemm.py"}
+COMPILING = {"tests/local_ops/test_sharded_gemm.py"}
 SMALL_PIECE = 6
 OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 OPTIONS = ["-m", "cuda", "-p", "no:cacheprovider"]

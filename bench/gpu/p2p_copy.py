@@ -28,7 +28,7 @@ from bench import harness
 from bench.gpu.timing import Row, attempt, call_seconds, errors
 from bench.report import duration, markdown
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
-from pipekernels.ops.edge import edge
+from pipekernels.device.edge import edge
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
 WIDTH = 4096

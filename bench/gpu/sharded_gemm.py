@@ -34,10 +34,14 @@ from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
 from bench.report import duration, markdown, svg
 from pipekernels import ops
 from pipekernels.kernels import table as tables
-from pipekernels.ops import overlap
+from pipekernels.local_ops.sharded_gemm import (
+    gpu_of,
+    has_triton,
+    measured,
+)
 from pipekernels.ops.forecast import forecast
-from pipekernels.ops.sharded_gemm import gpu_of, has_triton, measured
-from pipekernels.ops.tensor_parallel import row_linear
+from pipekernels.tensor_parallel import overlap
+from pipekernels.tensor_parallel.functional import row_linear
 
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # hidden and inner features
 DEGREES = (8, 1, 4, 2)
@@ -270,7 +274,7 @@ def overlapped(tokens: int, args: argparse.Namespace) -> Row:
 def tune(seconds: float) -> Row:
     """Measure this GPU for so long; the table is kept in the user's cache and with the results."""
     from pipekernels.kernels import tuner
-    from pipekernels.ops.gemm_tuning import by_library
+    from pipekernels.local_ops.gemm_tuning import by_library
 
     shapes = itertools.chain.from_iterable(
         tuner.row_parallel_shapes([tokens], [degree])

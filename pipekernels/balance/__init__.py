@@ -21,17 +21,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
-from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.ops.streams import with_index
-from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.partition import check_partitions, check_sequential, layers, solve
-from pipekernels.pipeline.profile import (
+from pipekernels.device.streams import with_index
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.planning.profile import (
     Device,
     batch_size,
     first_rows,
     measure_bytes,
     measure_seconds,
+)
+from pipekernels.pipeline.stage.partition import (
+    check_partitions,
+    check_sequential,
+    layers,
+    solve,
 )
 
 __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]

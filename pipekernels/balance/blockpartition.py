@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipekernels.pipeline import partition
+from pipekernels.pipeline.stage import partition
 
 
 def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:

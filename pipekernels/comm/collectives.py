@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.functional import check_root
 from pipekernels.comm.tensors import (
     check_tensor,
     digest_of,
@@ -22,7 +23,6 @@ from pipekernels.comm.tensors import (
     to_dense,
     to_dense_in_place,
 )
-from pipekernels.ops.collectives import check_root
 
 
 class Collectives(ABC):

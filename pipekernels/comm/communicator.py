@@ -19,16 +19,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm import tuning
-from pipekernels.comm.bootstrap import join_processes, problem_of, raise_for
+from pipekernels.comm import limits as tuning
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.cuda import Device
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.hosts import GRACE, Hosts
-from pipekernels.comm.hosts_cuda import HostsDevice
-from pipekernels.comm.rendezvous import Rendezvous, of_color, over_group, over_store
+from pipekernels.comm.functional import (
+    check_integer,
+    communicator_of,
+    resolve_handle,
+)
+from pipekernels.comm.hosts.cpu import GRACE, Hosts
+from pipekernels.comm.hosts.cuda import HostsDevice
+from pipekernels.comm.join.bootstrap import (
+    join_processes,
+    problem_of,
+    raise_for,
+)
+from pipekernels.comm.join.rendezvous import (
+    Rendezvous,
+    of_color,
+    over_group,
+    over_store,
+)
 from pipekernels.comm.tensors import check_not_quantized
-from pipekernels.ops.collectives import check_integer, communicator_of, resolve_handle
 
 if TYPE_CHECKING:
     from typing_extensions import Self

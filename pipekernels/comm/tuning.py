@@ -21,7 +21,7 @@ import torch.multiprocessing
 
 from pipekernels import _cache
 from pipekernels.comm.communicator import Communicator
-from pipekernels.comm.tuning import Tuning
+from pipekernels.comm.limits import Tuning
 
 SIZES = [2**exponent for exponent in range(8, 19)]  # bytes
 ALGORITHMS = ["one_shot", "two_shot"]

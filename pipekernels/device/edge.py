@@ -32,8 +32,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipekernels.ops import streams
-from pipekernels.ops.streams import DONE, HOST, Event, Stream
+from pipekernels.device import streams
+from pipekernels.device.streams import (
+    DONE,
+    HOST,
+    Event,
+    Stream,
+)
 
 SLOT_BYTES = 4 << 20
 

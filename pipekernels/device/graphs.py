@@ -20,8 +20,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from pipekernels.ops import streams
-from pipekernels.ops.streams import Stream
+from pipekernels.device import streams
+from pipekernels.device.streams import Stream
 
 T = TypeVar("T")
 

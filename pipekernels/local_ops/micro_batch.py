@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pipekernels import _backend
-from pipekernels.ops.dispatch import has_derivatives, is_observed
+from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:

@@ -9,9 +9,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from pipekernels.ops import streams
-from pipekernels.ops.edge import edge
-from pipekernels.ops.transforms import deny_tangents
+from pipekernels.device import streams
+from pipekernels.device.edge import edge
+from pipekernels.local_ops.transforms import deny_tangents
 
 
 @overload

@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
-from pipekernels.ops.transforms import deny_tangents
+from pipekernels.local_ops.transforms import deny_tangents
 
 ALGORITHMS = ("auto", "triton", "cublas")
 FLOAT8 = torch.float8_e4m3fn

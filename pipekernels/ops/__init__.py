@@ -1,15 +1,16 @@
-"""Operations: each validates, allocates, picks a device and is registered with torch.library.
+"""The public door of all operations, wherever they live.
 
-They work under ``torch.compile`` and are differentiable in reverse mode. Splitting and concatenating
+Each operation validates its arguments, picks a device and is registered with ``torch.library``. They
+work under ``torch.compile`` and are differentiable in reverse mode. Splitting and concatenating
 micro-batches also have forward-mode derivatives and work under ``torch.func``; the others refuse to be
-differentiated so. To collectives the loss is the sum of all ranks'
-losses; :mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute one and the same loss.
+differentiated so. Collectives take the loss to be the sum of the losses of all ranks;
+:mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute one and the same loss.
 """
 
-from pipekernels.ops.collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from pipekernels.ops.micro_batch import concat_micro_batches, split_micro_batches
-from pipekernels.ops.p2p_copy import p2p_copy
-from pipekernels.ops.sharded_gemm import sharded_gemm
+from pipekernels.comm.functional import all_gather, all_reduce, broadcast, reduce_scatter
+from pipekernels.local_ops.micro_batch import concat_micro_batches, split_micro_batches
+from pipekernels.local_ops.p2p_copy import p2p_copy
+from pipekernels.local_ops.sharded_gemm import sharded_gemm
 
 __all__ = [
     "all_gather",

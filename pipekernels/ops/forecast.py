@@ -1,7 +1,7 @@
 """What row-parallel layers would take on several GPUs, from products measured on one.
 
 A forecast: the products' times are measured ones, those of the all-reduce come from the alpha-beta
-model of :mod:`pipekernels.ops.overlap`, with a link that is assumed.
+model of :mod:`pipekernels.tensor_parallel.overlap`, with a link that is assumed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipekernels.kernels.table import LAYOUTS, Entry, Table
-from pipekernels.ops.overlap import Link, all_reduce_seconds, plan
+from pipekernels.tensor_parallel.overlap import (
+    Link,
+    all_reduce_seconds,
+    plan,
+)
 
 RANKS = (2, 4, 8)
 ITEMSIZES = {"float32": 4, "tfloat32": 4}  # Of results; others have 2 bytes.

@@ -1,11 +1,10 @@
 """Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
 time."""
 
-from pipekernels.pipeline.checkpoint import (
-    is_checkpointing,
-    is_recomputing,
+from pipekernels.pipeline.pipe import (
+    Pipe,
 )
-from pipekernels.pipeline.device_map import (
+from pipekernels.pipeline.placement.device_map import (
     get_device,
     move_to_device,
     parallelize_module,
@@ -13,28 +12,19 @@ from pipekernels.pipeline.device_map import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from pipekernels.pipeline.pipe import (
-    Pipe,
-)
-from pipekernels.pipeline.planner import (
-    Plan,
-    plan_pipeline,
-)
-from pipekernels.pipeline.spmd import (
+from pipekernels.pipeline.planning.planner import Plan, plan_pipeline
+from pipekernels.pipeline.schedule.timeline import Timeline
+from pipekernels.pipeline.spmd.execute import (
     PipelineModule,
     execute_pipeline,
     execute_pipeline_step,
 )
+from pipekernels.pipeline.stage.checkpoint import is_checkpointing, is_recomputing
 from pipekernels.pipeline.stages import (
     PipelineParallel,
     PipelineStage,
 )
-from pipekernels.pipeline.structure import (
-    NoChunk,
-)
-from pipekernels.pipeline.timeline import (
-    Timeline,
-)
+from pipekernels.pipeline.values.structure import NoChunk
 
 __all__ = [
     "NoChunk",

@@ -13,26 +13,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipekernels.ops.streams import with_index
-from pipekernels.ops.transforms import deny_tangents
-from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
-from pipekernels.pipeline.checkpoint import MODES
-from pipekernels.pipeline.engine import Engine
-from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.micro_batch import Batch, Scatter, rows_of
-from pipekernels.pipeline.parameters import identity
-from pipekernels.pipeline.partition import (
+from pipekernels._arguments import integer
+from pipekernels.device.streams import with_index
+from pipekernels.local_ops.transforms import deny_tangents
+from pipekernels.pipeline.engine.engine import Engine
+from pipekernels.pipeline.engine.outputs import Losses, LossFunction
+from pipekernels.pipeline.schedule.program import Schedule
+from pipekernels.pipeline.schedule.timeline import Timeline
+from pipekernels.pipeline.spmd.torch_stage import torch_stage
+from pipekernels.pipeline.stage.batchnorm import convert_deferred_batch_norm
+from pipekernels.pipeline.stage.checkpoint import MODES
+from pipekernels.pipeline.stage.parameters import identity
+from pipekernels.pipeline.stage.partition import (
     balance_by_parameters,
     check_sequential,
     layers,
     split_module,
 )
-from pipekernels.pipeline.schedule import Schedule
-from pipekernels.pipeline.sink import Losses, LossFunction
-from pipekernels.pipeline.skip import verify_skippables
-from pipekernels.pipeline.structure import LONE, Arguments, take_apart
-from pipekernels.pipeline.timeline import Timeline
-from pipekernels.pipeline.torch_stage import torch_stage
+from pipekernels.pipeline.stage.skip import verify_skippables
+from pipekernels.pipeline.values.micro_batch import (
+    Batch,
+    Scatter,
+    rows_of,
+)
+from pipekernels.pipeline.values.structure import (
+    LONE,
+    Arguments,
+    take_apart,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.micro_batch import Batch
-from pipekernels.pipeline.partition import check_sequential, has_hooks
+from pipekernels._arguments import integer
 from pipekernels.pipeline.pipe import Pipe
+from pipekernels.pipeline.stage.partition import check_sequential, has_hooks
+from pipekernels.pipeline.values.micro_batch import Batch
 
 
 class PipelineStage(nn.Module):

@@ -32,19 +32,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipekernels.ops.collectives import (
+from pipekernels.comm.functional import (
     Ranks,
     all_gather,
     all_reduce,
     check_rows,
     communicator_of,
 )
-from pipekernels.ops.dispatch import is_needless
-from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.ops.once import check_differentiated_once
-from pipekernels.ops.overlap import gemm_all_reduce, plan_for
-from pipekernels.ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
-from pipekernels.ops.transforms import deny_tangents
+from pipekernels.local_ops.dispatch import is_needless
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.local_ops.sharded_gemm import (
+    ALGORITHMS,
+    gemm_into,
+    gpu_of,
+    measured,
+    sharded_gemm,
+)
+from pipekernels.local_ops.transforms import deny_tangents
+from pipekernels.tensor_parallel.overlap import gemm_all_reduce, plan_for
 
 _LAYERS = "a layer that is sharded over ranks"
 
@@ -132,7 +138,7 @@ def row_linear(
         comm: the communicator.
         scatter: return this rank's slice of the first dimension alone.
         algorithm: of the products, forward and backward, on a GPU: as for
-            :func:`pipekernels.ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel, with the
+            :func:`pipekernels.local_ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel, with the
             all-reduce running while it does. ``'auto'`` takes that where a plan from measurements
             says that it pays, but not in a captured CUDA graph. The same on all ranks.
 

@@ -5,10 +5,10 @@ the first feeds the second without a collective between them, and one pair (the 
 MLP; the projections into and out of attention) costs one all-reduce forward and one backward. The
 names follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
 
-On CUDA the products are those of :func:`pipekernels.ops.sharded_gemm`: by Triton where that was measured
+On CUDA the products are those of :func:`pipekernels.local_ops.sharded_gemm`: by Triton where that was measured
 to be faster, overlapped with the all-reduce where that pays, else by cuBLAS.
 
-Autograd convention: all ranks compute the same loss (:mod:`pipekernels.ops.tensor_parallel`). All
+Autograd convention: all ranks compute the same loss (:mod:`pipekernels.tensor_parallel.functional`). All
 ranks must run the same forwards and backwards, in the same order.
 """
 
@@ -24,9 +24,9 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.dispatch import is_observed
-from pipekernels.ops.sharded_gemm import sharded_gemm
-from pipekernels.ops.tensor_parallel import (
+from pipekernels.local_ops.dispatch import is_observed
+from pipekernels.local_ops.sharded_gemm import sharded_gemm
+from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
     row_linear,
@@ -66,7 +66,7 @@ class _ShardedLinear(nn.Module):
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.skip_bias_add = skip_bias_add
-        import_module("pipekernels.ops.flops")
+        import_module("pipekernels.local_ops.flops")
         self._adopt(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
     @classmethod
@@ -247,7 +247,7 @@ class RowParallelLinear(_ShardedLinear):
             slice of its first dimension, which the world size must divide; before a column-parallel
             layer, or a loss, join the slices of the ``rows`` by
             ``gather_from_ranks(y.movedim(0, -1), comm, rows).movedim(-1, 0)``, from
-            :mod:`pipekernels.ops.tensor_parallel`, as the backward of ``ops.all_gather`` would sum over
+            :mod:`pipekernels.tensor_parallel.functional`, as the backward of ``ops.all_gather`` would sum over
             the ranks what is whole already. ``'none'``: this rank's partial sum, for a caller who
             reduces later; the bias cannot be added then, so it wants ``bias=False`` or
             ``skip_bias_add=True``.

@@ -20,7 +20,12 @@ from torch import Tensor
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
-from pipekernels.ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allowed
+from pipekernels.local_ops.sharded_gemm import (
+    Chosen,
+    choose,
+    gpu_of,
+    tf32_allowed,
+)
 
 # Fewer blocks of rows hide less, more of them wait more often.
 ROW_BLOCKS = 8

@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from devices import on
-from ranks import run_processes, run_threads
+from support.devices import on
+from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, ops, reference

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from devices import on, own_stream
-from ranks import run_processes, run_threads, traces
+from support.devices import on, own_stream
+from support.ranks import run_processes, run_threads, traces
 
 from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
-from pipekernels.comm import bootstrap
+from pipekernels.comm.join import bootstrap
 
 
 def in_own_streams(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from devices import on, own_stream
-from ranks import run_processes, run_threads
+from support.devices import on, own_stream
+from support.ranks import run_processes, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops

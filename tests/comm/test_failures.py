@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from devices import on
-from ranks import run_processes, run_threads, traces
+from support.devices import on
+from support.ranks import run_processes, run_threads, traces
 
 from pipekernels import Communicator, PeerError
 

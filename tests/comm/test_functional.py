@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import on
-from ranks import run_processes, run_threads
+from support.devices import on
+from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
 from pipekernels import (
@@ -19,8 +19,8 @@ from pipekernels import (
     ops,
     reference,
 )
-from pipekernels.ops import collectives
-from pipekernels.ops import tensor_parallel as tp
+from pipekernels.comm import functional as collectives
+from pipekernels.tensor_parallel import functional as tp
 
 WORLD_SIZES = [1, 2, 3, 4]
 ROWS = 12  # A multiple of every world size.

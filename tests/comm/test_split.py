@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from devices import on, own_stream
-from ranks import leaves_the_group, run_processes, run_threads, traces
+from support.devices import on, own_stream
+from support.ranks import leaves_the_group, run_processes, run_threads, traces
 
 from pipekernels import Communicator, PeerError
 

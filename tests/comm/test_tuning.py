@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_processes
+from support.ranks import run_processes
 
 from pipekernels import Communicator, cli
-from pipekernels.comm import tuner, tuning
-from pipekernels.comm.tuning import Tuning
+from pipekernels.comm import limits as tuning
+from pipekernels.comm import tuning as tuner
+from pipekernels.comm.limits import Tuning
 
 DATE = "2026-01-31 12:00 UTC"
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "csrc" / "cmake" / "build_extension.py"
+SCRIPT = Path(__file__).parents[2] / "csrc" / "cmake" / "build_extension.py"
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-import aot
 import pytest
+from support import aot
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gemm_cases import SHAPE, measured
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gemm_cases import SHAPE, measured
 
 from pipekernels import _cache
 from pipekernels.kernels import table

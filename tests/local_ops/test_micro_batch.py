@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels import reference
-from pipekernels.ops import concat_micro_batches, micro_batch, split_micro_batches
+from pipekernels.local_ops import micro_batch
+from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 DTYPES = [
     torch.float64,

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_streams import machine
+from support.recorded_streams import machine
 
-from pipekernels.ops import edge, p2p_copy
+from pipekernels.device import edge
+from pipekernels.local_ops import p2p_copy
 
 DTYPES = [
     torch.float64,

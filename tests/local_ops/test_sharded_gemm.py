@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_cases import CONFIG, FLOAT8, Case, check, measured, module, on_gpu, pretend_gpu
+from support.gemm_cases import CONFIG, FLOAT8, Case, check, measured, module, on_gpu, pretend_gpu
 from torch import Tensor
 from torch.nn import functional
 
 from pipekernels.kernels.config import BLOCKS, KINDS, Config, candidates
 from pipekernels.kernels.layout import layout_of
 from pipekernels.kernels.table import LAYOUTS
-from pipekernels.ops import sharded_gemm
+from pipekernels.local_ops import sharded_gemm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -133,8 +133,9 @@ def test_errors_state_value_limit_and_remedy() -> None:
 
 def test_the_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.6")
-    folder = Path(__file__).parent
-    paths = [str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")]
+    tests = Path(__file__).parents[1]
+    folder = tests / "support"
+    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_gemm.py"],
         cwd=folder, capture_output=True, text=True, timeout=110, check=False,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe, is_checkpointing, is_recomputing
-from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.pace import Way
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.engine.pace import Way
 
 MODES = ["always", "except_last", "never"]
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_processes
+from support.ranks import run_processes
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator, Pipe
-from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.engine.pace import Way
 
 
 def mlp() -> nn.Sequential:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 import torch
-from ranks import run_processes
+from support.ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
 from pipekernels import Communicator, Pipe, tensor_parallelize
-from pipekernels.pipeline.pace import Pace, Way
+from pipekernels.pipeline.engine.pace import Pace, Way
 
 
 def model() -> nn.Sequential:

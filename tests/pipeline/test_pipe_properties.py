@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from skip_layers import Pop, Stash
+from support.skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.checkpoint import MODES
-from pipekernels.pipeline.pace import Pace
-from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.pipeline.engine.pace import Pace
+from pipekernels.pipeline.schedule.program import SCHEDULES
+from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.skip import Namespace
 
 WIDTH = 4

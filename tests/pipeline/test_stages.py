@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe, PipelineParallel, PipelineStage
-from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
 
 def stages() -> list[PipelineStage]:

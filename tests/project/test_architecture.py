@@ -1,37 +1,81 @@
-"""The rules that keep the parts apart: who may import whom, and what csrc must not know."""
+"""The rules that keep the rooms apart: who may import whom, how large a room may be, and what csrc must not
+know. docs/design.md has the list of rooms."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pipekernels"
 CSRC = ROOT / "csrc"
 
-# pipeline, tensor_parallel -> comm -> ops -> {_backend, kernels}
+# Every room, and the rooms that it may import. Rooms below those named here may be imported too: an arrow
+# is followed on.
 MAY_IMPORT = {
-    "pipeline": {"pipeline", "comm", "ops", "_backend", "_version"},
-    "tensor_parallel": {"tensor_parallel", "comm", "ops", "_backend", "_version"},
-    "distributed": {"comm", "_version"},
-    "comm": {"comm", "ops", "_backend", "_cache", "_version"},
-    "ops": {"ops", "kernels", "_backend", "_version"},
-    "kernels": {"kernels", "_cache", "_version"},
-    "_backend": {"_C", "_version"},
+    "_version": set(),
+    "_arguments": set(),
     "_cache": set(),
     "reference": set(),
-    "balance": {"balance", "ops", "pipeline"},
+    "_backend": {"_version"},
+    "kernels": {"_cache"},
+    "device": {"_backend"},
+    "local_ops": {"device", "kernels"},
+    "comm.errors": set(),
+    "comm.codes": set(),
+    "comm.limits": {"_cache"},
+    "comm.tensors": {"comm.codes", "_backend"},
+    "comm.collectives": {"comm.tensors", "comm.functional"},
+    "comm.cuda": {"comm.tensors"},
+    "comm.hosts": {"comm.cuda", "comm.errors", "device"},
+    "comm.join": {"comm.hosts", "comm.limits"},
+    "comm.communicator": {"comm.collectives", "comm.join"},
+    "comm.functional": {"local_ops"},
+    "comm.barrier": {"comm.communicator"},
+    "comm.tuning": {"comm.communicator"},
+    "comm": {"comm.barrier", "comm.functional"},
+    "distributed": {"comm"},
+    "tensor_parallel": {"comm"},
+    "pipeline.values": {"local_ops", "_arguments"},
+    "pipeline.schedule": {"_arguments"},
+    "pipeline.stage": {"pipeline.values", "comm"},
+    "pipeline.cuda_graphs": {"pipeline.stage"},
+    "pipeline.engine": {"pipeline.cuda_graphs", "pipeline.schedule"},
+    "pipeline.spmd": {"pipeline.stage"},
+    "pipeline.placement": {"pipeline.stage"},
+    "pipeline.pipe": {"pipeline.engine", "pipeline.spmd"},
+    "pipeline.stages": {"pipeline.pipe"},
+    "pipeline.planning": {"pipeline.pipe"},
+    "pipeline": {"pipeline.planning", "pipeline.placement", "pipeline.stages"},
+    "ops": {"comm", "tensor_parallel"},
+    "balance": {"pipeline"},
     "batchnorm": {"pipeline"},
     "skip": {"pipeline"},
+    "": {"balance", "batchnorm", "ops", "skip", "tensor_parallel"},
+    "cli": {"", "comm.tuning"},
+    "__main__": {"cli"},
 }
+# Their modules are rooms of their own, or stand in one.
+DIVIDED = {"comm", "pipeline"}
+
+
+def module_of(path: Path) -> str:
+    """Dotted name below ``pipekernels``; that of the package itself is empty."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute names of every module that ``path`` imports, or part of one."""
+    """Absolute names of every module that ``path`` imports, or part of one; those for type checking and
+    those in functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -42,26 +86,77 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def imported(module: str) -> set[str]:
+    """The modules of the package that ``module`` imports."""
+    found = set()
+    for name in imports(FILES[module]):
+        if name.split(".")[0] == "pipekernels":
+            below = name.partition(".")[2]
+            found.add(below if below in FILES else below.rpartition(".")[0])
+    return found
 
 
-MODULES = sorted(PACKAGE.rglob("*.py"))
+def room_of(module: str) -> str:
+    first, _, rest = module.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first in DIVIDED and rest else first
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_direction_of_dependence(path: Path) -> None:
-    part = part_of(path)
-    ours = {name.split(".")[1] for name in imports(path) if name.startswith("pipekernels.")}
-    if part in MAY_IMPORT:
-        assert ours <= MAY_IMPORT[part]
-    used = {name.split(".")[0] for name in imports(path)}
-    assert "triton" not in used or part == "kernels"
-    assert not any("._C" in name for name in imports(path)) or part == "_backend"
+def below(room: str) -> set[str]:
+    """``room`` and all that its arrows lead to."""
+    found: set[str] = set()
+    stack = [room]
+    while stack:
+        if (one := stack.pop()) not in found:
+            found.add(one)
+            stack.extend(MAY_IMPORT[one])
+    return found
+
+
+def test_arrows_between_rooms_lead_one_way() -> None:
+    for room in MAY_IMPORT:
+        assert not any(room in below(lower) for lower in MAY_IMPORT[room]), room
+
+
+@pytest.mark.parametrize("module", FILES, ids=lambda name: name or "pipekernels")
+def test_imports_follow_the_arrows(module: str) -> None:
+    assert {room_of(name) for name in imported(module)} <= below(room_of(module))
+    others = {name.split(".")[0] for name in imports(FILES[module])}
+    assert "triton" not in others or room_of(module) == "kernels"
+    assert module == "_backend" or not any("._C" in name for name in imports(FILES[module]))
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    todo = {module: imported(module) for module in FILES}
+    while ready := {module for module, others in todo.items() if not others & todo.keys()}:
+        for module in ready:
+            del todo[module]
+    assert not todo, f"circles among {sorted(todo)}"
 
 
 def test_the_extension_is_loaded_in_one_place_only() -> None:
-    assert [p.name for p in MODULES if "pipekernels._C" in p.read_text()] == ["_backend.py"]
+    assert [name for name, p in FILES.items() if "pipekernels._C" in p.read_text()] == ["_backend"]
+
+
+def test_the_list_of_rooms_is_the_tree() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    listed = re.findall(r"^\| `pipekernels/(\S*?)/?` \|", page, re.MULTILINE)
+    folders = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("__init__.py")}
+    files = {path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}
+    assert sorted(listed) == sorted((folders - {"."}) | files)
+
+
+def test_every_room_says_what_lives_there() -> None:
+    for module, path in FILES.items():
+        assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "_version.py", module
+
+
+@pytest.mark.parametrize("top", ["pipekernels", "tests", "bench", "demo"])
+def test_rooms_and_files_are_of_a_size_to_be_read(top: str) -> None:
+    for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
+        files = list(folder.glob("*.py")) if folder.name != "results" else []
+        assert len(files) <= 17, f"{folder} has {len(files)} files"
+        for file in files:
+            assert len(file.read_text().splitlines()) <= 500, file
 
 
 def sources() -> list[Path]:
@@ -71,8 +166,9 @@ def sources() -> list[Path]:
 def test_csrc_knows_no_torch_and_python_in_the_bindings_only() -> None:
     assert sources()
     for path in sources():
-        included = [line for line in path.read_text().splitlines() if line.startswith("#include")]
-        for line in included:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 500, path
+        for line in [line for line in lines if line.startswith("#include")]:
             assert not any(name in line for name in ("torch/", "ATen/", "c10/")), path
             if "pybind11" in line or "Python.h" in line:
                 assert path.parent == CSRC and path.stem.startswith("bindings")

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipekernels import Pipe
 
-PAGE = (Path(__file__).parent.parent / "docs" / "migration.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 

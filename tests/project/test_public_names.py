@@ -1,7 +1,7 @@
 """The public names and their signatures do not change unnoticed.
 
 ``public_names.txt`` lists them. A change is a decision: it has a line in CHANGELOG.md, and the list is
-written anew by ``python tests/test_public_names.py``.
+written anew by ``python tests/project/test_public_names.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES = [
     "pipekernels.comm",
     "pipekernels.distributed",
     "pipekernels.ops",
-    "pipekernels.ops.tensor_parallel",
+    "pipekernels.tensor_parallel.functional",
     "pipekernels.pipeline",
     "pipekernels.skip",
     "pipekernels.tensor_parallel",

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from error_bounds import gamma
 from torch import Tensor
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config, generation
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
-from pipekernels.ops import overlap
+from pipekernels.tensor_parallel import overlap
+from support.error_bounds import gamma
 
 # Its function of this name hides the module.
-module = importlib.import_module("pipekernels.ops.sharded_gemm")
+module = importlib.import_module("pipekernels.local_ops.sharded_gemm")
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from recorded_graphs import Record
-from skip_layers import Pop, Stash
 from torch import nn
 from torch.nn import functional as F
 
 from pipekernels import Pipe
 from pipekernels.skip import Namespace
+from support.recorded_graphs import Record
+from support.skip_layers import Pop, Stash
 
 WIDTH = 6
 CAPTURED = 3  # the step in which everything is captured

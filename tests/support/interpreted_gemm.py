@@ -19,7 +19,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from error_bounds import gamma
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,10 +29,12 @@ from pipekernels.kernels import table, tuner
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import Shape, shape_class
-from pipekernels.ops import overlap, tensor_parallel
+from pipekernels.tensor_parallel import functional as tensor_parallel
+from pipekernels.tensor_parallel import overlap
+from support.error_bounds import gamma
 
 # Its function of this name hides the module.
-sharded_gemm = importlib.import_module("pipekernels.ops.sharded_gemm")
+sharded_gemm = importlib.import_module("pipekernels.local_ops.sharded_gemm")
 
 LAYOUTS = ["forward", "grad_input", "grad_weight"]
 DTYPES = [torch.float32, torch.float16]

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend
-from pipekernels.comm import hosts_cuda
-from pipekernels.comm.call import DTYPES
-from pipekernels.comm.hosts import Hosts
+from pipekernels.comm.hosts import cuda as hosts_cuda
+from pipekernels.comm.hosts.call import DTYPES
+from pipekernels.comm.hosts.cpu import Hosts
 from pipekernels.comm.tensors import Gates
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_streams import Agent, Machine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipekernels.ops import graphs
-from pipekernels.pipeline import engine
+from pipekernels.device import graphs
+from pipekernels.pipeline.engine import engine
+from support.recorded_streams import Agent, Machine
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 

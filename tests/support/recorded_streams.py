@@ -25,10 +25,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipekernels.ops import edge, streams
-from pipekernels.pipeline import random_state
+from pipekernels.device import edge, streams
+from pipekernels.pipeline.stage import random_state
 
-p2p_copy = importlib.import_module("pipekernels.ops.p2p_copy")
+p2p_copy = importlib.import_module("pipekernels.local_ops.p2p_copy")
 
 CPU = torch.device("cpu")
 _UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

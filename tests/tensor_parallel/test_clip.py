@@ -7,8 +7,8 @@ from math import inf
 
 import pytest
 import torch
-from devices import on
-from ranks import run_threads
+from support.devices import on
+from support.ranks import run_threads
 from torch import nn
 
 from pipekernels import Communicator

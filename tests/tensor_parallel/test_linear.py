@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from devices import on
-from error_bounds import gamma
-from ranks import run_processes, run_threads
+from support.devices import on
+from support.error_bounds import gamma
+from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from pipekernels import (
     RowParallelLinear,
     reference,
 )
-from pipekernels.ops.tensor_parallel import reduce_from_ranks, row_linear
+from pipekernels.tensor_parallel.functional import reduce_from_ranks, row_linear
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

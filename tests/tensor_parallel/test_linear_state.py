@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from devices import on
-from ranks import run_processes, run_threads
+from support.devices import on
+from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh

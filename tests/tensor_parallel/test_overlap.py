@@ -6,12 +6,12 @@ from math import ceil
 
 import pytest
 import torch
-from gemm_cases import CONFIG, measured, pretend_gpu
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gemm_cases import CONFIG, measured, pretend_gpu
 
 from pipekernels.kernels.table import Shape
-from pipekernels.ops import overlap
+from pipekernels.tensor_parallel import overlap
 
 
 @given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0), st.integers(1, 50))

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from devices import on
-from ranks import run_threads
+from support.devices import on
+from support.ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune

@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipekernels.comm.call import Call
 from pipekernels.comm.codes import MOVABLE
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.lane import GONE, LATE, Lane, LaneError
-from pipekernels.comm.layout import Layout
+from pipekernels.comm.hosts.call import Call
+from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.link import (
+    GONE,
+    LATE,
+    Lane,
+    LaneError,
+)
 
 
 class _Failure(NamedTuple):

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipekernels.comm.agreement import Agreement
-from pipekernels.comm.call import DTYPES, Call, Operation, check_reduction
-from pipekernels.comm.layout import Layout
-from pipekernels.comm.route import Route
-from pipekernels.comm.steps import ReduceInPlace, Steps
+from pipekernels.comm.hosts.agreement import Agreement
+from pipekernels.comm.hosts.call import (
+    DTYPES,
+    Call,
+    Operation,
+    check_reduction,
+)
+from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.route import Route
+from pipekernels.comm.hosts.steps import ReduceInPlace, Steps
 
 # Seconds that the ranks of a host wait longer for each other than for other hosts, so that those
 # that listen to these can say what they have heard.

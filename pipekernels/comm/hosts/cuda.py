@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.call import Call, Operation
 from pipekernels.comm.cuda import Device
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.hosts import End, Hosts
-from pipekernels.comm.lane import Lane, LaneError
-from pipekernels.comm.memory import MappedWord, as_integers
-from pipekernels.comm.steps import Steps
+from pipekernels.comm.hosts.call import Call, Operation
+from pipekernels.comm.hosts.cpu import End, Hosts
+from pipekernels.comm.hosts.link import Lane, LaneError
+from pipekernels.comm.hosts.memory import MappedWord, as_integers
+from pipekernels.comm.hosts.steps import Steps
 from pipekernels.comm.tensors import Gates
-from pipekernels.ops import streams
+from pipekernels.device import streams
 
 _PROBLEM = 1000  # Bytes of the text in which a rank tells why it cannot take part.
 

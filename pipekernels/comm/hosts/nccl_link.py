@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels.comm.lane import GONE, LATE, Lane, LaneError
-from pipekernels.comm.memory import MappedWord, as_integers
-from pipekernels.ops import streams
+from pipekernels.comm.hosts.link import (
+    GONE,
+    LATE,
+    Lane,
+    LaneError,
+)
+from pipekernels.comm.hosts.memory import MappedWord, as_integers
+from pipekernels.device import streams
 
 # Seconds between looks whether an operation is stuck; less than the ranks of a host wait longer for
 # each other than for other hosts.

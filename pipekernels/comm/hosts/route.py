@@ -11,8 +11,8 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from pipekernels.comm.lane import GlooLane, Lane
-from pipekernels.comm.nccl_lane import connect_nccl
+from pipekernels.comm.hosts.link import GlooLane, Lane
+from pipekernels.comm.hosts.nccl_link import connect_nccl
 
 
 class Route:

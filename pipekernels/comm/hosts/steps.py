@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipekernels.comm.call import BYTES
 from pipekernels.comm.codes import MOVABLE, REDUCTIONS
-from pipekernels.comm.lane import Lane
-from pipekernels.comm.layout import Layout
-from pipekernels.comm.memory import tensor_at
+from pipekernels.comm.hosts.call import BYTES
+from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.link import Lane
+from pipekernels.comm.hosts.memory import tensor_at
 
 _SUM, _AVG, _MAX = REDUCTIONS["sum"], REDUCTIONS["avg"], REDUCTIONS["max"]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipekernels import _backend
-from pipekernels.comm import tuning
-from pipekernels.comm.layout import Layout
-from pipekernels.comm.rendezvous import Rendezvous, of_color
-from pipekernels.comm.route import Route
+from pipekernels.comm import limits as tuning
+from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.route import Route
+from pipekernels.comm.join.rendezvous import Rendezvous, of_color
 
 
 class _Process(NamedTuple):
@@ -39,7 +39,7 @@ class Seat(NamedTuple):
         segment: the memory that the ranks of this host share.
         pidfds: a pidfd for every rank of this host, -1 for this one; to be owned by the taker.
         route: to one rank of every other host, if there are any, see
-            :mod:`pipekernels.comm.steps`; its lane is to be owned by the taker.
+            :mod:`pipekernels.comm.hosts.steps`; its lane is to be owned by the taker.
     """
 
     layout: Layout

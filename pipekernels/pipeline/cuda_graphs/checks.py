@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipekernels.pipeline.context import default_device
-from pipekernels.pipeline.partition import HOOKS
-from pipekernels.pipeline.random_state import HookWatch
-from pipekernels.pipeline.structure import tensors_in
-from pipekernels.pipeline.task import Activation
+from pipekernels.pipeline.stage.context import default_device
+from pipekernels.pipeline.stage.partition import HOOKS
+from pipekernels.pipeline.stage.random_state import HookWatch
+from pipekernels.pipeline.stage.task import Activation
+from pipekernels.pipeline.values.structure import tensors_in
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.ops.graphs import Graph
-from pipekernels.pipeline.structure import Structure
-from pipekernels.pipeline.task import Activation, Grads, Tape, Task
+from pipekernels.device.graphs import Graph
+from pipekernels.pipeline.stage.task import (
+    Activation,
+    Grads,
+    Tape,
+    Task,
+)
+from pipekernels.pipeline.values.structure import Structure
 
 
 class Signature:

@@ -28,9 +28,14 @@ from typing import Any
 
 import torch
 
-from pipekernels.ops import graphs
-from pipekernels.pipeline.graph_checks import Layout, torch_settings, unfit, watched
-from pipekernels.pipeline.graph_slots import (
+from pipekernels.device import graphs
+from pipekernels.pipeline.cuda_graphs.checks import (
+    Layout,
+    torch_settings,
+    unfit,
+    watched,
+)
+from pipekernels.pipeline.cuda_graphs.slots import (
     Backward,
     Lease,
     Signature,
@@ -40,9 +45,15 @@ from pipekernels.pipeline.graph_slots import (
     versions_of,
     write,
 )
-from pipekernels.pipeline.parameters import StageParameters, installed
-from pipekernels.pipeline.split_backward import WeightBackward
-from pipekernels.pipeline.task import Activation, Grads, Randomness, Tape, Task
+from pipekernels.pipeline.stage.parameters import StageParameters, installed
+from pipekernels.pipeline.stage.split_backward import WeightBackward
+from pipekernels.pipeline.stage.task import (
+    Activation,
+    Grads,
+    Randomness,
+    Tape,
+    Task,
+)
 
 LIMIT = 128
 """Most signatures that a stage knows, and most slots that it keeps."""

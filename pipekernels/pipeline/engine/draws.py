@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pipekernels.pipeline.random_state import (
+from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
     DrawWatch,
     HookWatch,
@@ -15,7 +15,7 @@ from pipekernels.pipeline.random_state import (
 )
 
 if TYPE_CHECKING:
-    from pipekernels.pipeline.engine import Engine
+    from pipekernels.pipeline.engine.engine import Engine
 
 
 class Draws:

@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.ops.graphs import has_graphs
-from pipekernels.ops.once import check_differentiated_once
-from pipekernels.ops.streams import has_streams
-from pipekernels.ops.transforms import deny_batched
-from pipekernels.pipeline.batchnorm import committed, has_deferred_batch_norm
-from pipekernels.pipeline.graphs import StageGraphs
-from pipekernels.pipeline.micro_batch import Batch, Scatter
-from pipekernels.pipeline.pace import Pace
-from pipekernels.pipeline.parameters import StageParameters, unique
-from pipekernels.pipeline.partition import has_collectives
-from pipekernels.pipeline.run import Run
-from pipekernels.pipeline.schedule import GPIPE, Schedule
-from pipekernels.pipeline.sink import Losses, Outputs
-from pipekernels.pipeline.skip import SkipLayout
-from pipekernels.pipeline.task import Task, differentiable
-from pipekernels.pipeline.timeline import Timeline
+from pipekernels.device.graphs import has_graphs
+from pipekernels.device.streams import has_streams
+from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.local_ops.transforms import deny_batched
+from pipekernels.pipeline.cuda_graphs.stage_graphs import StageGraphs
+from pipekernels.pipeline.engine.mini_batch import Run
+from pipekernels.pipeline.engine.outputs import Losses, Outputs
+from pipekernels.pipeline.engine.pace import Pace
+from pipekernels.pipeline.schedule.program import GPIPE, Schedule
+from pipekernels.pipeline.schedule.timeline import Timeline
+from pipekernels.pipeline.stage.batchnorm import committed, has_deferred_batch_norm
+from pipekernels.pipeline.stage.parameters import StageParameters, unique
+from pipekernels.pipeline.stage.partition import has_collectives
+from pipekernels.pipeline.stage.skip import SkipLayout
+from pipekernels.pipeline.stage.task import Task, differentiable
+from pipekernels.pipeline.values.micro_batch import Batch, Scatter
 
 # Engines whose layers run, on this thread or on one whose lane this is: lanes have their caller's variables.
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())

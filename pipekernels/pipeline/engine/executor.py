@@ -8,8 +8,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from pipekernels.pipeline import lanes
-from pipekernels.pipeline.schedule import Action, Program
+from pipekernels.pipeline.engine import lanes
+from pipekernels.pipeline.schedule.program import Action, Program
 
 Compute = Callable[[Action, Any], Any]
 """Does an action, given the result of the one on the stage before (``Program.before``; None where

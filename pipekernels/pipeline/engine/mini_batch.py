@@ -11,15 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipekernels.pipeline import executor
-from pipekernels.pipeline.checkpoint import checkpointed
-from pipekernels.pipeline.context import CallerContext, needs_this_thread, without_cast_cache
-from pipekernels.pipeline.draws import Draws
-from pipekernels.pipeline.graphs import GraphedTask
-from pipekernels.pipeline.lanes import intra_op_threads
-from pipekernels.pipeline.micro_batch import Scatter, apart
-from pipekernels.pipeline.pace import Kind, Pass, Way
-from pipekernels.pipeline.parameters import (
+from pipekernels.pipeline.cuda_graphs.stage_graphs import GraphedTask
+from pipekernels.pipeline.engine import executor
+from pipekernels.pipeline.engine.draws import Draws
+from pipekernels.pipeline.engine.lanes import intra_op_threads
+from pipekernels.pipeline.engine.outputs import (
+    Losses,
+    Outputs,
+    Sink,
+)
+from pipekernels.pipeline.engine.pace import (
+    Kind,
+    Pass,
+    Way,
+)
+from pipekernels.pipeline.engine.skip_table import SkipTable
+from pipekernels.pipeline.engine.transport import Receiver, Transport
+from pipekernels.pipeline.schedule.program import (
+    Action,
+    Program,
+    Schedule,
+    order_of_issue,
+)
+from pipekernels.pipeline.stage.checkpoint import checkpointed
+from pipekernels.pipeline.stage.context import (
+    CallerContext,
+    needs_this_thread,
+    without_cast_cache,
+)
+from pipekernels.pipeline.stage.parameters import (
     Aside,
     StageParameters,
     accumulated,
@@ -27,18 +47,20 @@ from pipekernels.pipeline.parameters import (
     surely,
     unique,
 )
-from pipekernels.pipeline.random_state import preserved
-from pipekernels.pipeline.recomputation import AsInForward
-from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
-from pipekernels.pipeline.sink import Losses, Outputs, Sink
-from pipekernels.pipeline.skip_table import SkipTable
-from pipekernels.pipeline.split_backward import WeightBackward
-from pipekernels.pipeline.structure import Structure
-from pipekernels.pipeline.task import Activation, Grads, Tape, Task
-from pipekernels.pipeline.transport import Receiver, Transport
+from pipekernels.pipeline.stage.random_state import preserved
+from pipekernels.pipeline.stage.recomputation import AsInForward
+from pipekernels.pipeline.stage.split_backward import WeightBackward
+from pipekernels.pipeline.stage.task import (
+    Activation,
+    Grads,
+    Tape,
+    Task,
+)
+from pipekernels.pipeline.values.micro_batch import Scatter, apart
+from pipekernels.pipeline.values.structure import Structure
 
 if TYPE_CHECKING:
-    from pipekernels.pipeline.engine import Engine
+    from pipekernels.pipeline.engine.engine import Engine
 
 
 class Run:

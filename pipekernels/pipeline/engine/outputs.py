@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from pipekernels.ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.entry import Entry
-from pipekernels.pipeline.micro_batch import Gather, Scatter
-from pipekernels.pipeline.parameters import Aside
-from pipekernels.pipeline.structure import Structure, merged
-from pipekernels.pipeline.task import Activation, Grads
+from pipekernels.local_ops.p2p_copy import p2p_copy
+from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.stage.parameters import Aside
+from pipekernels.pipeline.stage.task import Activation, Grads
+from pipekernels.pipeline.values.micro_batch import Gather, Scatter
+from pipekernels.pipeline.values.structure import Structure, merged
 
 LossFunction = Callable[..., torch.Tensor]
 

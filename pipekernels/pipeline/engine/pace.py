@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
-from pipekernels.pipeline.schedule import Schedule
+from pipekernels.pipeline.schedule.program import Schedule
 
 Way = Literal["inline", "lanes", "split"]
 """On the calling thread; on lanes; on lanes with backwards in two parts."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pipekernels.pipeline.skip import Key, SkipLayout
-from pipekernels.pipeline.transport import Receiver, Transport
+from pipekernels.pipeline.engine.transport import Receiver, Transport
+from pipekernels.pipeline.stage.skip import Key, SkipLayout
 
 Skips = Mapping[Key, tuple[torch.Tensor, bool]]
 """Tensors, and whether each wants a gradient."""

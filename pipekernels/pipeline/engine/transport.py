@@ -4,7 +4,7 @@ A stage computes on the stream that was its device's current one in the forward,
 its stages' work in the order of issue, and what the caller does before and after needs no
 synchronisation. The run keeps these streams: a backward may be called from another thread, of
 autograd or of the user, whose current streams are others. Copies have streams of their own
-(``ops/edge.py``); one begins when the stage that made its source has been issued, and the stage that
+(``device/edge.py``); one begins when the stage that made its source has been issued, and the stage that
 takes it waits for it when its own turn comes.
 """
 
@@ -18,10 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipekernels.ops import streams
-from pipekernels.ops.edge import Arrival, Edge, edge, settle_all
-from pipekernels.ops.streams import Stream
-from pipekernels.pipeline.timeline import Clock, HostClock, StreamClock
+from pipekernels.device import streams
+from pipekernels.device.edge import (
+    Arrival,
+    Edge,
+    edge,
+    settle_all,
+)
+from pipekernels.device.streams import Stream
+from pipekernels.pipeline.schedule.timeline import (
+    Clock,
+    HostClock,
+    StreamClock,
+)
 
 
 class Receiver(NamedTuple):

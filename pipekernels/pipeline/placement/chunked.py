@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.batchnorm import committed
-from pipekernels.pipeline.nested import leaves, map_leaves
-from pipekernels.pipeline.structure import NoChunk
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.stage.batchnorm import committed
+from pipekernels.pipeline.values.nested import leaves, map_leaves
+from pipekernels.pipeline.values.structure import NoChunk
 
 DEPTH = 4
 """How far down tensors are looked for in an object that is no container: a cache may have layers."""

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.ops.p2p_copy import p2p_copy
-from pipekernels.ops.streams import has_streams, with_index
-from pipekernels.pipeline.batchnorm import has_deferred_batch_norm
-from pipekernels.pipeline.chunked import forward_in_chunks, whole
-from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.nested import map_leaves
-from pipekernels.pipeline.override import Override
-from pipekernels.pipeline.structure import NoChunk
+from pipekernels._arguments import integer
+from pipekernels.device.streams import has_streams, with_index
+from pipekernels.local_ops.p2p_copy import p2p_copy
+from pipekernels.pipeline.placement.chunked import forward_in_chunks, whole
+from pipekernels.pipeline.placement.override import Override
+from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
+from pipekernels.pipeline.values.nested import map_leaves
+from pipekernels.pipeline.values.structure import NoChunk
 
 Device = torch.device | str | int
 Placement = Device | tuple[Device, Device] | list[Device]
@@ -54,7 +54,7 @@ def move_to_device(data: Any, device: Device) -> Any:
     of other kinds with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are
     moved by it; all else, modules included, stays as it is.
 
-    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they overlap what
+    Copies to and from CUDA devices are those of :func:`pipekernels.local_ops.p2p_copy`: they overlap what
     both devices compute, and make the caller wait where they go to the CPU or come from pinned memory.
 
     Raises:

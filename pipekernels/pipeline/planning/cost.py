@@ -11,8 +11,12 @@ from functools import cache
 from itertools import accumulate, compress, pairwise
 from math import ceil
 
-from pipekernels.pipeline.checkpoint import checkpointed
-from pipekernels.pipeline.schedule import Action, ActionKind, Program
+from pipekernels.pipeline.schedule.program import (
+    Action,
+    ActionKind,
+    Program,
+)
+from pipekernels.pipeline.stage.checkpoint import checkpointed
 
 
 @dataclass(frozen=True)

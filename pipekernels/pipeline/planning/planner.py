@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.ops.streams import with_index
-from pipekernels.pipeline.checkpoint import MODES
-from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
-from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.lanes import intra_op_threads
-from pipekernels.pipeline.partition import check_sequential, cuts, layers
+from pipekernels._arguments import integer
+from pipekernels.device.streams import with_index
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.pipe import Pipe
-from pipekernels.pipeline.profile import (
+from pipekernels.pipeline.planning.cost import (
+    Affine,
+    CostModel,
+    LayerCost,
+    Setting,
+)
+from pipekernels.pipeline.planning.profile import (
     Device,
     batch_size,
     first_rows,
@@ -28,7 +31,17 @@ from pipekernels.pipeline.profile import (
     measure_hand_off,
     measure_seconds,
 )
-from pipekernels.pipeline.schedule import SCHEDULES, Schedule, simulate
+from pipekernels.pipeline.schedule.program import (
+    SCHEDULES,
+    Schedule,
+    simulate,
+)
+from pipekernels.pipeline.stage.checkpoint import MODES
+from pipekernels.pipeline.stage.partition import (
+    check_sequential,
+    cuts,
+    layers,
+)
 
 STAGES_PER_LANE = 2
 """Of the interleaved schedule."""

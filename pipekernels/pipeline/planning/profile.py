@@ -26,11 +26,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from pipekernels.pipeline.micro_batch import rows_of
-from pipekernels.pipeline.partition import has_collectives, layers
-from pipekernels.pipeline.random_state import preserved
-from pipekernels.pipeline.skip import Key, carried
-from pipekernels.pipeline.structure import take_apart, tensors_in
+from pipekernels.pipeline.stage.partition import has_collectives, layers
+from pipekernels.pipeline.stage.random_state import preserved
+from pipekernels.pipeline.stage.skip import Key, carried
+from pipekernels.pipeline.values.micro_batch import rows_of
+from pipekernels.pipeline.values.structure import take_apart, tensors_in
 
 PASSES = 3
 """The fewest times that a layer is timed: one of them may be disturbed."""

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from pipekernels.pipeline.integers import integer
+from pipekernels._arguments import integer
 
 ActionKind = Literal["F", "B", "I", "W"]
 

@@ -13,7 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from pipekernels.pipeline.schedule import Action, ActionKind, Program, simulate
+from pipekernels.pipeline.schedule.program import (
+    Action,
+    ActionKind,
+    Program,
+    simulate,
+)
 
 _COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"

@@ -23,11 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipekernels.ops.once import check_differentiated_once
-from pipekernels.pipeline.batchnorm import committed
-from pipekernels.pipeline.integers import integer
-from pipekernels.pipeline.random_state import RunRandom, preserved
-from pipekernels.pipeline.spmd_transport import (
+from pipekernels._arguments import integer
+from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.pipeline.spmd.transport import (
     Axis,
     Features,
     FromBatch,
@@ -40,7 +38,9 @@ from pipekernels.pipeline.spmd_transport import (
     ranks_along,
     zeros,
 )
-from pipekernels.pipeline.structure import tensors_in
+from pipekernels.pipeline.stage.batchnorm import committed
+from pipekernels.pipeline.stage.random_state import RunRandom, preserved
+from pipekernels.pipeline.values.structure import tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

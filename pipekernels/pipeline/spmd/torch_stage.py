@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipekernels.pipeline.batchnorm import has_deferred_batch_norm
-from pipekernels.pipeline.partition import layers
-from pipekernels.pipeline.skip import SkipLayout
+from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
+from pipekernels.pipeline.stage.partition import layers
+from pipekernels.pipeline.stage.skip import SkipLayout
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

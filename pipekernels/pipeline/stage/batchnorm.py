@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from pipekernels.pipeline.checkpoint import is_recomputing
-from pipekernels.pipeline.integers import integer
+from pipekernels._arguments import integer
+from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 
 class DeferredBatchNorm(_BatchNorm):

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from pipekernels.ops.dispatch import is_observed
+from pipekernels.local_ops.dispatch import is_observed
 
 
 class CallerContext:

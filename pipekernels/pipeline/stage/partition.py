@@ -12,8 +12,8 @@ from math import inf
 import torch
 from torch import nn
 
+from pipekernels._arguments import integer
 from pipekernels.comm import Communicator
-from pipekernels.pipeline.integers import integer
 
 Cost = Callable[[int, int, int], float]
 """Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p, begin,

@@ -8,7 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipekernels.pipeline.parameters import StageParameters, frozen_again, installed, surely
+from pipekernels.pipeline.stage.parameters import (
+    StageParameters,
+    frozen_again,
+    installed,
+    surely,
+)
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

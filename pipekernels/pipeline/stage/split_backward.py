@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from pipekernels.pipeline.entry import is_custom
+from pipekernels.pipeline.stage.entry import is_custom
 
 WeightBackward = Callable[[bool], None]
 """The second part; takes whether another backward may follow."""

@@ -12,14 +12,22 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipekernels.pipeline import checkpoint
-from pipekernels.pipeline.entry import Entry
-from pipekernels.pipeline.parameters import surely
-from pipekernels.pipeline.partition import layers
-from pipekernels.pipeline.recomputation import versions
-from pipekernels.pipeline.skip import Key, carried, skips_of
-from pipekernels.pipeline.split_backward import WeightBackward, backward_of_inputs
-from pipekernels.pipeline.structure import Arguments, Structure, take_apart
+from pipekernels.pipeline.stage import checkpoint
+from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.stage.parameters import surely
+from pipekernels.pipeline.stage.partition import layers
+from pipekernels.pipeline.stage.recomputation import versions
+from pipekernels.pipeline.stage.skip import (
+    Key,
+    carried,
+    skips_of,
+)
+from pipekernels.pipeline.stage.split_backward import WeightBackward, backward_of_inputs
+from pipekernels.pipeline.values.structure import (
+    Arguments,
+    Structure,
+    take_apart,
+)
 
 Grads = tuple[torch.Tensor | None, ...]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pipekernels.ops.micro_batch import micro_batch_sizes, split_micro_batches
-from pipekernels.pipeline.structure import Structure
+from pipekernels.local_ops.micro_batch import micro_batch_sizes, split_micro_batches
+from pipekernels.pipeline.values.structure import Structure
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.local_ops.p2p_copy import p2p_copy
 
 
 class NoChunk:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import leaves_the_group, run_processes, traces
+from support.ranks import leaves_the_group, run_processes, traces
 from torch import nn
 
 from pipekernels import Communicator, PeerError, RowParallelLinear, ops

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from devices import on
-from pretended_cuda import CPU, PretendedDevice, PretendedNccl, pretend, use_pretended
-from ranks import run_processes
+from support.devices import on
+from support.pretended_cuda import CPU, PretendedDevice, PretendedNccl, pretend, use_pretended
+from support.ranks import run_processes
 from test_hosts import (
     call_differently,
     check_sums,
@@ -29,8 +29,9 @@ from test_hosts import (
 )
 
 from pipekernels import Communicator, PeerError
-from pipekernels.comm import memory, nccl_lane
-from pipekernels.comm.lane import LaneError
+from pipekernels.comm.hosts import memory
+from pipekernels.comm.hosts import nccl_link as nccl_lane
+from pipekernels.comm.hosts.link import LaneError
 from pipekernels.comm.tensors import Gates
 
 

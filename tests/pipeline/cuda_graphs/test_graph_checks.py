@@ -12,17 +12,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from graph_cases import STEPS, WIDTH, assert_equal, data, pipe_of, slots, train
-from recorded_graphs import Record
+from support.graph_cases import STEPS, WIDTH, assert_equal, data, pipe_of, slots, train
+from support.recorded_graphs import Record
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
 from pipekernels import NoChunk
-from pipekernels.ops import graphs as ops_graphs
-from pipekernels.pipeline import graph_checks, graphs
-from pipekernels.pipeline.structure import LONE, Structure
-from pipekernels.pipeline.task import Activation
+from pipekernels.device import graphs as ops_graphs
+from pipekernels.pipeline.cuda_graphs import checks as graph_checks
+from pipekernels.pipeline.cuda_graphs import stage_graphs as graphs
+from pipekernels.pipeline.stage.task import Activation
+from pipekernels.pipeline.values.structure import LONE, Structure
 
 
 class Item(nn.Module):

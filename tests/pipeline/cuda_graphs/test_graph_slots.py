@@ -14,18 +14,26 @@ from typing import Any
 import pytest
 import test_graphs
 import torch
-from graph_cases import CAPTURED, STEPS, assert_equal, data, model, pipe_of, slots, train
-from recorded_graphs import Record, recorded
-from recorded_streams import Race, machine
+from support.graph_cases import CAPTURED, STEPS, assert_equal, data, model, pipe_of, slots, train
+from support.recorded_graphs import Record, recorded
+from support.recorded_streams import Race, machine
 from torch import nn
 from torch.nn import functional as F
 
 from pipekernels import Pipe
-from pipekernels.ops import graphs as ops_graphs
-from pipekernels.ops import p2p_copy
-from pipekernels.pipeline import graph_checks, graph_slots, graphs
-from pipekernels.pipeline.checkpoint import MODES
-from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.device import graphs as ops_graphs
+from pipekernels.local_ops import p2p_copy
+from pipekernels.pipeline.cuda_graphs import (
+    checks as graph_checks,
+)
+from pipekernels.pipeline.cuda_graphs import (
+    slots as graph_slots,
+)
+from pipekernels.pipeline.cuda_graphs import (
+    stage_graphs as graphs,
+)
+from pipekernels.pipeline.schedule.program import SCHEDULES
+from pipekernels.pipeline.stage.checkpoint import MODES
 
 # ---- who may use what, and when ----
 

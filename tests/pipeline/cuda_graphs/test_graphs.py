@@ -1,6 +1,6 @@
 """``Pipe(cuda_graphs=True)``: the same results as without, whatever is captured or replayed.
 
-On the CPU graphs are recorded ones (``recorded_graphs.py``), whose memory is spoilt whenever nobody
+On the CPU graphs are recorded ones (``support/recorded_graphs.py``), whose memory is spoilt whenever nobody
 should depend on it.
 """
 
@@ -14,14 +14,24 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from graph_cases import CAPTURED, STEPS, WIDTH, assert_equal, data, model, pipe_of, slots, train
-from recorded_graphs import Record
+from support.graph_cases import (
+    CAPTURED,
+    STEPS,
+    WIDTH,
+    assert_equal,
+    data,
+    model,
+    pipe_of,
+    slots,
+    train,
+)
+from support.recorded_graphs import Record
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.checkpoint import MODES
-from pipekernels.pipeline.context import default_device
-from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.pipeline.schedule.program import SCHEDULES
+from pipekernels.pipeline.stage.checkpoint import MODES
+from pipekernels.pipeline.stage.context import default_device
 from pipekernels.skip import pop, skippable, stash
 
 # ---- what is captured ----

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline import engine, lanes
-from pipekernels.pipeline.lanes import intra_op_threads
-from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.engine import engine, lanes
+from pipekernels.pipeline.engine.lanes import intra_op_threads
+from pipekernels.pipeline.engine.pace import Way
 
 
 class Fails(nn.Module):

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pipekernels.pipeline.pace import COST, RARELY, RECENT, Pace, Way
+from pipekernels.pipeline.engine.pace import (
+    COST,
+    RARELY,
+    RECENT,
+    Pace,
+    Way,
+)
 
 WAYS: list[Way] = ["inline", "lanes", "split"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline import engine
-from pipekernels.pipeline.pace import Way
-from pipekernels.pipeline.run import Run
+from pipekernels.pipeline.engine import engine
+from pipekernels.pipeline.engine.mini_batch import Run
+from pipekernels.pipeline.engine.pace import Way
 
 
 class Live:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipekernels import Pipe
-from pipekernels.pipeline import run
-from pipekernels.pipeline.pace import Way
-from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.pipeline.engine import mini_batch as run
+from pipekernels.pipeline.engine.pace import Way
+from pipekernels.pipeline.schedule.program import SCHEDULES
 
 LANES: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
 LANES["interleaved"]["lanes"] = 2

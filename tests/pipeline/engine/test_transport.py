@@ -1,6 +1,6 @@
 """Pipes across devices: nothing is read before it is there, or overwritten while it is read.
 
-The CUDA devices are recorded ones (``recorded_streams.py``), in one test the real ones.
+The CUDA devices are recorded ones (``support/recorded_streams.py``), in one test the real ones.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_streams import Machine, Race, machine
-from skip_layers import Pop, Stash
+from support.recorded_streams import Machine, Race, machine
+from support.skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
-from pipekernels.ops import edge, p2p_copy, streams
-from pipekernels.pipeline.checkpoint import MODES
-from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.device import edge, streams
+from pipekernels.local_ops import p2p_copy
+from pipekernels.pipeline.schedule.program import SCHEDULES
+from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.skip import Namespace
 
 CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from pipekernels import NoChunk, parallelize_pipeline
 from pipekernels.batchnorm import convert_deferred_batch_norm
-from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from clocked_layers import Clock, Work
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skip_layers import Pop, Stash
+from support.clocked_layers import Clock, Work
+from support.skip_layers import Pop, Stash
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipekernels import Communicator, NoChunk, Pipe, RowParallelLinear, plan_pipeline
 from pipekernels.balance import balance_by_size, balance_by_time, blockpartition
-from pipekernels.pipeline.profile import (
+from pipekernels.pipeline.planning.profile import (
     PASSES,
     first_rows,
     measure_bytes,

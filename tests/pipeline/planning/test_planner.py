@@ -10,20 +10,30 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from clocked_layers import Clock, Work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clocked_layers import Clock, Work
 from torch import nn
 
 import pipekernels
 from pipekernels import Pipe
-from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline import planner, profile
-from pipekernels.pipeline.checkpoint import MODES, checkpointed
-from pipekernels.pipeline.cost import Affine, CostModel, LayerCost, Setting
-from pipekernels.pipeline.pace import Way
-from pipekernels.pipeline.planner import choose, plan_pipeline
-from pipekernels.pipeline.schedule import SCHEDULES, Action, gpipe, simulate
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.engine.pace import Way
+from pipekernels.pipeline.planning import planner, profile
+from pipekernels.pipeline.planning.cost import (
+    Affine,
+    CostModel,
+    LayerCost,
+    Setting,
+)
+from pipekernels.pipeline.planning.planner import choose, plan_pipeline
+from pipekernels.pipeline.schedule.program import (
+    SCHEDULES,
+    Action,
+    gpipe,
+    simulate,
+)
+from pipekernels.pipeline.stage.checkpoint import MODES, checkpointed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

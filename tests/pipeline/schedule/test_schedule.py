@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from pipekernels.pipeline.schedule import (
+from pipekernels.pipeline.schedule.program import (
     SCHEDULES,
     Action,
     Program,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_processes
-from spmd_cases import (
+from support.ranks import run_processes
+from support.spmd_cases import (
     LIMIT,
     WIDTH,
     assert_equals_sequential,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_processes
-from spmd_cases import LIMIT, WIDTH, assert_equals_sequential, line, randn, run, stages
+from support.ranks import run_processes
+from support.spmd_cases import LIMIT, WIDTH, assert_equals_sequential, line, randn, run, stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

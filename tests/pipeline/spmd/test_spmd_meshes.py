@@ -8,8 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_processes
-from spmd_cases import LIMIT, WIDTH, assert_same_grads, exactly, mlp, randn, run, square, stages
+from support.ranks import run_processes
+from support.spmd_cases import (
+    LIMIT,
+    WIDTH,
+    assert_same_grads,
+    exactly,
+    mlp,
+    randn,
+    run,
+    square,
+    stages,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

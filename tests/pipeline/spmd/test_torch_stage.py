@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_processes
+from support.ranks import run_processes
 from torch import Tensor, nn
 
 from pipekernels import Communicator, Pipe

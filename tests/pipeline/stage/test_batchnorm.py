@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

@@ -15,9 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import Pipe
-from pipekernels.pipeline import random_state
-from pipekernels.pipeline.pace import Pace, Way
-from pipekernels.pipeline.random_state import LaneRandom, draws, task_seed
+from pipekernels.pipeline.engine.pace import Pace, Way
+from pipekernels.pipeline.stage import random_state
+from pipekernels.pipeline.stage.random_state import (
+    LaneRandom,
+    draws,
+    task_seed,
+)
 
 
 class Noisy(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from pipekernels import Pipe
-from pipekernels.pipeline.pace import Way
+from pipekernels.pipeline.engine.pace import Way
 
 MODES = ["never", "except_last", "always"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from skip_layers import Pop, Stash
+from support.skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.pace import Way
-from pipekernels.pipeline.schedule import SCHEDULES
+from pipekernels.pipeline.engine.pace import Way
+from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
 
 MODES = ["never", "except_last", "always"]

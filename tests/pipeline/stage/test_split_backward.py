@@ -13,10 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 
 from pipekernels import Pipe
-from pipekernels.pipeline.entry import Entry
-from pipekernels.pipeline.pace import Way
-from pipekernels.pipeline.split_backward import backward_of_inputs
-from pipekernels.pipeline.task import Task
+from pipekernels.pipeline.engine.pace import Way
+from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.stage.split_backward import backward_of_inputs
+from pipekernels.pipeline.stage.task import Task
 
 
 class Twice(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
 
-from pipekernels.pipeline.nested import leaves, map_leaves
+from pipekernels.pipeline.values.nested import leaves, map_leaves
 
 Point = namedtuple("Point", "x y")
 
