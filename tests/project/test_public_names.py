@@ -22,7 +22,7 @@ MODULES = [
     "pipekernels.comm",
     "pipekernels.distributed",
     "pipekernels.ops",
-    "pipekernels.tensor_parallel.functional",
+    "pipekernels.ops.tensor_parallel",
     "pipekernels.pipeline",
     "pipekernels.skip",
     "pipekernels.tensor_parallel",
