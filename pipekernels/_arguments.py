@@ -24,3 +24,12 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     if number is None or number < least:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
     return number
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError if
+    not."""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None

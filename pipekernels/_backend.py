@@ -6,10 +6,18 @@ import functools
 import importlib
 import re
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipekernels._version import __version__
+
+if TYPE_CHECKING:  # The extension is built without torch, and loaded when it is first needed.
+    from pipekernels import _C
+
+    Communicator = _C.Communicator
+    CudaCommunicator = _C.CudaCommunicator
+    Segment = _C.Segment
 
 _REMEDY = "Build it with `pip install .` (or `pip install -e .`) in the pipekernels source folder."
 

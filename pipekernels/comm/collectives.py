@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
-from pipekernels.comm.functional import check_root
+from pipekernels.comm.end import DeviceEnd, End, ReadyCounters
 from pipekernels.comm.tensors import (
+    check_ready,
+    check_reducible,
+    check_root,
     check_tensor,
-    digest_of,
-    elements_of,
-    gates_of,
     mark_changed,
     output_for,
     put_back,
-    raise_for,
     to_dense,
     to_dense_in_place,
 )
@@ -28,14 +25,20 @@ from pipekernels.comm.tensors import (
 class Collectives(ABC):
     """What :class:`Communicator` can do with tensors; errors that all have in common stand there."""
 
-    # That of a `_C.Communicator`, or what never does it.
-    _all_reduce_tensor: Callable[[Tensor, str, str], bool]
-    _rank: int
-    _world_size: int
+    def __init__(
+        self, rank: int, world_size: int, all_reduce_tensor: Callable[[Tensor, str, str], bool]
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._all_reduce_tensor = all_reduce_tensor  # Of the end for CPU tensors.
 
     @abstractmethod
-    def _on(self, device: torch.device) -> Any:
-        """What has the methods of ``_C.Communicator`` for tensors on ``device``."""
+    def _end(self, device: torch.device) -> End:
+        """This rank's end for tensors on ``device``."""
+
+    @abstractmethod
+    def _device_end(self, device: torch.device) -> DeviceEnd:
+        """This rank's end for tensors on the CUDA device ``device``."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
         """Reduce ``tensor`` elementwise over all ranks, in place.
@@ -60,18 +63,13 @@ class Collectives(ABC):
             TypeError: a dtype that cannot be reduced.
             ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
         """
-        try:
-            # In one step, since Python would take longer than the reduction of a small tensor.
-            if self._all_reduce_tensor(tensor, op, algorithm):
-                return tensor
-            check_tensor(tensor)
-            dtype, reduction, way = REDUCIBLE[tensor.dtype], REDUCTIONS[op], ALGORITHMS[algorithm]
-        except KeyError:
-            raise_for(tensor, op, algorithm)
+        # In one step, since Python would take longer than the reduction of a small tensor.
+        if self._all_reduce_tensor(tensor, op, algorithm):
+            return tensor
+        check_tensor(tensor)
+        check_reducible(tensor, op, algorithm)
         dense = to_dense_in_place(tensor)
-        self._on(tensor.device).all_reduce(
-            dense.data_ptr(), dense.numel(), dtype, reduction, way, digest_of(tensor)
-        )
+        self._end(tensor.device).all_reduce(dense, op, algorithm)
         return put_back(dense, tensor)
 
     def all_reduce_when_ready(
@@ -118,18 +116,10 @@ class Collectives(ABC):
                 :meth:`all_reduce`.
         """
         check_tensor(tensor)
-        if tensor.dtype not in REDUCIBLE or op not in REDUCTIONS:
-            raise_for(tensor, op, "auto")
-        gates = gates_of(tensor, ready, target, block_rows, blocks)
-        self._on(tensor.device).all_reduce_when_ready(
-            tensor.data_ptr(),
-            tensor.numel(),
-            REDUCIBLE[tensor.dtype],
-            REDUCTIONS[op],
-            gates,
-            blocks,
-            digest_of(tensor),
-        )
+        check_reducible(tensor, op)
+        counters = ReadyCounters(ready, target, block_rows)
+        check_ready(tensor, counters, blocks)
+        self._device_end(tensor.device).all_reduce_when_ready(tensor, op, counters, blocks)
         mark_changed(tensor)
         return tensor
 
@@ -154,8 +144,7 @@ class Collectives(ABC):
                 ``'avg'`` of integers, or an ``out`` that does not suit the result.
         """
         check_tensor(input)
-        if input.dtype not in REDUCIBLE or op not in REDUCTIONS:
-            raise_for(input, op, "auto")
+        check_reducible(input, op)
         if input.dim() == 0 or input.shape[0] % self._world_size != 0:
             raise ValueError(
                 f"reduce_scatter splits dimension 0 into {self._world_size} equal slices, but the "
@@ -164,14 +153,7 @@ class Collectives(ABC):
         dense = to_dense(input)
         rows = input.shape[0] // self._world_size
         output = output_for(dense, (rows, *input.shape[1:]), out)
-        self._on(input.device).reduce_scatter(
-            dense.data_ptr(),
-            output.data_ptr(),
-            output.numel(),
-            REDUCIBLE[input.dtype],
-            REDUCTIONS[op],
-            digest_of(input),
-        )
+        self._end(input.device).reduce_scatter(dense, output, op)
         if out is not None:
             mark_changed(out)
         return output
@@ -200,9 +182,7 @@ class Collectives(ABC):
         rows = self._world_size * input.shape[0]
         in_place = self._rank * dense.numel() * dense.itemsize
         output = output_for(dense, (rows, *input.shape[1:]), out, in_place)
-        self._on(input.device).all_gather(
-            dense.data_ptr(), output.data_ptr(), *elements_of(dense), digest_of(input)
-        )
+        self._end(input.device).all_gather(dense, output)
         if out is not None:
             mark_changed(out)
         return output
@@ -223,7 +203,5 @@ class Collectives(ABC):
         check_tensor(tensor)
         check_root(src, self._world_size)
         dense = to_dense_in_place(tensor)
-        self._on(tensor.device).broadcast(
-            dense.data_ptr(), *elements_of(dense), src, digest_of(tensor)
-        )
+        self._end(tensor.device).broadcast(dense, src)
         return put_back(dense, tensor)

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels._arguments import check_integer
 from pipekernels.comm import limits as tuning
 from pipekernels.comm.collectives import Collectives
-from pipekernels.comm.cuda import Device
+from pipekernels.comm.cuda import CudaEnd
+from pipekernels.comm.end import DeviceEnd, End, HostEnd
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.functional import (
-    check_integer,
-    communicator_of,
-    resolve_handle,
-)
-from pipekernels.comm.hosts.cpu import GRACE, Hosts
-from pipekernels.comm.hosts.cuda import HostsDevice
+from pipekernels.comm.hosts.cpu import GRACE, HostsEnd
+from pipekernels.comm.hosts.cuda import HostsCudaEnd
 from pipekernels.comm.join.bootstrap import (
     join_processes,
     problem_of,
-    raise_for,
+    raise_join_failure,
 )
 from pipekernels.comm.join.rendezvous import (
     Rendezvous,
@@ -41,12 +37,15 @@ from pipekernels.comm.join.rendezvous import (
     over_group,
     over_store,
 )
+from pipekernels.comm.shared_memory import SharedMemoryEnd
 from pipekernels.comm.tensors import check_not_quantized
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _handles = itertools.count(1)
+# Compiled programs name a communicator by its handle. An entry lives as long as its communicator.
+_by_handle: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 _LONGEST = 1e9  # Seconds: 31 years. No clock knows more than 292.
 
 
@@ -105,24 +104,24 @@ class Communicator(Collectives):
 
     def __init__(
         self,
-        core: Any,
+        host_end: HostEnd,
+        make_device_end: Callable[[torch.device], DeviceEnd],
         rank: int,
         world_size: int,
         timeout: float,
         divide: Callable[[Communicator, int | None, int], Communicator | None],
     ) -> None:
-        self._core = core
-        self._all_reduce_tensor = core.all_reduce_tensor
-        self._rank = rank
-        self._world_size = world_size
+        super().__init__(rank, world_size, host_end.all_reduce_tensor)
+        self._host_end = host_end
+        self._make_device_end = make_device_end
         self._timeout = timeout
         self._divide = divide
-        self._device: Device | HostsDevice | None = None  # From the first use of CUDA on.
+        self._cuda_end: DeviceEnd | None = None  # From the first use of CUDA on.
         self._lock = threading.Lock()  # Held to make that.
         # torch keeps compiled graphs for other processes and later runs, by this handle alone; what
         # was compiled depends on rank and size.
         self._handle = next(_handles) << 40 | rank << 20 | world_size
-        resolve_handle[self._handle] = self
+        _by_handle[self._handle] = self
 
     @classmethod
     def from_process_group(
@@ -194,14 +193,18 @@ class Communicator(Collectives):
         spans_hosts = len(layout.hosts) > 1
         patience = timeout + GRACE if spans_hosts else timeout
         core = _load().Communicator(seat.segment, layout.position, seat.pidfds, patience)
+        local = SharedMemoryEnd(core)
+        host_end: HostEnd = local
+        make_device_end: Callable[[torch.device], DeviceEnd] = functools.partial(CudaEnd, local)
         if spans_hosts:
-            core = Hosts(core, layout, seat.route, timeout)
+            host_end = hosts = HostsEnd(local, layout, seat.route, timeout)
+            make_device_end = functools.partial(HostsCudaEnd, hosts)
         # Ranks that share memory find it again without a store, which they need not keep.
         store = rendezvous.store if spans_hosts else None
         divide = functools.partial(
             _divide_processes, store=store, cuda_backend=rendezvous.cuda_backend
         )
-        return cls(core, layout.rank, layout.world_size, timeout, divide)
+        return cls(host_end, make_device_end, layout.rank, layout.world_size, timeout, divide)
 
     @classmethod
     def threads(cls, world_size: int, *, timeout: float = 30.0) -> list[Communicator]:
@@ -225,9 +228,13 @@ class Communicator(Collectives):
             segment = module.Segment(fd, world_size)
         finally:
             os.close(fd)
-        cores = [module.Communicator(segment, rank, [], timeout) for rank in range(world_size)]
+        ends = [
+            SharedMemoryEnd(module.Communicator(segment, rank, [], timeout))
+            for rank in range(world_size)
+        ]
         return [
-            cls(core, rank, world_size, timeout, _divide_threads) for rank, core in enumerate(cores)
+            cls(end, functools.partial(CudaEnd, end), rank, world_size, timeout, _divide_threads)
+            for rank, end in enumerate(ends)
         ]
 
     @staticmethod
@@ -237,7 +244,13 @@ class Communicator(Collectives):
         Raises:
             RuntimeError: it has been closed or garbage-collected.
         """
-        return communicator_of(handle)
+        communicator = _by_handle.get(handle)
+        if communicator is None:
+            raise RuntimeError(
+                f"no communicator has handle {handle}: it was closed or garbage-collected; keep the "
+                "Communicator referenced until the last forward and backward that use it are done"
+            )
+        return communicator
 
     @property
     def rank(self) -> int:
@@ -261,9 +274,9 @@ class Communicator(Collectives):
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Does not wait for what runs on a device."""
-        if self._device is not None:
-            self._device.check()
-        self._core.barrier()
+        if self._cuda_end is not None:
+            self._cuda_end.check()
+        self._host_end.barrier()
 
     def synchronize(self) -> None:
         """Wait until the collectives of this rank on its CUDA device have ended.
@@ -274,8 +287,8 @@ class Communicator(Collectives):
         Raises:
             ValueError, PeerError, TimeoutError: what has gone wrong in them.
         """
-        if self._device is not None:
-            self._device.synchronize()
+        if self._cuda_end is not None:
+            self._cuda_end.synchronize()
 
     def empty(
         self,
@@ -310,14 +323,8 @@ class Communicator(Collectives):
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         check_not_quantized(dtype)
-        if device is not None and torch.device(device).type != "cpu":
-            return self._on(torch.device(device)).empty(sizes, dtype)
-        # Of sizes.numel() only 64 bits are left.
-        buffer = self._core.allocate(min(math.prod(sizes) * dtype.itemsize, sys.maxsize))
-        if sizes.numel() == 0:  # Which torch.frombuffer() does not take.
-            return torch.empty(sizes, dtype=dtype, device="cpu")
-        # Reshaped in place: a view, as the output of a custom autograd function, could not be changed.
-        return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
+        end = self._host_end if device is None else self._end(torch.device(device))
+        return end.empty(sizes, dtype)
 
     def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
         """As :meth:`empty`, of the dtype and on the device of ``like``; for results.
@@ -328,14 +335,12 @@ class Communicator(Collectives):
         Raises:
             ValueError: ``like`` is on a device that this rank does not use.
         """
-        if like.is_cuda:
-            return self._on(like.device).output(torch.Size(shape), like.dtype)
-        if not like.is_cpu:
+        if not (like.is_cpu or like.is_cuda):
             raise ValueError(
                 f"the memory of this communicator is on cpu, but the input on {like.device}; move it "
                 "with .to('cpu')"
             )
-        return self.empty(shape, dtype=like.dtype)
+        return self._end(like.device).output(torch.Size(shape), like.dtype)
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
@@ -367,10 +372,10 @@ class Communicator(Collectives):
         the second time. A collective in another thread of this rank fails, as does one that a
         signal handler closes it in; one on a CUDA device is waited for.
         """
-        resolve_handle.pop(self._handle, None)
-        if self._device is not None:
-            self._device.close(abort=False)
-        self._core.close()
+        _by_handle.pop(self._handle, None)
+        if self._cuda_end is not None:
+            self._cuda_end.close(abort=False)
+        self._host_end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -382,21 +387,20 @@ class Communicator(Collectives):
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:  # The peers learn that this rank gave up.
-            if self._device is not None:
-                self._device.close(abort=True)
-            self._core.abort()
+            if self._cuda_end is not None:
+                self._cuda_end.close(abort=True)
+            self._host_end.abort()
         self.close()
 
-    def _on(self, device: torch.device) -> Any:
-        """What has the methods of ``_C.Communicator`` for tensors on ``device``."""
-        if device.type == "cpu":
-            return self._core
+    def _end(self, device: torch.device) -> End:
+        return self._host_end if device.type == "cpu" else self._device_end(device)
+
+    def _device_end(self, device: torch.device) -> DeviceEnd:
         with self._lock:
-            if self._device is None:
-                make = HostsDevice if isinstance(self._core, Hosts) else Device
-                self._device = make(self._core, device)
-        self._device.check_is(device)
-        return self._device
+            if self._cuda_end is None:
+                self._cuda_end = self._make_device_end(device)
+        self._cuda_end.check_is(device)
+        return self._cuda_end
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"
@@ -437,9 +441,9 @@ def _divide_threads(parent: Communicator, color: int | None, key: int) -> Commun
             problem = problem_of(0, error)
     answers = _all_gather_objects(parent, ([end.handle for end in made], problem))
     handles, problem = answers[ranks[0]]
-    end = communicator_of(handles[ranks.index(parent.rank)]) if handles else None
+    end = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # By then every rank has its end, and `made` is not needed any more.
-    raise_for([problem])
+    raise_join_failure([problem])
     return end
 
 

@@ -1,17 +1,20 @@
-"""The CUDA side of one rank: what a communicator does with tensors on its device."""
+"""The end of a rank for tensors on its CUDA device, where all ranks are on one host."""
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from typing import Any
 
 import torch
 import torch.utils.dlpack
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.tensors import Gates
+from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.end import ReadyCounters
+from pipekernels.comm.shared_memory import SharedMemoryEnd
+from pipekernels.comm.tensors import elements_of, shape_digest
 
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
 _DEFAULT = 1 << 30
@@ -29,13 +32,13 @@ def symmetric_bytes() -> int:
     return int(text)
 
 
-class Device:
-    """Has the methods of ``_C.Communicator``; they run in the current stream, and return at once.
+class CudaEnd:
+    """A :class:`pipekernels.comm.end.DeviceEnd` over the ranks that share memory with this one.
 
-    Making one is a collective over ``core``.
+    Making one is a collective over ``local``.
 
     Args:
-        core: a ``_C.Communicator``; to be closed after this.
+        local: the end for CPU tensors; to be closed after this.
         device: a CUDA device.
 
     Raises:
@@ -43,7 +46,7 @@ class Device:
             captured.
     """
 
-    def __init__(self, core: Any, device: torch.device) -> None:
+    def __init__(self, local: SharedMemoryEnd, device: torch.device) -> None:
         _backend.require_cuda(device)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -52,7 +55,9 @@ class Device:
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._own = _backend.load().CudaCommunicator(core, index, symmetric_bytes())
+        self._own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
+            local.core, index, symmetric_bytes()
+        )
         # If nobody closes it: its destructor would wait with the lock of the interpreter, which the
         # threads of other ranks may need to bring about what it waits for.
         closing = weakref.finalize(self, self._own.close, False)
@@ -71,20 +76,56 @@ class Device:
                 f"move it with .to({str(self._device)!r}), or make another communicator"
             )
 
-    def all_reduce(self, *arguments: int) -> None:
-        self._own.all_reduce(*arguments, self._stream(), _may_meet())
+    def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
+        self._own.all_reduce(
+            tensor.data_ptr(),
+            tensor.numel(),
+            REDUCIBLE[tensor.dtype],
+            REDUCTIONS[op],
+            ALGORITHMS[algorithm],
+            shape_digest(tensor),
+            *self._caller(),
+        )
 
-    def all_reduce_when_ready(self, *arguments: int | Gates) -> None:
-        self._own.all_reduce_when_ready(*arguments, self._stream(), _may_meet())
+    def all_reduce_when_ready(
+        self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
+    ) -> None:
+        block_elements = ready.block_rows * math.prod(tensor.shape[1:])
+        self._own.all_reduce_when_ready(
+            tensor.data_ptr(),
+            tensor.numel(),
+            REDUCIBLE[tensor.dtype],
+            REDUCTIONS[op],
+            (ready.counters.data_ptr(), ready.target, block_elements),
+            blocks,
+            shape_digest(tensor),
+            *self._caller(),
+        )
 
-    def reduce_scatter(self, *arguments: int) -> None:
-        self._own.reduce_scatter(*arguments, self._stream(), _may_meet())
+    def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
+        self._own.reduce_scatter(
+            input.data_ptr(),
+            output.data_ptr(),
+            output.numel(),
+            REDUCIBLE[input.dtype],
+            REDUCTIONS[op],
+            shape_digest(input),
+            *self._caller(),
+        )
 
-    def all_gather(self, *arguments: int) -> None:
-        self._own.all_gather(*arguments, self._stream(), _may_meet())
+    def all_gather(self, input: Tensor, output: Tensor) -> None:
+        self._own.all_gather(
+            input.data_ptr(),
+            output.data_ptr(),
+            *elements_of(input),
+            shape_digest(input),
+            *self._caller(),
+        )
 
-    def broadcast(self, *arguments: int) -> None:
-        self._own.broadcast(*arguments, self._stream(), _may_meet())
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self._own.broadcast(
+            tensor.data_ptr(), *elements_of(tensor), src, shape_digest(tensor), *self._caller()
+        )
 
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         """A symmetric tensor.
@@ -128,6 +169,10 @@ class Device:
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
+
+    def _caller(self) -> tuple[int, bool]:
+        """Its stream, and whether its thread may wait for those of other ranks."""
+        return self._stream(), _may_meet()
 
     def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if sizes.numel() == 0:

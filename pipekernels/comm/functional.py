@@ -20,50 +20,20 @@ wait until the others have come as far, and so CUDA may make one wait for anothe
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.local_ops.dispatch import is_needless
+from pipekernels.comm.communicator import Communicator
+from pipekernels.comm.tensors import check_root, check_rows
+from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.transforms import deny_tangents
 
 
-class Ranks(Protocol):
-    """What the operations need of a communicator (``pipekernels.Communicator`` has it)."""
-
-    @property
-    def handle(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-
-
-# Every Communicator enters itself here under its handle; an entry lives as long as its communicator.
-resolve_handle: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-
-def communicator_of(handle: int) -> Any:
-    """The communicator behind ``handle``.
-
-    Raises:
-        RuntimeError: it does not exist any more.
-    """
-    communicator = resolve_handle.get(handle)
-    if communicator is None:
-        raise RuntimeError(
-            f"no communicator has handle {handle}: it was closed or garbage-collected; keep the "
-            "Communicator referenced until the last forward and backward that use it are done"
-        )
-    return communicator
-
-
-def all_reduce(x: Tensor, comm: Ranks, op: str = "sum", algorithm: str = "auto") -> Tensor:
+def all_reduce(x: Tensor, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Tensor:
     """``x`` reduced elementwise over all ranks; every rank receives the same bits.
 
     Args:
@@ -79,10 +49,10 @@ def all_reduce(x: Tensor, comm: Ranks, op: str = "sum", algorithm: str = "auto")
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
     _check("all_reduce", x, comm)
-    return _call_all_reduce(x, comm.handle, op, algorithm)
+    return _call_all_reduce(x, comm, op, algorithm)
 
 
-def reduce_scatter(x: Tensor, comm: Ranks, op: str = "sum") -> Tensor:
+def reduce_scatter(x: Tensor, comm: Communicator, op: str = "sum") -> Tensor:
     """This rank's slice of the reduction of ``x`` over all ranks.
 
     Args:
@@ -102,10 +72,10 @@ def reduce_scatter(x: Tensor, comm: Ranks, op: str = "sum") -> Tensor:
     """
     _check("reduce_scatter", x, comm)
     check_rows(x, comm.world_size)
-    return _call_reduce_scatter(x, comm.handle, op)
+    return _call_reduce_scatter(x, comm, op)
 
 
-def all_gather(x: Tensor, comm: Ranks) -> Tensor:
+def all_gather(x: Tensor, comm: Communicator) -> Tensor:
     """The tensors of all ranks, concatenated along the first dimension in rank order.
 
     Args:
@@ -123,10 +93,10 @@ def all_gather(x: Tensor, comm: Ranks) -> Tensor:
     _check("all_gather", x, comm)
     if x.dim() == 0:
         raise ValueError("all_gather joins tensors along dimension 0, but x has none; use x[None]")
-    return _call_all_gather(x, comm.handle)
+    return _call_all_gather(x, comm)
 
 
-def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
+def broadcast(x: Tensor, comm: Communicator, src: int = 0) -> Tensor:
     """The tensor of rank ``src``, on every rank.
 
     Args:
@@ -142,7 +112,7 @@ def broadcast(x: Tensor, comm: Ranks, src: int = 0) -> Tensor:
     """
     _check("broadcast", x, comm)
     check_root(src, comm.world_size)
-    return _call_broadcast(x, comm.handle, src)
+    return _call_broadcast(x, comm, src)
 
 
 def _check(name: str, x: Any, comm: Any) -> None:
@@ -159,32 +129,6 @@ def _check(name: str, x: Any, comm: Any) -> None:
     if not hasattr(comm, "handle"):
         raise TypeError(f"comm must be a Communicator, got {type(comm).__name__}")
     deny_tangents(name, [x])
-
-
-def check_integer(name: str, value: Any) -> None:
-    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError if
-    not."""
-    try:
-        operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
-
-
-def check_root(src: int, world_size: int) -> None:
-    """Whether ``src`` is a rank; ValueError if not, TypeError if it is no integer."""
-    check_integer("src", src)
-    if not 0 <= src < world_size:
-        raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
-
-
-def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:
-    """Whether the first of at least ``dims`` dimensions can be scattered; ValueError if not."""
-    if x.dim() < dims or x.shape[0] % world_size != 0:
-        raise ValueError(
-            f"reduce_scatter wants at least {dims} dimensions, the first of which it cuts into "
-            f"{world_size} equal slices, but the input has shape {tuple(x.shape)}; pad it to a "
-            f"multiple of {world_size} rows"
-        )
 
 
 def _check_differentiable(op: str) -> None:
@@ -205,29 +149,36 @@ def _register(
     setup_context: Callable[..., None],
     backward: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., Tensor]:
-    """Register an operation; returns what calls it, past the dispatcher where that is needless."""
+    """Register an operation, which knows its communicator by handle; returns what calls it with the
+    communicator itself, past the dispatcher where that may be."""
     name = schema.partition("(")[0]
     _library.define(schema)
     qualified = f"pipekernels::{name}"
-    torch.library.impl(qualified, "CompositeExplicitAutograd", kernel, lib=_library)
+
+    def by_handle(x: Tensor, handle: int, *arguments: Any) -> Tensor:
+        return kernel(x, Communicator.from_handle(handle), *arguments)
+
+    torch.library.impl(qualified, "CompositeExplicitAutograd", by_handle, lib=_library)
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
     registered = getattr(torch.ops.pipekernels, name).default
 
-    def call(x: Tensor, *arguments: Any) -> Tensor:
-        return (kernel if is_needless([x]) else registered)(x, *arguments)
+    def call(x: Tensor, comm: Communicator, *arguments: Any) -> Tensor:
+        if can_skip_dispatcher([x]):
+            return kernel(x, comm, *arguments)
+        result: Tensor = registered(x, comm.handle, *arguments)
+        return result
 
     return call
 
 
-def _symmetric_copy(x: Tensor, communicator: Any) -> Tensor:
+def _symmetric_copy(x: Tensor, comm: Communicator) -> Tensor:
     _backend.load().check_memory(x)
-    return communicator.output(x.shape, x).copy_(x)
+    return comm.output(x.shape, x).copy_(x)
 
 
-def _all_reduce(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:
-    communicator = communicator_of(comm)
-    return communicator.all_reduce(_symmetric_copy(x, communicator), op, algorithm=algorithm)
+def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str) -> Tensor:
+    return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm)
 
 
 def _all_reduce_fake(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:
@@ -240,8 +191,8 @@ def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x = _call_all_reduce(grad, ctx.comm, ctx.op, ctx.algorithm)
-    return grad_x, None, None, None
+    comm = Communicator.from_handle(ctx.comm)
+    return _call_all_reduce(grad, comm, ctx.op, ctx.algorithm), None, None, None
 
 
 _call_all_reduce = _register(
@@ -253,22 +204,22 @@ _call_all_reduce = _register(
 )
 
 
-def _reduce_scatter(x: Tensor, comm: int, op: str) -> Tensor:
-    return communicator_of(comm).reduce_scatter(x, op)
+def _reduce_scatter(x: Tensor, comm: Communicator, op: str) -> Tensor:
+    return comm.reduce_scatter(x, op)
 
 
 def _reduce_scatter_fake(x: Tensor, comm: int, op: str) -> Tensor:
-    return x.new_empty(x.shape[0] // communicator_of(comm).world_size, *x.shape[1:])
+    return x.new_empty(x.shape[0] // Communicator.from_handle(comm).world_size, *x.shape[1:])
 
 
 def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.comm, op = inputs
     _check_differentiable(op)
-    ctx.scale = 1 if op == "sum" else communicator_of(ctx.comm).world_size
+    ctx.scale = 1 if op == "sum" else Communicator.from_handle(ctx.comm).world_size
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _call_all_gather(grad / ctx.scale, ctx.comm), None, None
+    return _call_all_gather(grad / ctx.scale, Communicator.from_handle(ctx.comm)), None, None
 
 
 _call_reduce_scatter = _register(
@@ -287,12 +238,12 @@ def _in_reals(reduction: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     return torch.view_as_complex(reduction(torch.view_as_real(grad.resolve_conj())))
 
 
-def _all_gather(x: Tensor, comm: int) -> Tensor:
-    return communicator_of(comm).all_gather(x)
+def _all_gather(x: Tensor, comm: Communicator) -> Tensor:
+    return comm.all_gather(x)
 
 
 def _all_gather_fake(x: Tensor, comm: int) -> Tensor:
-    return x.new_empty(x.shape[0] * communicator_of(comm).world_size, *x.shape[1:])
+    return x.new_empty(x.shape[0] * Communicator.from_handle(comm).world_size, *x.shape[1:])
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -300,7 +251,8 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _in_reals(lambda real: _call_reduce_scatter(real, ctx.comm, "sum"), grad), None
+    comm = Communicator.from_handle(ctx.comm)
+    return _in_reals(lambda real: _call_reduce_scatter(real, comm, "sum"), grad), None
 
 
 _call_all_gather = _register(
@@ -312,9 +264,8 @@ _call_all_gather = _register(
 )
 
 
-def _broadcast(x: Tensor, comm: int, src: int) -> Tensor:
-    communicator = communicator_of(comm)
-    return communicator.broadcast(_symmetric_copy(x, communicator), src)
+def _broadcast(x: Tensor, comm: Communicator, src: int) -> Tensor:
+    return comm.broadcast(_symmetric_copy(x, comm), src)
 
 
 def _broadcast_fake(x: Tensor, comm: int, src: int) -> Tensor:
@@ -326,8 +277,9 @@ def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    total = _in_reals(lambda real: _call_all_reduce(real, ctx.comm, "sum", "auto"), grad)
-    if communicator_of(ctx.comm).rank != ctx.src:
+    comm = Communicator.from_handle(ctx.comm)
+    total = _in_reals(lambda real: _call_all_reduce(real, comm, "sum", "auto"), grad)
+    if comm.rank != ctx.src:
         # Zeros with a graph: a second derivative has the sum's backward, which all ranks must run.
         total = total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
     return total, None, None

@@ -1,27 +1,16 @@
-"""What collectives ask of tensors."""
+"""What collectives require of tensors: dtypes, layout, memory, shapes."""
 
 from __future__ import annotations
-
-import math
-from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels._arguments import check_integer
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.end import ReadyCounters
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-
-
-def raise_for(tensor: Tensor, op: str, algorithm: str) -> NoReturn:
-    """Say which of the arguments has no code."""
-    if op not in REDUCTIONS:
-        raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-    names = ", ".join(str(dtype) for dtype in REDUCIBLE)
-    raise TypeError(f"cannot reduce {tensor.dtype}; convert the tensor to one of {names}")
 
 
 def check_tensor(value: object) -> None:
@@ -83,6 +72,27 @@ def put_back(dense: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def check_reducible(tensor: Tensor, op: str, algorithm: str = "auto") -> None:
+    """Whether ``tensor`` can be reduced so.
+
+    Raises:
+        TypeError: not its dtype.
+        ValueError: ``op`` or ``algorithm`` does not exist, or an average of integers.
+    """
+    if op not in REDUCTIONS:
+        raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if tensor.dtype not in REDUCIBLE:
+        names = ", ".join(map(str, REDUCIBLE))
+        raise TypeError(f"cannot reduce {tensor.dtype}; convert the tensor to one of {names}")
+    if op == "avg" and not tensor.is_floating_point():
+        raise ValueError(
+            f"an average of {str(tensor.dtype).removeprefix('torch.')} is not an integer; use "
+            "op='sum', or convert to a float type"
+        )
+
+
 def output_for(
     dense: Tensor, shape: tuple[int, ...], out: Tensor | None, in_place: int | None = None
 ) -> Tensor:
@@ -116,7 +126,7 @@ def elements_of(dense: Tensor) -> tuple[int, int]:
     return dense.numel(), code
 
 
-def digest_of(tensor: Tensor) -> int:
+def shape_digest(tensor: Tensor) -> int:
     """Differs between shapes of as many elements, as good as always; the same in all processes."""
     return 0 if tensor.dim() == 1 else hash(tensor.shape) & 0x3FFFFF
 
@@ -126,22 +136,15 @@ def mark_changed(tensor: Tensor) -> None:
     _backend.load().mark_changed(tensor)
 
 
-class Gates(NamedTuple):
-    """Counters that the writer of a tensor raises, block by block of its elements."""
-
-    ready: int  # Their address.
-    target: int  # What one reaches when its block is complete.
-    block_elements: int
-
-
-def gates_of(tensor: Tensor, ready: Tensor, target: int, block_rows: int, blocks: int) -> Gates:
-    """The counters in ``ready``, if ``tensor`` can be reduced by so many ``blocks`` as they rise.
+def check_ready(tensor: Tensor, ready: ReadyCounters, blocks: int) -> None:
+    """Whether ``tensor`` can be reduced by ``blocks`` thread blocks as the counters rise.
 
     Raises:
         TypeError, ValueError: what :meth:`Communicator.all_reduce_when_ready` says.
     """
-    if ready.dtype != torch.int32:
-        raise TypeError(f"ready must be int32, got {ready.dtype}")
+    counters, target, block_rows = ready
+    if counters.dtype != torch.int32:
+        raise TypeError(f"ready must be int32, got {counters.dtype}")
     if not tensor.is_cuda or tensor.dim() == 0 or not tensor.is_contiguous():
         raise ValueError(
             "all_reduce_when_ready wants a contiguous CUDA tensor with rows, got one of shape "
@@ -151,10 +154,27 @@ def gates_of(tensor: Tensor, ready: Tensor, target: int, block_rows: int, blocks
         raise ValueError(f"block_rows and blocks must be at least 1, got {block_rows} and {blocks}")
     if not -(1 << 31) <= target < 1 << 31:
         raise ValueError(f"target must be an int32, as the counters are, got {target}")
-    counters = -(-tensor.shape[0] // block_rows)
-    if ready.shape != (counters,) or not ready.is_contiguous() or ready.device != tensor.device:
+    wanted = -(-tensor.shape[0] // block_rows)
+    fits = counters.shape == (wanted,) and counters.device == tensor.device
+    if not (fits and counters.is_contiguous()):
         raise ValueError(
             f"{tensor.shape[0]} rows in blocks of {block_rows} need a contiguous ready of shape "
-            f"({counters},) on {tensor.device}, got {tuple(ready.shape)} on {ready.device}"
+            f"({wanted},) on {tensor.device}, got {tuple(counters.shape)} on {counters.device}"
         )
-    return Gates(ready.data_ptr(), target, block_rows * math.prod(tensor.shape[1:]))
+
+
+def check_root(src: int, world_size: int) -> None:
+    """Whether ``src`` is a rank; ValueError if not, TypeError if it is no integer."""
+    check_integer("src", src)
+    if not 0 <= src < world_size:
+        raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
+
+
+def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:
+    """Whether the first of at least ``dims`` dimensions can be scattered; ValueError if not."""
+    if x.dim() < dims or x.shape[0] % world_size != 0:
+        raise ValueError(
+            f"reduce_scatter wants at least {dims} dimensions, the first of which it cuts into "
+            f"{world_size} equal slices, but the input has shape {tuple(x.shape)}; pad it to a "
+            f"multiple of {world_size} rows"
+        )

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from pipekernels import _backend
 
 
-def is_needless(tensors: list[Tensor]) -> bool:
+def can_skip_dispatcher(tensors: list[Tensor]) -> bool:
     """Whether both would do no more than pass a call with these tensors on."""
     return not is_observed() and not has_derivatives(tensors) and _backend.load().are_plain(tensors)
 

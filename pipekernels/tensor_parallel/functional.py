@@ -32,14 +32,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipekernels.comm.functional import (
-    Ranks,
-    all_gather,
-    all_reduce,
-    check_rows,
-    communicator_of,
-)
-from pipekernels.local_ops.dispatch import is_needless
+from pipekernels.comm import Communicator
+from pipekernels.comm.functional import all_gather, all_reduce
+from pipekernels.comm.tensors import check_rows
+from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.sharded_gemm import (
@@ -71,18 +67,18 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
     return micro_batch_sizes(size, world_size)
 
 
-def copy_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
+def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     """A view of ``x``, replicated, where each rank goes on with a part of the work of its own.
 
     Backward: the all-reduce of the gradients that these parts contribute.
     """
-    if is_needless([x]):
+    if can_skip_dispatcher([x]):
         return x.view_as(x)
     _check_transforms([x])
     return _CopyToRanks.apply(x, comm)
 
 
-def reduce_from_ranks(x: Tensor, comm: Ranks, algorithm: str = "auto") -> Tensor:
+def reduce_from_ranks(x: Tensor, comm: Communicator, algorithm: str = "auto") -> Tensor:
     """The sum over all ranks of the partial results ``x``; the loss that follows is replicated.
 
     Args and errors: as for :func:`pipekernels.ops.all_reduce`. Backward: identity.
@@ -91,7 +87,7 @@ def reduce_from_ranks(x: Tensor, comm: Ranks, algorithm: str = "auto") -> Tensor
     return _ReduceFromRanks.apply(x, comm, algorithm)
 
 
-def scatter_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
+def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     """This rank's slice of the replicated ``x`` along the last dimension.
 
     Args:
@@ -107,7 +103,7 @@ def scatter_to_ranks(x: Tensor, comm: Ranks) -> Tensor:
     return _ScatterToRanks.apply(x, comm)
 
 
-def gather_from_ranks(x: Tensor, comm: Ranks, size: int) -> Tensor:
+def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
     """The slices of all ranks, joined along the last dimension; the loss that follows is replicated.
 
     Args:
@@ -125,7 +121,7 @@ def gather_from_ranks(x: Tensor, comm: Ranks, size: int) -> Tensor:
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, comm: Ranks, *, scatter: bool = False, algorithm: str = "auto"
+    x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False, algorithm: str = "auto"
 ) -> Tensor:
     """``x @ weight.T``, summed over the ranks, each of which holds a part of the inner dimension.
 
@@ -164,8 +160,8 @@ def row_linear(
     if casts and device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
-    if is_needless([x, weight]):
-        return _row_linear(x, weight, comm.handle, scatter, algorithm)
+    if can_skip_dispatcher([x, weight]):
+        return _row_linear(x, weight, comm, scatter, algorithm)
     _check_transforms([x, weight])
     return _RowLinear.apply(x, weight, comm, scatter, algorithm)
 
@@ -182,7 +178,7 @@ def _check_transforms(tensors: list[Tensor]) -> None:
 
 class _CopyToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
         return x.view_as(x)
 
@@ -194,7 +190,7 @@ class _CopyToRanks(torch.autograd.Function):
 
 class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Ranks, algorithm: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, algorithm: str) -> Tensor:
         return all_reduce(x, comm, "sum", algorithm)
 
     @staticmethod
@@ -205,7 +201,7 @@ class _ReduceFromRanks(torch.autograd.Function):
 
 class _ScatterToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm, ctx.size = comm, x.shape[-1]
         return _own_slice(x, comm)
 
@@ -217,7 +213,7 @@ class _ScatterToRanks(torch.autograd.Function):
 
 class _GatherFromRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Ranks, size: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, size: int) -> Tensor:
         ctx.comm = comm
         return _join_slices(x, comm, size)
 
@@ -230,14 +226,17 @@ class _GatherFromRanks(torch.autograd.Function):
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, comm: Ranks, scatter: bool, algorithm: str
+        ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, algorithm: str
     ) -> Tensor:
         ctx.comm, ctx.scatter, ctx.algorithm = comm, scatter, algorithm
         ctx.on_gpu = x.is_cuda  # In torch 2.6 a backward that is compiled may not ask a tensor.
         ctx.save_for_backward(x, weight)
-        registered: Any = torch.ops.pipekernels.row_linear
-        compute = _row_linear if is_needless([x, weight]) else registered
-        return compute(x, weight, comm.handle, scatter, algorithm)
+        if can_skip_dispatcher([x, weight]):
+            return _row_linear(x, weight, comm, scatter, algorithm)
+        result: Tensor = torch.ops.pipekernels.row_linear(
+            x, weight, comm.handle, scatter, algorithm
+        )
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -256,14 +255,14 @@ class _RowLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _own_slice(x: Tensor, comm: Ranks) -> Tensor:
+def _own_slice(x: Tensor, comm: Communicator) -> Tensor:
     sizes = shard_sizes(x.shape[-1], comm.world_size)
     start = sum(sizes[: comm.rank])
     # A copy, so that the result of a forward does not alias its input.
     return x[..., start : start + sizes[comm.rank]].clone(memory_format=torch.contiguous_format)
 
 
-def _join_slices(x: Tensor, comm: Ranks, size: int) -> Tensor:
+def _join_slices(x: Tensor, comm: Communicator, size: int) -> Tensor:
     sizes = shard_sizes(size, comm.world_size)
     if x.shape[-1] != sizes[comm.rank]:
         raise ValueError(
@@ -280,47 +279,55 @@ def _product(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:
     return sharded_gemm(a, b, algorithm=algorithm) if on_gpu else a @ b.t()
 
 
-def _row_linear(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
-    communicator = communicator_of(comm)
-    out = communicator.output((*x.shape[:-1], weight.shape[0]), x)
+def _row_linear(
+    x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, algorithm: str
+) -> Tensor:
+    out = comm.output((*x.shape[:-1], weight.shape[0]), x)
     rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
     if not x.is_cuda:
         torch.mm(rows, weight.t(), out=product)
     else:
         if not scatter and (algorithm != "auto" or _agreed(comm, x.device)):
-            overlap = plan_for(rows, weight, product, communicator.world_size, algorithm)
+            overlap = plan_for(rows, weight, product, comm.world_size, algorithm)
             if overlap is not None:
-                gemm_all_reduce(rows, weight, product, communicator, overlap)
+                gemm_all_reduce(rows, weight, product, comm, overlap)
                 return out
         # What is forced to overlap but has nothing to overlap with: one rank, or no rows.
         algorithm = "triton" if algorithm == "overlapped" else algorithm
         gemm_into(product, rows, weight, algorithm=algorithm)
-    return communicator.reduce_scatter(out) if scatter else communicator.all_reduce(out)
+    return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
+
+
+def _row_linear_by_handle(
+    x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str
+) -> Tensor:
+    return _row_linear(x, weight, Communicator.from_handle(comm), scatter, algorithm)
 
 
 def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
     shape = [*x.shape[:-1], weight.shape[0]]
     if scatter:
-        shape[0] //= communicator_of(comm).world_size
+        shape[0] //= Communicator.from_handle(comm).world_size
     return x.new_empty(shape)
 
 
-def _agreed(comm: int, device: torch.device) -> bool:
+def _agreed(comm: Communicator, device: torch.device) -> bool:
     """Whether all ranks have the same measurements and will so plan alike."""
-    if torch.cuda.is_current_stream_capturing() and (comm, device) not in _agreements:
-        return False  # They cannot be compared now.
-    if (comm, device) not in _agreements:
+    key = comm.handle, device
+    if key not in _agreements:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # They cannot be compared now.
         known = repr((gpu_of(device), measured(device)))
         mine = torch.tensor([zlib.crc32(known.encode())], device=device)
-        _agreements[comm, device] = len(set(communicator_of(comm).all_gather(mine).tolist())) == 1
-    return _agreements[comm, device]
+        _agreements[key] = len(set(comm.all_gather(mine).tolist())) == 1
+    return _agreements[key]
 
 
-_agreements: dict[tuple[int, torch.device], bool] = {}  # By communicator.
+_agreements: dict[tuple[int, torch.device], bool] = {}  # By handle of the communicator.
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")
 _library.define(
     "row_linear(Tensor x, Tensor weight, int comm, bool scatter, str algorithm) -> Tensor"
 )
-_library.impl("row_linear", _row_linear, "CompositeExplicitAutograd")
+_library.impl("row_linear", _row_linear_by_handle, "CompositeExplicitAutograd")
 torch.library.register_fake("pipekernels::row_linear", _row_linear_fake, lib=_library)

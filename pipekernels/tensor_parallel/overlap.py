@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipekernels.comm import Communicator
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
@@ -163,7 +164,9 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
     return found if forced or found.seconds * GAIN < found.plain_seconds else None
 
 
-def gemm_all_reduce(a: Tensor, b: Tensor, out: Tensor, communicator: Any, overlap: Overlap) -> None:
+def gemm_all_reduce(
+    a: Tensor, b: Tensor, out: Tensor, communicator: Communicator, overlap: Overlap
+) -> None:
     """``out``, this rank's ``a @ b.T``, summed over all ranks while it is computed.
 
     Work that follows in the current stream comes after both.

@@ -105,7 +105,7 @@ def test_a_bad_file_is_ignored_with_a_warning_that_says_what_to_do(cache: Path, 
         assert tuning.one_shot_bytes(2) == 0
     with pytest.warns(RuntimeWarning):
         communicators = Communicator.threads(2)
-    assert [communicator._core.one_shot_bytes for communicator in communicators] == [0, 0]
+    assert [communicator._host_end.core.one_shot_bytes for communicator in communicators] == [0, 0]
     assert f"! {path} is not used" in cli.info()
 
 
@@ -120,7 +120,9 @@ def test_a_world_size_between_takes_the_next_smaller_one_measured() -> None:
 
 def test_threads_take_what_was_measured(cache: Path) -> None:
     tuning.save(Tuning({2: 5000, 3: 7000}, DATE))
-    limits = [c._core.one_shot_bytes for size in (2, 3) for c in Communicator.threads(size)]
+    limits = [
+        c._host_end.core.one_shot_bytes for size in (2, 3) for c in Communicator.threads(size)
+    ]
     assert limits == [5000] * 2 + [7000] * 3
 
 
@@ -132,7 +134,7 @@ def ranks_with_files_of_their_own(first: Communicator, folder: str) -> int:
         for bytes_ in (500, 2000, 10_000, 100_000):
             ones = torch.ones(bytes_ // 4)
             assert torch.equal(communicator.all_reduce(ones), torch.full_like(ones, 3))
-        return communicator._core.one_shot_bytes
+        return communicator._host_end.core.one_shot_bytes
 
 
 def test_ranks_with_different_files_agree(tmp_path: Path) -> None:

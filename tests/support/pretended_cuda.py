@@ -6,7 +6,6 @@ say only later what has gone wrong.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 import threading
@@ -19,58 +18,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend
+from pipekernels.comm.end import ReadyCounters
 from pipekernels.comm.hosts import cuda as hosts_cuda
-from pipekernels.comm.hosts.call import DTYPES
-from pipekernels.comm.hosts.cpu import Hosts
-from pipekernels.comm.tensors import Gates
+from pipekernels.comm.hosts.cpu import HostsEnd
+from pipekernels.comm.shared_memory import SharedMemoryEnd
 
 CPU = torch.device("cpu")
 
 
 class PretendedDevice:
-    """Has the methods of :class:`pipekernels.comm.cuda.Device`, for a host's ranks on the CPU."""
+    """Stands in for :class:`pipekernels.comm.cuda.CudaEnd`, for a host's ranks on the CPU."""
 
     made: ClassVar[list[PretendedDevice]] = []
     problem = ""  # Of the next one.
 
-    def __init__(self, core: Any, device: torch.device) -> None:
-        core.barrier()
+    def __init__(self, local: SharedMemoryEnd, device: torch.device) -> None:
+        local.barrier()
         if self.problem:
             raise RuntimeError(self.problem)
         self.device = CPU
         self.calls: list[str] = []
         self.closed = ""
         self.fails = False  # At the next call.
-        self._core = core
+        self._local = local
         self._error: PeerError | TimeoutError | None = None
         self.made.append(self)
 
-    def reduce_scatter(
-        self, input: int, output: int, count: int, dtype: int, reduction: int, shape: int
-    ) -> None:
-        arguments = (input, output, count, dtype, reduction, shape)
-        self._run(self._core.reduce_scatter, arguments, output, count, dtype)
+    def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
+        self._run("reduce_scatter", output, input, output, op)
 
-    def all_gather(self, input: int, output: int, count: int, dtype: int, shape: int) -> None:
-        whole = count * os.environ["LAYOUT"].count(os.environ["PIPEKERNELS_HOST_ID"])
-        self._run(self._core.all_gather, (input, output, count, dtype, shape), output, whole, dtype)
+    def all_gather(self, input: Tensor, output: Tensor) -> None:
+        local_ranks = os.environ["LAYOUT"].count(os.environ["PIPEKERNELS_HOST_ID"])
+        filled = output.view(-1)[: input.numel() * local_ranks]
+        self._run("all_gather", filled, input, output)
 
-    def broadcast(self, data: int, count: int, dtype: int, root: int, shape: int) -> None:
-        self._run(self._core.broadcast, (data, count, dtype, root, shape), data, count, dtype)
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self._run("broadcast", tensor, tensor, src)
 
     def all_reduce_when_ready(
-        self,
-        data: int,
-        count: int,
-        dtype: int,
-        reduction: int,
-        gates: Gates,
-        blocks: int,
-        shape: int,
+        self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
-        self.calls.append(str((*gates, blocks)))
-        arguments = (data, count, dtype, reduction, 0, shape)
-        self._run(self._core.all_reduce, arguments, data, count, dtype)
+        self.calls.append(str((ready.target, ready.block_rows, blocks)))
+        self._run("all_reduce", tensor, tensor, op, "auto")
 
     def check_is(self, device: torch.device) -> None:
         assert device.type == "cuda"
@@ -81,8 +70,7 @@ class PretendedDevice:
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         if self._error is not None:  # Which nobody here has heard of yet.
             return torch.empty(sizes, dtype=dtype, device=CPU)
-        buffer = self._core.allocate(sizes.numel() * dtype.itemsize)
-        return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
+        return self._local.empty(sizes, dtype)
 
     def check(self) -> None:
         if self._error is not None:
@@ -91,24 +79,22 @@ class PretendedDevice:
     def close(self, *, abort: bool) -> None:
         self.closed = self.closed or ("aborted" if abort else "closed")
 
-    def _run(
-        self, method: Callable[..., None], arguments: Any, output: int, count: int, dtype: int
-    ) -> None:
-        self.calls.append(method.__name__)
+    def _run(self, name: str, filled: Tensor, *arguments: Any) -> None:
+        self.calls.append(name)
         if self._error is None:
             try:
                 if self.fails:
                     raise PeerError("rank 0 is pretended to have died", 0)
-                method(*arguments)
+                getattr(self._local, name)(*arguments)
             except (PeerError, TimeoutError) as error:
                 self._error = error
-                self._core.abort()
+                self._local.abort()
         if self._error is not None:
-            ctypes.memset(output, 0xFF, count * DTYPES[dtype].itemsize)
+            filled.view(-1).view(torch.uint8).fill_(0xFF)
 
 
 class PretendedNccl:
-    """Has the methods of ``ProcessGroupNCCL`` that a lane uses, over Gloo."""
+    """Has the methods of ``ProcessGroupNCCL`` that a link uses, over Gloo."""
 
     Options = SimpleNamespace
     made: ClassVar[list[PretendedNccl]] = []
@@ -167,7 +153,7 @@ class PretendedWork:
 class _Both:
     """An end with the collectives of one, and all else of another."""
 
-    def __init__(self, hosts: Hosts, device: Any) -> None:
+    def __init__(self, hosts: HostsEnd, device: Any) -> None:
         self._hosts = hosts
         for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
             setattr(self, name, getattr(device, name))
@@ -181,7 +167,7 @@ def pretend(layout: str, backend: str) -> None:
     os.environ["LAYOUT"] = layout
     torch.cuda.is_current_stream_capturing = lambda: False
     _backend.require_cuda = lambda device=None: None
-    hosts_cuda.Device = PretendedDevice
+    hosts_cuda.CudaEnd = PretendedDevice
     dist.is_nccl_available = lambda: True
     dist.ProcessGroupNCCL = PretendedNccl
     config = f"cpu:gloo,cuda:{backend}" if backend else "cpu:gloo"
@@ -190,7 +176,6 @@ def pretend(layout: str, backend: str) -> None:
 
 def use_pretended(comm: Communicator) -> Any:
     """Have ``comm`` take CPU tensors where it would take CUDA ones; returns that end."""
-    core = comm._core
-    device = comm._on(torch.device("cuda", 0))
-    comm._core = _Both(core, device)
+    device = comm._device_end(torch.device("cuda", 0))
+    comm._host_end = _Both(comm._host_end, device)
     return device

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pipekernels.comm.codes import MOVABLE
+from pipekernels.comm.end import HostEnd
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.call import Call
 from pipekernels.comm.hosts.layout import Layout
 from pipekernels.comm.hosts.link import (
     GONE,
     LATE,
-    Lane,
-    LaneError,
+    Link,
+    LinkError,
 )
 
 
@@ -39,16 +39,16 @@ class Agreement:
     the device goes on with what it was given before.
 
     Args:
-        local: a ``_C.Communicator`` over the ranks of this host; owned.
+        local: the end for CPU tensors over the ranks of this host; owned.
         layout: of all ranks.
-        lane: that of this rank's position, for CPU tensors; ``None`` if there is none; owned.
+        link: that of this rank's position, for CPU tensors; ``None`` if there is none; owned.
         timeout: seconds that a call waits for one in another thread.
     """
 
-    def __init__(self, local: Any, layout: Layout, lane: Lane | None, timeout: float) -> None:
+    def __init__(self, local: HostEnd, layout: Layout, link: Link | None, timeout: float) -> None:
         self._local = local
         self._layout = layout
-        self._lane = lane
+        self._link = link
         self._timeout = timeout
         self._places = torch.tensor(layout.places, device="cpu")
         self._turn = threading.Lock()  # Held by each collective.
@@ -69,7 +69,7 @@ class Agreement:
 
         Raises:
             ValueError: the ranks call different collectives; the communicator stays usable.
-            PeerError, TimeoutError: also for a LaneError in the body.
+            PeerError, TimeoutError: also for a LinkError in the body.
         """
         if not self._turn.acquire(timeout=self._timeout):
             raise TimeoutError(
@@ -109,7 +109,7 @@ class Agreement:
         """
         try:
             yield
-        except (LaneError, PeerError, TimeoutError) as error:
+        except (LinkError, PeerError, TimeoutError) as error:
             told = self._explain(error, what)
             by_peer = isinstance(told, PeerError)
             self._failure = _Failure(str(told), by_peer, getattr(told, "rank", None))
@@ -133,35 +133,35 @@ class Agreement:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
+        if self._link is not None:
+            self._link.close()
 
     def _exchange(self, call: Call) -> list[Call]:
         """What all ranks call, in rank order."""
-        code, layout = MOVABLE[torch.int64], self._layout
+        layout = self._layout
         own = torch.tensor(call, device="cpu")
         block = torch.zeros(layout.most, len(call), dtype=torch.int64, device="cpu")
-        self._local.all_gather(own.data_ptr(), block.data_ptr(), own.numel(), code)
+        self._local.all_gather(own, block)
         shape = (len(layout.hosts), *block.shape)
         table = torch.empty(shape, dtype=torch.int64, device="cpu")
         reason = "as its peer here has noticed"
         if layout.position == 0:
-            assert self._lane is not None
+            assert self._link is not None
             try:
-                table = self._lane.all_gather(block)
-            except LaneError as error:  # The ranks of this host must hear of it.
+                table = self._link.all_gather(block)
+            except LinkError as error:  # The ranks of this host must hear of it.
                 reason = error.reason
                 table.fill_(LATE if error.late else GONE)
-        self._local.broadcast(table.data_ptr(), table.numel(), code, 0)
+        self._local.broadcast(table, 0)
         if table[0, 0, 0] < 0:  # In place of an operation.
-            raise LaneError(reason, late=bool(table[0, 0, 0] == LATE))
+            raise LinkError(reason, late=bool(table[0, 0, 0] == LATE))
         return [Call(*row) for row in table.flatten(0, 1)[self._places].tolist()]
 
     def _explain(
-        self, error: LaneError | PeerError | TimeoutError, what: str
+        self, error: LinkError | PeerError | TimeoutError, what: str
     ) -> PeerError | TimeoutError:
         """``error``, from the point of view of the whole communicator."""
-        if isinstance(error, LaneError):
+        if isinstance(error, LinkError):
             message = f"{error}, in {what}"
             return TimeoutError(message) if error.late else PeerError(message, None)
         numbers = ", ".join(f"{i} is rank {rank}" for i, rank in enumerate(self._layout.members))

@@ -58,12 +58,3 @@ class Call(NamedTuple):
         if self.operation == Operation.BROADCAST:
             arguments.append(f"src={self.root}")
         return f"{name}({', '.join(arguments)})"
-
-
-def check_reduction(dtype: int, reduction: int) -> None:
-    """Whether there is such a reduction; ValueError if not."""
-    if reduction == REDUCTIONS["avg"] and not DTYPES[dtype].is_floating_point:
-        raise ValueError(
-            f"an average of {str(DTYPES[dtype]).removeprefix('torch.')} is not an integer; use "
-            "op='sum', or convert to a float type"
-        )

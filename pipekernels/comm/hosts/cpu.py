@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.hosts.agreement import Agreement
-from pipekernels.comm.hosts.call import (
-    DTYPES,
-    Call,
-    Operation,
-    check_reduction,
-)
+from pipekernels.comm.hosts.call import Call, Operation
 from pipekernels.comm.hosts.layout import Layout
 from pipekernels.comm.hosts.route import Route
 from pipekernels.comm.hosts.steps import ReduceInPlace, Steps
+from pipekernels.comm.shared_memory import SharedMemoryEnd
+from pipekernels.comm.tensors import elements_of, shape_digest
 
 # Seconds that the ranks of a host wait longer for each other than for other hosts, so that those
 # that listen to these can say what they have heard.
@@ -27,11 +24,18 @@ GRACE = 1.0
 _CPU = torch.device("cpu")
 
 
-class End(ABC):
-    """The collectives of ``_C.Communicator``, over several hosts, for tensors on one device."""
+class SteppedEnd(ABC):
+    """A :class:`pipekernels.comm.end.End` over several hosts: each collective is agreed on, then run in
+    steps.
 
-    _layout: Layout
-    _steps: Steps
+    Args:
+        layout: of all ranks.
+        steps: for tensors on this end's device.
+    """
+
+    def __init__(self, layout: Layout, steps: Steps) -> None:
+        self._layout = layout
+        self._steps = steps
 
     @abstractmethod
     def _collective(self, call: Call) -> AbstractContextManager[None]:
@@ -41,56 +45,66 @@ class End(ABC):
     def _deliver(self, result: Tensor, output: Tensor) -> None:
         """Copy the result of a collective to where it was asked for."""
 
-    def all_reduce(
-        self, data: int, count: int, dtype: int, reduction: int, algorithm: int, shape: int = 0
+    def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
+        code = ALGORITHMS[algorithm]
+        self._all_reduce(
+            call_reducing(Operation.ALL_REDUCE, tensor, op, algorithm=code), tensor, op
+        )
+
+    def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
+        with self._collective(call_reducing(Operation.REDUCE_SCATTER, input, op)):
+            if output.numel() > 0:
+                reduced = self._steps.reduced(input.view(-1), op)
+                mine = reduced[self._layout.rank * output.numel() :][: output.numel()]
+                self._deliver(mine, output.view(-1))
+
+    def all_gather(self, input: Tensor, output: Tensor) -> None:
+        with self._collective(_call_moving(Operation.ALL_GATHER, input)):
+            if input.numel() > 0:
+                gathered = self._steps.gathered(_bytes_of(input)).flatten()
+                self._deliver(gathered.view(output.dtype), output.view(-1))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        with self._collective(_call_moving(Operation.BROADCAST, tensor, root=src)):
+            if tensor.numel() > 0:
+                copied = self._steps.copied(_bytes_of(tensor), src).view(tensor.dtype)
+                wanted = 0 if self._layout.rank == src else tensor.numel()  # The root has it.
+                self._deliver(copied[:wanted], tensor.view(-1)[:wanted])
+
+    def _all_reduce(
+        self, call: Call, tensor: Tensor, op: str, inside: ReduceInPlace | None = None
     ) -> None:
-        call = Call(Operation.ALL_REDUCE, count, dtype, reduction, algorithm, shape=shape)
-        self._all_reduce(call, data)
-
-    def reduce_scatter(
-        self, input: int, output: int, count: int, dtype: int, reduction: int, shape: int = 0
-    ) -> None:
-        check_reduction(dtype, reduction)
-        whole, kind = count * self._layout.world_size, DTYPES[dtype]
-        call = Call(Operation.REDUCE_SCATTER, whole, dtype, reduction, shape=shape)
         with self._collective(call):
-            if count > 0:
-                reduced = self._steps.reduced(self._steps.at(input, whole, kind), reduction)
-                mine = reduced[self._layout.rank * count :][:count]
-                self._deliver(mine, self._steps.at(output, count, kind))
-
-    def all_gather(self, input: int, output: int, count: int, dtype: int, shape: int = 0) -> None:
-        kind = DTYPES[dtype]
-        with self._collective(Call(Operation.ALL_GATHER, count, dtype, shape=shape)):
-            if count > 0:
-                data = self._steps.at(input, count * kind.itemsize, torch.uint8)
-                gathered = self._steps.gathered(data).flatten().view(kind)
-                self._deliver(gathered, self._steps.at(output, gathered.numel(), kind))
-
-    def broadcast(self, data: int, count: int, dtype: int, root: int, shape: int = 0) -> None:
-        if not 0 <= root < self._layout.world_size:
-            raise ValueError(f"src must be a rank in 0..{self._layout.world_size - 1}, got {root}")
-        kind = DTYPES[dtype]
-        with self._collective(Call(Operation.BROADCAST, count, dtype, root=root, shape=shape)):
-            if count > 0:
-                tensor = self._steps.at(data, count * kind.itemsize, torch.uint8)
-                copied = self._steps.copied(tensor, root).view(kind)
-                wanted = 0 if self._layout.rank == root else count  # The root has it.
-                self._deliver(copied[:wanted], tensor.view(kind)[:wanted])
-
-    def _all_reduce(self, call: Call, data: int, inside: ReduceInPlace | None = None) -> None:
-        check_reduction(call.dtype, call.reduction)
-        with self._collective(call):
-            if call.elements > 0:
-                tensor = self._steps.at(data, call.elements, DTYPES[call.dtype])
-                self._deliver(self._steps.reduced(tensor, call.reduction, inside), tensor)
+            if tensor.numel() > 0:
+                flat = tensor.view(-1)
+                self._deliver(self._steps.reduced(flat, op, inside), flat)
 
 
-class Hosts(End):
-    """One rank's end of a communicator over several hosts; has the methods of ``_C.Communicator``.
+def call_reducing(operation: Operation, tensor: Tensor, op: str, **arguments: int) -> Call:
+    """What a rank calls to reduce ``tensor``."""
+    return Call(
+        operation,
+        tensor.numel(),
+        REDUCIBLE[tensor.dtype],
+        REDUCTIONS[op],
+        shape=shape_digest(tensor),
+        **arguments,
+    )
+
+
+def _call_moving(operation: Operation, tensor: Tensor, **arguments: int) -> Call:
+    return Call(operation, *elements_of(tensor), shape=shape_digest(tensor), **arguments)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class HostsEnd(SteppedEnd):
+    """A :class:`pipekernels.comm.end.HostEnd` over several hosts.
 
     Args:
-        local: a ``_C.Communicator`` over the ranks of this host; owned.
+        local: the end over the ranks of this host; owned.
         layout: of all ranks.
         route: to the ranks of this position on the other hosts; ``None`` if there is not one on each.
         timeout: seconds that a call waits for one in another thread.
@@ -100,30 +114,26 @@ class Hosts(End):
         agreement: by which each collective begins.
     """
 
-    def __init__(self, local: Any, layout: Layout, route: Route | None, timeout: float) -> None:
+    def __init__(
+        self, local: SharedMemoryEnd, layout: Layout, route: Route | None, timeout: float
+    ) -> None:
+        link = None if route is None else route.link
+        super().__init__(layout, Steps(local, link, layout, _CPU))
         self.local = local
-        self.layout = self._layout = layout
+        self.layout = layout
         self.route = route
-        lane = None if route is None else route.lane
-        self.agreement = Agreement(local, layout, lane, timeout)
-        self._steps = Steps(local, lane, layout, _CPU, self._shared)
+        self.agreement = Agreement(local, layout, link, timeout)
+        self.empty = local.empty
+        self.output = local.output
+        self.close = self.agreement.close
+        self.abort = self.agreement.abort
 
     def all_reduce_tensor(self, tensor: Tensor, op: str, algorithm: str) -> bool:
-        """As of ``_C.Communicator``: never done in one step."""
-        return False
+        return False  # Never in one call.
 
     def barrier(self) -> None:
         with self._collective(Call(Operation.BARRIER)):
             pass
-
-    def allocate(self, size: int) -> Any:
-        return self.local.allocate(size)
-
-    def close(self) -> None:
-        self.agreement.close()
-
-    def abort(self) -> None:
-        self.agreement.abort()
 
     def gathered(self, data: Tensor) -> Tensor:
         """``[world_size, data.numel()]``: the bytes of all ranks, in a collective under way."""
@@ -134,6 +144,3 @@ class Hosts(End):
 
     def _deliver(self, result: Tensor, output: Tensor) -> None:
         output.copy_(result)
-
-    def _shared(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(self.local.allocate(count * dtype.itemsize), dtype=dtype)

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.cuda import Device
+from pipekernels.comm.cuda import CudaEnd
+from pipekernels.comm.end import ReadyCounters
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.call import Call, Operation
-from pipekernels.comm.hosts.cpu import End, Hosts
-from pipekernels.comm.hosts.link import Lane, LaneError
+from pipekernels.comm.hosts.cpu import HostsEnd, SteppedEnd, call_reducing
+from pipekernels.comm.hosts.link import Link, LinkError
 from pipekernels.comm.hosts.memory import MappedWord, as_integers
 from pipekernels.comm.hosts.steps import Steps
-from pipekernels.comm.tensors import Gates
 from pipekernels.device import streams
 
 _PROBLEM = 1000  # Bytes of the text in which a rank tells why it cannot take part.
 
 
-class HostsDevice(End):
-    """Has the methods of :class:`pipekernels.comm.cuda.Device`, over several hosts.
+class HostsCudaEnd(SteppedEnd):
+    """A :class:`pipekernels.comm.end.DeviceEnd` over several hosts. Experimental: no GPU has run it yet.
 
     A call waits on the CPU until all ranks have made it. What it then issues runs in the current
     stream, for which it does not wait, but where Gloo connects the hosts. Last the devices exchange
@@ -43,52 +43,40 @@ class HostsDevice(End):
             ranks, and ``hosts`` stays usable. Or a graph is being captured.
     """
 
-    def __init__(self, hosts: Hosts, device: torch.device) -> None:
+    def __init__(self, hosts: HostsEnd, device: torch.device) -> None:
         _check_not_capturing()
         _backend.require_cuda(device)
         self._hosts = hosts
-        self._layout = hosts.layout
         self._agreement = hosts.agreement
         self._process = os.getpid()
         with self._agreement.collective(Call(Operation.CUDA_SET_UP)):
-            local, problem = self._attempt(lambda: Device(hosts.local, device))
-            lane = None
+            local, problem = self._attempt(lambda: CudaEnd(hosts.local, device))
+            link = None
             if not problem:
-                lane, problem = self._attempt(lambda: self._connect(local.device))
+                link, problem = self._attempt(lambda: self._connect(local.device))
         if problem:
-            if lane is not None:
-                lane.close()
+            if link is not None:
+                link.close()
             if local is not None:
                 local.close(abort=False)
             raise RuntimeError(f"the ranks cannot use CUDA over several hosts: {problem}")
-        self._local: Any = local
-        self._lane: Lane | None = lane
-        self._device: torch.device = self._local.device
-        self._steps = Steps(self._local, self._lane, self._layout, self._device, self._shared)
+        self._local: CudaEnd = local
+        self._link: Link | None = link
+        self._device: torch.device = local.device
+        super().__init__(hosts.layout, Steps(local, link, hosts.layout, local.device))
         self._failed = MappedWord(self._device)  # Not 0 if anything has, on any device.
-        self._end: streams.Event = streams.DONE  # Of the last collective.
+        self._last: streams.Event = streams.DONE  # End of the last collective.
 
     def all_reduce_when_ready(
-        self,
-        data: int,
-        count: int,
-        dtype: int,
-        reduction: int,
-        gates: Gates,
-        blocks: int,
-        shape: int = 0,
+        self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
-        """All of ``data`` is reduced inside each host while it is written, then its parts beyond."""
+        """All of ``tensor`` is reduced inside each host while it is written, then its parts beyond."""
 
-        def inside(tensor: Tensor, reduction: int) -> None:
-            self._local.all_reduce_when_ready(
-                tensor.data_ptr(), count, dtype, reduction, gates, blocks, 0
-            )
+        def inside(flat: Tensor, op: str) -> None:
+            self._local.all_reduce_when_ready(tensor, op, ready, blocks)
 
-        operation = Operation.ALL_REDUCE_WHEN_READY
-        self._all_reduce(
-            Call(operation, count, dtype, reduction, blocks=blocks, shape=shape), data, inside
-        )
+        call = call_reducing(Operation.ALL_REDUCE_WHEN_READY, tensor, op, blocks=blocks)
+        self._all_reduce(call, tensor, op, inside)
 
     def check_is(self, device: torch.device) -> None:
         self._local.check_is(device)
@@ -104,7 +92,7 @@ class HostsDevice(End):
         self._check_devices()
 
     def synchronize(self) -> None:
-        self._end.synchronize()
+        self._last.synchronize()
         self.check()
 
     def close(self, *, abort: bool) -> None:
@@ -113,18 +101,18 @@ class HostsDevice(End):
             return
         abort = abort or self._agreement.has_failed
         if not abort:
-            self._end.synchronize()
-        elif self._lane is not None:
-            self._lane.abort()
+            self._last.synchronize()
+        elif self._link is not None:
+            self._link.abort()
         self._local.close(abort=abort)
-        self._end.synchronize()
-        if self._lane is not None:
-            self._lane.close()
+        self._last.synchronize()
+        if self._link is not None:
+            self._link.close()
         self._failed.release()
 
     # ---- set-up --------------------------------------------------------------------------------------
 
-    def _connect(self, device: torch.device) -> Lane | None:
+    def _connect(self, device: torch.device) -> Link | None:
         route = self._hosts.route
         return None if route is None else route.connect(device)
 
@@ -152,12 +140,12 @@ class HostsDevice(End):
         _check_not_capturing()
         with self._agreement.collective(call._replace(on_cuda=1), self._check_devices):
             # In whichever streams they are, the collectives of a rank keep their order.
-            streams.current(self._device).wait_event(self._end)
+            streams.current(self._device).wait_event(self._last)
             yield
-            self._end = streams.current(self._device).record_event()
+            self._last = streams.current(self._device).record_event()
 
     def _deliver(self, result: Tensor, output: Tensor) -> None:
-        # Whatever fails on a device, or in a lane, sets all bits of what it was to fill; also here.
+        # Whatever fails on a device, or in a link, sets all bits of what it was to fill; also here.
         zero = torch.zeros(1, dtype=torch.uint8, device=self._device)
         worst = self._steps.gathered(zero).amax(0)
         failed = self._failed.on_device
@@ -168,14 +156,11 @@ class HostsDevice(End):
     def _check_devices(self) -> None:
         """Raise what has gone wrong on them, as far as it is known."""
         with self._agreement.failing(f"an earlier collective on {self._device}"):
-            if self._lane is not None:  # First: what the device waits for.
-                self._lane.check()
+            if self._link is not None:  # First: what the device waits for.
+                self._link.check()
             self._local.check()
             if self._failed.read():
-                raise LaneError("as the devices have noticed", late=False)
-
-    def _shared(self, count: int, dtype: torch.dtype) -> Tensor:
-        return self._local.output(torch.Size((count,)), dtype)
+                raise LinkError("as the devices have noticed", late=False)
 
 
 def _check_not_capturing() -> None:

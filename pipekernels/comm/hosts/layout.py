@@ -14,7 +14,7 @@ class Layout:
         host: the index of this rank's host.
         position: of this rank among those of its host.
         members: the ranks of this host.
-        lanes: how many positions are taken on every host.
+        links: how many positions are taken on every host.
         most: ranks on one host.
         world_size: ranks in all.
         places: by rank, where it is in a table ``[hosts, most]``, flattened.
@@ -27,7 +27,7 @@ class Layout:
             (host, members.index(rank)) for host, members in enumerate(hosts) if rank in members
         )
         self.members = hosts[self.host]
-        self.lanes = min(len(members) for members in hosts)
+        self.links = min(len(members) for members in hosts)
         self.most = max(len(members) for members in hosts)
         self.world_size = sum(len(members) for members in hosts)
         places = {

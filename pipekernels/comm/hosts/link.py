@@ -14,11 +14,11 @@ from torch import Tensor
 # In a number: why there is nothing from other hosts.
 GONE, LATE = -1, -2
 
-# Seconds between looks whether the lane has been closed.
+# Seconds between looks whether the link has been closed.
 _SLICE = 0.02
 
 
-class LaneError(RuntimeError):
+class LinkError(RuntimeError):
     """A rank of another host is gone, or late; which one, only the transport knows.
 
     Attributes:
@@ -33,11 +33,11 @@ class LaneError(RuntimeError):
         self.late = late
 
 
-class Lane(ABC):
-    """One rank of every host; the rank in the lane is the index of the host.
+class Link(ABC):
+    """One rank of every host; the rank in the link is the index of the host.
 
-    All tensors are contiguous, and on the lane's device. Every method raises LaneError if another
-    rank is gone or late, and RuntimeError if this lane is closed meanwhile.
+    All tensors are contiguous, and on the link's device. Every method raises LinkError if another
+    rank is gone or late, and RuntimeError if this link is closed meanwhile.
 
     On CUDA everything happens in the order of the current stream. If a method returns before it is
     done, and then fails, all bits are set in what it was to fill, and check() raises the error.
@@ -68,7 +68,7 @@ class Lane(ABC):
         """Hang up at once."""
 
 
-class GlooLane(Lane):
+class GlooLink(Link):
     """Waits in every operation until it is done; the other hosts notice soon when this one hangs up.
 
     Args:
@@ -111,7 +111,7 @@ class GlooLane(Lane):
             raise RuntimeError("this communicator has been closed; make a new one")
         if reason:
             late = "timed out" in reason.lower() or "timeout" in reason.lower()
-            raise LaneError(reason, late=late)
+            raise LinkError(reason, late=late)
 
     def _attempt(self, call: Callable[[Any], Any]) -> str:
         """Why Gloo has failed, or nothing; the traceback of its error would keep the connections."""

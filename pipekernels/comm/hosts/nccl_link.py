@@ -1,4 +1,4 @@
-"""A lane over NCCL: for CUDA tensors, in the order of streams, and without waiting on the CPU."""
+"""A link over NCCL: for CUDA tensors, in the order of streams, and without waiting on the CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from pipekernels.comm.hosts.link import (
     GONE,
     LATE,
-    Lane,
-    LaneError,
+    Link,
+    LinkError,
 )
 from pipekernels.comm.hosts.memory import MappedWord, as_integers
 from pipekernels.device import streams
@@ -29,7 +29,7 @@ from pipekernels.device import streams
 _SLICE = 0.1
 
 
-class NcclLane(Lane):
+class NcclLink(Link):
     """Operations return at once; one that is not done in time is cut short by a thread that watches.
 
     An operation counts as begun when the device gets to it, however much it has to do before. The
@@ -69,7 +69,7 @@ class NcclLane(Lane):
         code = self._cut.read()
         if code:
             reason = "NCCL was not done in time" if code == LATE else "NCCL has failed"
-            raise LaneError(reason, late=code == LATE)
+            raise LinkError(reason, late=code == LATE)
 
     def close(self) -> None:
         group = self._take_group()
@@ -112,7 +112,7 @@ class NcclLane(Lane):
             start(group).synchronize()
         except RuntimeError as error:
             self.check()  # Has it been cut meanwhile?
-            raise LaneError(str(error), late=False) from None
+            raise LinkError(str(error), late=False) from None
         self._ended.on_device.add_(1)
         as_integers(filled).masked_fill_(self._cut.on_device != 0, -1)
 
@@ -128,11 +128,11 @@ class NcclLane(Lane):
         return group
 
 
-def _watch(lane: weakref.ref[NcclLane], closed: threading.Event, timeout: float) -> None:
-    """Until the lane is closed or gone: cuts it if an operation takes longer than ``timeout``."""
+def _watch(link: weakref.ref[NcclLink], closed: threading.Event, timeout: float) -> None:
+    """Until the link is closed or gone: cuts it if an operation takes longer than ``timeout``."""
     since, before = time.monotonic(), 0
     while not closed.wait(_SLICE):
-        watched = lane()
+        watched = link()
         if watched is None:
             return
         begun, ended = watched.is_at()
@@ -152,8 +152,8 @@ def _quietly(call: Callable[[], None]) -> None:
 
 def connect_nccl(
     store: dist.Store, host: int, hosts: int, device: torch.device, timeout: float
-) -> NcclLane:
-    """A lane over NCCL of which this process is number ``host``; a collective over all ``hosts``.
+) -> NcclLink:
+    """A link over NCCL of which this process is number ``host``; a collective over all ``hosts``.
 
     Raises:
         RuntimeError: there is no NCCL, it cannot connect these devices, or not in time.
@@ -167,8 +167,8 @@ def connect_nccl(
     return connect(group, device, timeout)
 
 
-def connect(group: Any, device: torch.device, timeout: float) -> NcclLane:
-    """A lane over ``group``, after its first collective, which makes the connections.
+def connect(group: Any, device: torch.device, timeout: float) -> NcclLink:
+    """A link over ``group``, after its first collective, which makes the connections.
 
     Raises:
         RuntimeError: it fails, or takes most of ``timeout``.
@@ -185,7 +185,7 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLane:
             problems.append(f"NCCL cannot connect {device}: {error}")
 
     # In a thread of its own, since there is no limit to it, nor a way to cut it short. For less than
-    # the timeout, so that those who have connected other lanes still wait to hear of it.
+    # the timeout, so that those who have connected other links still wait to hear of it.
     limit = 0.75 * timeout
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
@@ -195,7 +195,7 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLane:
     if problems[0]:
         _quietly(group.abort)
         raise RuntimeError(problems[0])
-    return NcclLane(group, device, timeout)
+    return NcclLink(group, device, timeout)
 
 
 @contextlib.contextmanager

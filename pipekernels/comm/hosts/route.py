@@ -1,6 +1,6 @@
-"""How the ranks of one position on all hosts reach each other, and what lanes they make for it.
+"""How the ranks of one position on all hosts reach each other, and what links they make for it.
 
-Lanes are groups of their own. Those made by :func:`torch.distributed.new_group` would need all ranks
+Links are groups of their own. Those made by :func:`torch.distributed.new_group` would need all ranks
 of the job, or agree on their names by how many groups a rank has, which ranks need not have in common.
 """
 
@@ -11,24 +11,24 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from pipekernels.comm.hosts.link import GlooLane, Lane
+from pipekernels.comm.hosts.link import GlooLink, Link
 from pipekernels.comm.hosts.nccl_link import connect_nccl
 
 
 class Route:
-    """Has a lane for CPU tensors, and makes others for those of a CUDA device.
+    """Has a link for CPU tensors, and makes others for those of a CUDA device.
 
-    Making one, and a lane, are collectives over the ranks of the position.
+    Making one, and a link, are collectives over the ranks of the position.
 
     Args:
         store: that all of them reach.
         name: of this route alone.
         host: the index of this rank's host, of so many ``hosts``.
-        timeout: seconds that an operation of a lane takes at most.
+        timeout: seconds that an operation of a link takes at most.
         cuda_backend: what carries CUDA tensors, as :mod:`torch.distributed` calls it.
 
     Attributes:
-        lane: that for CPU tensors; owned by who takes it.
+        link: that for CPU tensors; owned by who takes it.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Route:
         self._hosts = hosts
         self._timeout = timeout
         self._cuda_backend = cuda_backend
-        self._lanes = 0
-        self.lane: Lane = self._connect_gloo()
+        self._links = 0
+        self.link: Link = self._connect_gloo()
 
-    def connect(self, device: torch.device) -> Lane:
-        """Another lane, for tensors on ``device``.
+    def connect(self, device: torch.device) -> Link:
+        """Another link, for tensors on ``device``.
 
         Raises:
             RuntimeError: there is no backend for that, or it fails.
@@ -67,11 +67,11 @@ class Route:
             "initialised with backend='cpu:gloo,cuda:nccl'"
         )
 
-    def _connect_gloo(self) -> GlooLane:
+    def _connect_gloo(self) -> GlooLink:
         limit = datetime.timedelta(seconds=self._timeout)
-        return GlooLane(dist.ProcessGroupGloo(self._next_store(), self._host, self._hosts, limit))
+        return GlooLink(dist.ProcessGroupGloo(self._next_store(), self._host, self._hosts, limit))
 
     def _next_store(self) -> dist.Store:
-        """Keys that no other lane uses; the ranks of the route make the same ones."""
-        self._lanes += 1
-        return dist.PrefixStore(f"{self._name}/{self._lanes}", self._store)
+        """Keys that no other link uses; the ranks of the route make the same ones."""
+        self._links += 1
+        return dist.PrefixStore(f"{self._name}/{self._links}", self._store)

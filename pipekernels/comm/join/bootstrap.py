@@ -39,7 +39,7 @@ class Seat(NamedTuple):
         segment: the memory that the ranks of this host share.
         pidfds: a pidfd for every rank of this host, -1 for this one; to be owned by the taker.
         route: to one rank of every other host, if there are any, see
-            :mod:`pipekernels.comm.hosts.steps`; its lane is to be owned by the taker.
+            :mod:`pipekernels.comm.hosts.steps`; its link is to be owned by the taker.
     """
 
     layout: Layout
@@ -67,7 +67,7 @@ def join_processes(
         except OSError as error:
             problem = problem_of(rendezvous.rank, error)
         everyone, early_problems = zip(*rendezvous.all_gather((process, problem)), strict=True)
-        raise_for(early_problems)
+        raise_join_failure(early_problems)
         if color is None:
             rendezvous.all_gather("")
             return None
@@ -97,7 +97,7 @@ def join_processes(
                     undo.callback(os.close, pidfds[-1])
             route = _connect_hosts(rendezvous, layout, processes[0].address, timeout)
             if route is not None:
-                undo.callback(route.lane.close)
+                undo.callback(route.link.close)
         except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
             problem = problem_of(rank, error)
             listener.close()  # Who waits for the memory need not wait any longer.
@@ -105,7 +105,7 @@ def join_processes(
         problems = [problems[member] for member in ranks]
         if any(problems):
             segment = None  # Not to be kept by the traceback.
-        raise_for(problems)
+        raise_join_failure(problems)
         undo.pop_all()
     return Seat(layout, segment, pidfds, route)
 
@@ -115,7 +115,7 @@ def problem_of(rank: int, error: Exception) -> str:
     return f"rank {rank}: {type(error).__name__}: {error}"
 
 
-def raise_for(problems: Iterable[str]) -> None:
+def raise_join_failure(problems: Iterable[str]) -> None:
     """Raise RuntimeError if any rank has a problem."""
     found = [problem for problem in problems if problem]
     if found:
@@ -155,7 +155,7 @@ def _connect_hosts(
     rendezvous: Rendezvous, layout: Layout, name: str, timeout: float
 ) -> Route | None:
     """To the ranks that have the same position on each host, where all have one."""
-    if len(layout.hosts) == 1 or layout.position >= layout.lanes:
+    if len(layout.hosts) == 1 or layout.position >= layout.links:
         return None
     store = rendezvous.store
     assert store is not None, "only processes of one host do without a store"

@@ -29,10 +29,9 @@ from test_hosts import (
 )
 
 from pipekernels import Communicator, PeerError
-from pipekernels.comm.hosts import memory
-from pipekernels.comm.hosts import nccl_link as nccl_lane
-from pipekernels.comm.hosts.link import LaneError
-from pipekernels.comm.tensors import Gates
+from pipekernels.comm.end import ReadyCounters
+from pipekernels.comm.hosts import memory, nccl_link
+from pipekernels.comm.hosts.link import LinkError
 
 
 def run_pretended(
@@ -74,21 +73,22 @@ def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
 
 
 def reduce_when_ready(comm: Communicator) -> list[str]:
-    device, gates = use_pretended(comm), Gates(64, 7, 5)
-    for op, code in (("sum", 0), ("avg", 1), ("max", 2)):
+    device = use_pretended(comm)
+    ready = ReadyCounters(torch.zeros(201, dtype=torch.int32), target=7, block_rows=5)
+    for op in ("sum", "avg", "max"):
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(1001, generator=generator)
         expected = comm.all_reduce(x.clone(), op)
-        device.all_reduce_when_ready(x.data_ptr(), x.numel(), 1, code, gates, 4, 0)
+        device.all_reduce_when_ready(x, op, ready, 4)
         assert x.equal(expected)
     return PretendedDevice.made[-1].calls[-5:]
 
 
 def test_reduced_inside_each_host_while_it_is_written() -> None:
-    """The device gets the gates as they are; the bits are those of all_reduce."""
+    """The device gets the counters as they are; the bits are those of all_reduce."""
     for calls in run_pretended("abab", "nccl", reduce_when_ready):
         # After those the parts that went beyond, and whether all went well.
-        assert calls == ["(64, 7, 5, 4)", "all_reduce"] + ["all_gather"] * 3
+        assert calls == ["(7, 5, 4)", "all_reduce"] + ["all_gather"] * 3
 
 
 def use_everywhere(comm: Communicator) -> None:
@@ -109,7 +109,7 @@ def use_both(comm: Communicator) -> None:
     assert comm.empty(2, 3, device="cuda").shape == (2, 3)  # The first use.
     x = torch.ones(5)
     assert comm.all_reduce(x).tolist() == [4.0] * 5
-    device = use_pretended(comm)
+    use_pretended(comm)
     assert comm.all_reduce(x).tolist() == [16.0] * 5
     comm.barrier()
     comm.synchronize()
@@ -118,7 +118,7 @@ def use_both(comm: Communicator) -> None:
         comm.all_reduce(x)
     torch.cuda.is_current_stream_capturing = lambda: False
     with pytest.raises(ValueError, match=r"src must be a rank in 0..3, got 4"):
-        device.broadcast(x.data_ptr(), 5, 1, 4)
+        comm.broadcast(x, 4)
     pair = comm.split(comm.rank // 2)  # Has the backend of its parent.
     use_pretended(pair)
     assert pair.all_reduce(x).tolist() == [32.0] * 5
@@ -147,7 +147,7 @@ def test_beside_the_cpu() -> None:
 
 
 def differ(comm: Communicator) -> None:
-    core = comm._core
+    end = comm._host_end
     use_pretended(comm)
     call_differently(comm)
     x = torch.ones(3)
@@ -155,7 +155,7 @@ def differ(comm: Communicator) -> None:
         ValueError,
         match=r"rank 0 all_reduce\(3 x float32 on cuda, .* rank 3 all_reduce\(3 x float32, ",
     ):
-        (core if comm.rank == 3 else comm._core).all_reduce(x.data_ptr(), 3, 1, 0, 0)
+        (end if comm.rank == 3 else comm._host_end).all_reduce(x, "sum", "auto")
     assert comm.all_reduce(x.fill_(1)).tolist() == [4.0] * 3
 
 
@@ -192,9 +192,9 @@ def test_a_rank_that_cannot_take_part_is_reported_on_all(backend: str) -> None:
 
 
 def leave_nothing_partial(comm: Communicator, trouble: str, victim: int) -> tuple[str, int | None]:
-    """After trouble in one collective, on device or lane of ``victim``: what the next one raises."""
-    PretendedNccl.stuck_at = 1 if trouble == "lane" and comm.rank == victim else -1
-    device = use_pretended(comm)  # A lane's first operation is part of the set-up.
+    """After trouble in one collective, on device or link of ``victim``: what the next one raises."""
+    PretendedNccl.stuck_at = 1 if trouble == "link" and comm.rank == victim else -1
+    device = use_pretended(comm)  # A link's first operation is part of the set-up.
     if trouble == "device" and comm.rank == victim:
         device._local.fails = True
     assert comm.all_reduce(torch.ones(3, dtype=torch.int64)).tolist() == [-1] * 3
@@ -216,9 +216,9 @@ def leave_nothing_partial(comm: Communicator, trouble: str, victim: int) -> tupl
     return message, rank
 
 
-def test_a_lane_that_is_stuck_is_cut_and_nothing_partial_delivered() -> None:
-    results = run_pretended("aabb", "nccl", leave_nothing_partial, "lane", 2, timeout=2.0)
-    for rank in (0, 2):  # In the lane.
+def test_a_link_that_is_stuck_is_cut_and_nothing_partial_delivered() -> None:
+    results = run_pretended("aabb", "nccl", leave_nothing_partial, "link", 2, timeout=2.0)
+    for rank in (0, 2):  # In the link.
         assert "TimeoutError: a rank of another host did not arrive in time" in results[rank][0]
         assert results[rank][0].endswith("in an earlier collective on cpu")
     for rank in (1, 3):
@@ -250,7 +250,7 @@ def test_a_killed_rank_is_noticed_on_all_hosts() -> None:
     run_pretended("aabb", "nccl", survive_a_killed_rank, killed=(3,), timeout=60.0)
 
 
-# ---- a lane over NCCL ---------------------------------------------------------------------------------
+# ---- a link over NCCL ---------------------------------------------------------------------------------
 
 
 class Group:
@@ -287,50 +287,50 @@ class Group:
 
 def test_an_operation_that_is_late_is_cut_and_its_result_marked() -> None:
     group, x = Group(), torch.ones(3)
-    lane = nccl_lane.NcclLane(group, CPU, 1.0)
+    link = nccl_link.NcclLink(group, CPU, 1.0)
     for _ in range(3):
-        lane.sum(x)
+        link.sum(x)
     time.sleep(1.5)  # Nothing is late where nothing is under way.
-    assert lane.is_at() == (3, 3) and x.tolist() == [1.0] * 3
-    lane.check()
+    assert link.is_at() == (3, 3) and x.tolist() == [1.0] * 3
+    link.check()
     group.done.clear()
-    lane.sum(x)
+    link.sum(x)
     assert x.isnan().all() and x.view(torch.int32).eq(-1).all()
-    with pytest.raises(LaneError, match="did not arrive in time"):
-        lane.check()
-    lane.close()
+    with pytest.raises(LinkError, match="did not arrive in time"):
+        link.check()
+    link.close()
     assert group.ended == ["aborted"]
     with pytest.raises(RuntimeError, match="has been closed"):
-        lane.sum(x)
+        link.sum(x)
 
 
-def test_an_error_of_nccl_is_one_of_the_lane() -> None:
+def test_an_error_of_nccl_is_one_of_the_link() -> None:
     group = Group()
-    lane = nccl_lane.NcclLane(group, CPU, 30.0)
+    link = nccl_link.NcclLink(group, CPU, 30.0)
     group.error = "unhandled system error"
-    with pytest.raises(LaneError, match=r"is gone \(unhandled system error\)"):
-        lane.sum(torch.ones(3))
-    lane.abort()
-    with pytest.raises(LaneError, match="NCCL has failed"):
-        lane.check()
-    lane.close()
+    with pytest.raises(LinkError, match=r"is gone \(unhandled system error\)"):
+        link.sum(torch.ones(3))
+    link.abort()
+    with pytest.raises(LinkError, match="NCCL has failed"):
+        link.check()
+    link.close()
     assert group.ended == ["aborted"] and not memory._in_use
 
 
 def test_what_does_not_shut_down_is_aborted() -> None:
     group = Group()
-    lane = nccl_lane.NcclLane(group, CPU, 1.0)
+    link = nccl_link.NcclLink(group, CPU, 1.0)
     group.done.clear()
-    lane.close()
+    link.close()
     assert group.ended == ["shut down", "aborted"]
 
 
-def test_a_lane_that_is_dropped_is_not_watched_any_more() -> None:
+def test_a_link_that_is_dropped_is_not_watched_any_more() -> None:
     before = set(threading.enumerate())
-    lane = nccl_lane.NcclLane(Group(), CPU, 30.0)
+    link = nccl_link.NcclLink(Group(), CPU, 30.0)
     (watching,) = set(threading.enumerate()) - before
-    gone = weakref.ref(lane)
-    del lane
+    gone = weakref.ref(link)
+    del link
     watching.join(20)
     assert not watching.is_alive() and gone() is None
     assert len(memory._in_use) == 3  # A kernel may still write there.
@@ -341,12 +341,12 @@ def test_connections_that_fail_or_take_too_long_are_told() -> None:
     group = Group()
     group.error = "no route to host"
     with pytest.raises(RuntimeError, match="NCCL cannot connect cpu: no route to host"):
-        nccl_lane.connect(group, CPU, 30.0)
+        nccl_link.connect(group, CPU, 30.0)
     assert group.ended == ["aborted"]
     group = Group()
     group.done.clear()
     with pytest.raises(RuntimeError, match="not connected the hosts within 1.5 s"):
-        nccl_lane.connect(group, CPU, 2.0)
+        nccl_link.connect(group, CPU, 2.0)
     group.done.set()
 
 
@@ -356,7 +356,7 @@ def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
         if before is not None:
             monkeypatch.setenv(name, before)
-        with pytest.raises(KeyError), nccl_lane._blocking_wait():
+        with pytest.raises(KeyError), nccl_link._blocking_wait():
             assert os.environ[name] == "1"
             raise KeyError
         assert os.environ.get(name) == before
@@ -365,11 +365,11 @@ def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch .* was built without NCCL"):
-        nccl_lane.connect_nccl(dist.HashStore(), 0, 1, CPU, 1.0)
+        nccl_link.connect_nccl(dist.HashStore(), 0, 1, CPU, 1.0)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
-def test_torch_has_what_a_lane_asks_of_nccl() -> None:
+def test_torch_has_what_a_link_asks_of_nccl() -> None:
     group = dist.ProcessGroupNCCL
     assert isinstance(group.Options()._timeout, datetime.timedelta)
     for name in ("size", "allreduce", "_allgather_base", "broadcast", "abort"):
@@ -390,7 +390,7 @@ def on_real_device(
     alone: Communicator, layout: str, backend: str, device: torch.device, body: Any, args: Any
 ) -> Any:
     host = layout[alone.rank]
-    # Lanes connect hosts, which NCCL is told these are. It has one rank on each, so all may share a GPU.
+    # Links connect hosts, which NCCL is told these are. It has one rank on each, so all may share a GPU.
     os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     os.environ |= {"NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # From 2.30.3 on it also wants to be asked.

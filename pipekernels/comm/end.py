@@ -1,0 +1,88 @@
+"""One rank's end of a communicator, on tensors of one device.
+
+Shared memory (:mod:`pipekernels.comm.shared_memory`), a CUDA device (:mod:`pipekernels.comm.cuda`) and
+several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces; above them nobody knows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class ReadyCounters(NamedTuple):
+    """Counters that the writer of a tensor raises as it completes blocks of rows."""
+
+    counters: Tensor  # [blocks of rows], int32, on the tensor's device
+    target: int  # What a counter reaches when its block is complete.
+    block_rows: int
+
+
+class End(Protocol):
+    """The collectives of one rank.
+
+    All tensors are dense: contiguous, with memory of their own, and neither conjugate nor negative views.
+    ``op`` and ``algorithm`` are valid names, and the dtype can be reduced. That all ranks call the same is
+    checked here. The errors are those of :class:`pipekernels.Communicator`.
+    """
+
+    def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
+        """Reduce ``tensor`` over all ranks, in place."""
+
+    def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
+        """Reduce ``input`` over all ranks; ``output`` is this rank's ``1 / world_size`` of the elements."""
+
+    def all_gather(self, input: Tensor, output: Tensor) -> None:
+        """Fill the first elements of ``output`` with the inputs of all ranks in rank order."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy ``tensor`` of rank ``src`` to all ranks, in place."""
+
+    def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An uninitialised symmetric tensor."""
+
+    def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A symmetric tensor for a result; an ordinary one where symmetric memory cannot be had now."""
+
+
+class HostEnd(End, Protocol):
+    """The end for CPU tensors, which every communicator has."""
+
+    @property
+    def all_reduce_tensor(self) -> Callable[[Tensor, str, str], bool]:
+        """Does a whole ``all_reduce(tensor, op, algorithm)`` in one call if it can, checks included; returns
+        whether it did."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+
+    def close(self) -> None:
+        """Leave the communicator."""
+
+    def abort(self) -> None:
+        """Leave, and tell the peers that it is because of an error."""
+
+
+class DeviceEnd(End, Protocol):
+    """The end for tensors on a CUDA device. Calls run in the current stream and return at once."""
+
+    def all_reduce_when_ready(
+        self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
+    ) -> None:
+        """:meth:`all_reduce` of a tensor that another kernel is still writing, by at most ``blocks`` thread
+        blocks."""
+
+    def check_is(self, device: torch.device) -> None:
+        """Raise ValueError if this end is on another device."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far in earlier calls."""
+
+    def synchronize(self) -> None:
+        """Wait for this rank's collectives, then :meth:`check`."""
+
+    def close(self, *, abort: bool) -> None:
+        """Wait for this rank's collectives, or end them, and give the memory back."""
