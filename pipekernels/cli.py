@@ -1,4 +1,4 @@
-"""The ``pipekernels`` command: what is installed here and what is missing; tuning; a forecast."""
+"""The ``pipekernels`` command: what is installed here and what is missing; tuning."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import math
 import os
 import platform
 import warnings
-from pathlib import Path
 
 import torch
 
-from pipekernels import _backend, _cache
+from pipekernels import _backend
 from pipekernels._version import __version__
 from pipekernels.comm import limits as tuning
-from pipekernels.kernels import table
 from pipekernels.kernels.config import KINDS
 from pipekernels.local_ops import gemm_tuning
 from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, has_triton
-from pipekernels.ops import forecast as forecasts
-from pipekernels.tensor_parallel.overlap import LINKS, Link
 
 
 def info() -> str:
@@ -113,13 +109,6 @@ def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16")
     return "\n".join(lines)
 
 
-def forecast(path: Path, sms: int, bandwidth: float, alpha: float) -> str:
-    """What row-parallel layers would take on several GPUs, by a file of measured products."""
-    measured = _cache.load(path, table.from_json)
-    link = Link(alpha * 1e-6, 1e-9 / bandwidth, LINKS[90].block_beta)
-    return forecasts.report(forecasts.forecast(measured, link, sms=sms), measured, link)
-
-
 def _gpus(missing: list[str]) -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none")]
@@ -152,40 +141,16 @@ def main(arguments: list[str] | None = None) -> int:
     tuning_parser.add_argument(
         "--kind", choices=KINDS, default="bfloat16", help="of these products (default: bfloat16)"
     )
-    forecast_parser = commands.add_parser(
-        "forecast", help="what row-parallel layers would take on several GPUs, a model's guess"
-    )
-    forecast_parser.add_argument("path", type=Path, help="what `pipekernels tune` wrote for a GPU")
-    forecast_parser.add_argument("--sms", type=int, default=132, help="multiprocessors (132)")
-    forecast_parser.add_argument(
-        "--bandwidth", type=float, default=340.0, help="GB/s from a GPU's peers (340: NVLink 4)"
-    )
-    forecast_parser.add_argument("--alpha", type=float, default=4.0, help="us per step (4)")
     parsed = parser.parse_args(arguments)
     if parsed.command == "tune":
-        _check_positive(tuning_parser, parsed, "seconds")
+        if not 0 < parsed.seconds < math.inf:
+            tuning_parser.error(
+                f"--seconds must be a positive, finite number, got {parsed.seconds}"
+            )
         try:
             print(tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind))
         except OSError as error:  # TimeoutError is one.
             tuning_parser.error(str(error))
-    elif parsed.command == "forecast":
-        _check_positive(forecast_parser, parsed, "sms", "bandwidth", "alpha")
-        try:
-            print(forecast(parsed.path, parsed.sms, parsed.bandwidth, parsed.alpha))
-        except (OSError, ValueError) as error:
-            forecast_parser.error(
-                f"{parsed.path} cannot be used ({error}); give a file that `pipekernels tune` wrote "
-                "on a GPU"
-            )
     else:
         print(info())
     return 0
-
-
-def _check_positive(
-    parser: argparse.ArgumentParser, parsed: argparse.Namespace, *names: str
-) -> None:
-    for name in names:
-        value = getattr(parsed, name)
-        if not 0 < value < math.inf:
-            parser.error(f"--{name} must be a positive, finite number, got {value}")

@@ -6,7 +6,6 @@
   norm.
 * Overlap: two ranks on one GPU, which are threads, run ``row_linear``; the all-reduce has so few thread
   blocks that it is about as slow as a link. What counts is the time over that of the slower of the two.
-* Forecast for 2, 4 and 8 GPUs by an alpha-beta model, from the times measured here and an assumed NVLink.
 
 Before anything else the tuner measures for a while, so that ``auto`` knows this GPU. Its table is left
 beside the results, under the name that it has in ``pipekernels/kernels/tables``.
@@ -35,11 +34,8 @@ from bench.report import duration, markdown, svg
 from pipekernels import ops
 from pipekernels.kernels import table as tables
 from pipekernels.local_ops.sharded_gemm import (
-    gpu_of,
     has_triton,
-    measured,
 )
-from pipekernels.ops.forecast import forecast
 from pipekernels.tensor_parallel import overlap
 from pipekernels.tensor_parallel.functional import row_linear
 
@@ -291,7 +287,7 @@ def tune(seconds: float) -> Row:
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
-    """Tuning, then products, the forecast and the overlap, in the time there is."""
+    """Tuning, then products and the overlap, in the time there is."""
     begin = time.monotonic()
     on_gpu = args.device.type == "cuda"
     if on_gpu and has_triton() and not args.quick:
@@ -305,11 +301,6 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         yield from attempt(case, functools.partial(measure, product, args))
     if left_out:
         yield {"part": "left out", "products": left_out}
-    known = measured(args.device) if on_gpu else None
-    if known is not None:
-        gpu = gpu_of(args.device)
-        for found in forecast(known, overlap.LINKS[gpu.generation], sms=gpu.sms):
-            yield {"part": "forecast", **found._asdict()}
     # Last, as ranks that wait for each other may hang.
     for tokens in TINY_TOKENS if args.quick else OVERLAP_TOKENS:
         yield from attempt(
@@ -318,7 +309,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Products by layer; means; the overlap; the forecast."""
+    """Products by layer; means; the overlap."""
     found = [row for row in rows if row["part"] == "product" and "ways" in row]
     parts = [f"**Products, TFLOP/s**\n\n{_products(found)}", _means(found)]
     parts += [
@@ -335,11 +326,6 @@ def table(rows: list[Row]) -> str:
     parts.append(
         f"**Product and all-reduce, {OVERLAP_RANKS} ranks on one GPU**\n\n"
         + _overlap([row for row in rows if row["part"] == "overlap" and "ways" in row])
-    )
-    parts.append(
-        "**Forecast for GPUs on NVLink, forward.** Nobody has measured these: the products' times are "
-        "those of the tuner on one GPU, the link is assumed, and nothing else slows either.\n\n"
-        + _forecast([row for row in rows if row["part"] == "forecast"])
     )
     return "\n\n".join(parts) + errors(rows, "part", "model", "layer", "degree", "way", "tokens")
 
@@ -396,22 +382,6 @@ def _overlap(rows: list[Row]) -> str:
                 *(str(row["tokens"]), str(row["reducing blocks"])),
                 *(duration(row["ways"][name]["median"]) for name in names),
                 *(f"{row['over the slower']:.2f}", f"{row['slow-down']:.2f}", str(row["wrong"])),
-            ]
-            for row in rows
-        ],
-    )
-
-
-def _forecast(rows: list[Row]) -> str:
-    times = ("single", "product", "all_reduce", "plain", "overlapped")
-    return markdown(
-        ["tokens", "out", "in", "GPUs", "one GPU", "product", "all-reduce", "in turn", "overlapped"]
-        + ["speed-up over one GPU"],
-        [
-            [
-                *(str(row[key]) for key in ("tokens", "out_features", "in_features", "ranks")),
-                *(duration(row[key]) for key in times),
-                f"{row['single'] / row['overlapped']:.2f}",
             ]
             for row in rows
         ],

@@ -18,7 +18,6 @@ import torch
 from bench import harness, report
 from bench.gpu import __main__ as gpu
 from bench.gpu import all_reduce, sanitized, sharded_gemm, steps, timing
-from pipekernels.ops.forecast import Forecast
 
 
 def rendered(name: str, rows: list[timing.Row]) -> str:
@@ -73,7 +72,6 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
         "one after the other": 3e-4,
         "overlapped": 2.1e-4,
     }
-    forecast = Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
     rows: list[timing.Row] = [
         {"part": "tuning", "shapes": 70, "faster": 50, "launch": 4e-5},
         {
@@ -93,7 +91,6 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
             "over the slower": 1.05,
             "slow-down": 1.02,
         },
-        {"part": "forecast", **forecast._asdict()},
         {"part": "overlap", "tokens": 8192, "error": "Traceback\nRuntimeError: no room"},
     ]
     told = rendered("sharded_gemm", rows)
@@ -103,8 +100,6 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
         "12 products are left out",
         "70 shapes, for 50 of them Triton is taken; a launch takes 40 us",
         "| 2048 | 8 | 200 us | 100 us | 300 us | 210 us | 1.05 | 1.02 | 0 |",
-        "Nobody has measured these",
-        "| 16 | 4096 | 4096 | 2 | 40 us | 20 us | 6 us | 26 us | 25 us | 1.60 |",
         "* overlap, 8192: RuntimeError: no room",
     ):
         assert text in told
@@ -156,13 +151,6 @@ def test_what_a_checker_leaves_out_is_told(
     log = steps.Log(tmp_path / "log")
     outcome = steps.run_step("racecheck", command, {}, time.monotonic() + 30, log)
     assert outcome.good and outcome.note.startswith("kernels run one at a time here")
-
-
-def test_the_forecast_says_that_it_is_one() -> None:
-    row = Forecast(16, 4096, 4096, 2, 4e-5, 2e-5, 6e-6, 2.6e-5, 2.5e-5)
-    told = sharded_gemm.table([{"part": "forecast", **row._asdict()}])
-    assert "Nobody has measured these" in told
-    assert "| 16 | 4096 | 4096 | 2 | 40 us | 20 us | 6 us | 26 us | 25 us | 1.60 |" in told
 
 
 class FakeGpu:

@@ -60,35 +60,6 @@ def test_measurements_that_cannot_be_kept_are_an_error(
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["/no/such/file"], "/no/such/file cannot be used .*No such file.*pipekernels tune"),
-        ([__file__], "test_cli.py cannot be used .*pipekernels tune"),
-        ([__file__, "--bandwidth", "0"], "--bandwidth must be a positive, finite number, got 0.0"),
-        ([__file__, "--bandwidth", "nan"], "--bandwidth must be .* got nan"),
-        ([__file__, "--alpha", "inf"], "--alpha must be .* got inf"),
-        ([__file__, "--sms", "-1"], "--sms must be .* got -1"),
-    ],
-)
-def test_a_forecast_of_nothing_is_an_error(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["forecast", *arguments])
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_a_forecast_of_a_file_nested_too_deeply_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "table.json"
-    path.write_text("[" * 200_000)
-    with pytest.raises(SystemExit):
-        cli.main(["forecast", str(path)])
-    assert "table.json cannot be used (its record is nested too deeply)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("seconds", ["nan", "-1", "0"])
 def test_tuning_for_no_time_is_an_error(
     seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
