@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 
@@ -90,13 +89,12 @@ class CudaEnd:
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
-        block_elements = ready.block_rows * math.prod(tensor.shape[1:])
         self._own.all_reduce_when_ready(
             tensor.data_ptr(),
             tensor.numel(),
             REDUCIBLE[tensor.dtype],
             REDUCTIONS[op],
-            (ready.counters.data_ptr(), ready.target, block_elements),
+            (ready.counters.data_ptr(), ready.target, ready.block_elements(tensor)),
             blocks,
             shape_digest(tensor),
             *self._caller(),

@@ -6,6 +6,7 @@ several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces; above 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -19,6 +20,10 @@ class ReadyCounters(NamedTuple):
     counters: Tensor  # [blocks of rows], int32, on the tensor's device
     target: int  # What a counter reaches when its block is complete.
     block_rows: int
+
+    def block_elements(self, tensor: Tensor) -> int:
+        """How many elements of ``tensor`` one counter stands for."""
+        return self.block_rows * math.prod(tensor.shape[1:])
 
 
 class End(Protocol):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
 from pipekernels.comm import cuda, tensors
+from pipekernels.comm.end import ReadyCounters
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
@@ -74,7 +75,7 @@ def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             cuda.symmetric_bytes()
 
 
-def test_gates_that_do_not_fit_are_refused() -> None:
+def test_counters_that_do_not_fit_are_refused() -> None:
     cpu = torch.device("cpu")
 
     def like(shape: tuple[int, ...], strided: bool = False) -> Any:
@@ -85,34 +86,34 @@ def test_gates_that_do_not_fit_are_refused() -> None:
 
     ready = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"ready must be int32, got torch\.int64"):
-        tensors.gates_of(torch.ones(9, 2), ready.long(), 1, 3, 1)
+        tensors.check_ready(torch.ones(9, 2), ReadyCounters(ready.long(), 1, 3), 1)
     for wrong in (torch.ones(9, 2), like(()), like((9, 2), strided=True)):
         with pytest.raises(ValueError, match="wants a contiguous CUDA tensor with rows"):
-            tensors.gates_of(wrong, ready, 1, 3, 1)
+            tensors.check_ready(wrong, ReadyCounters(ready, 1, 3), 1)
     for block_rows, blocks in ((0, 1), (3, 0), (-3, 1)):
         with pytest.raises(ValueError, match="must be at least 1, got"):
-            tensors.gates_of(like((9, 2)), ready, 1, block_rows, blocks)
+            tensors.check_ready(like((9, 2)), ReadyCounters(ready, 1, block_rows), blocks)
     for target in (1 << 31, -(1 << 31) - 1):
         with pytest.raises(ValueError, match=f"target must be an int32, .* got {target}"):
-            tensors.gates_of(like((9, 2)), ready, target, 3, 1)
+            tensors.check_ready(like((9, 2)), ReadyCounters(ready, target, 3), 1)
     for rows, bad in (
         (10, ready),
         (9, ready[:, None]),
         (3, torch.zeros(6, dtype=torch.int32)[::2]),
     ):
         with pytest.raises(ValueError, match=rf"{rows} rows in blocks of 3 need .* shape \(\d,\)"):
-            tensors.gates_of(like((rows, 2)), bad, 1, 3, 1)
+            tensors.check_ready(like((rows, 2)), ReadyCounters(bad, 1, 3), 1)
 
 
 @pytest.mark.parametrize("shape", [(9, 2), (9,), (9, 0), (0, 4), (9, 2, 3)])
-def test_elements_per_gate(shape: tuple[int, ...]) -> None:
+def test_elements_per_counter(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
-    gated = SimpleNamespace(
+    fitting = SimpleNamespace(
         is_cuda=True, shape=x.shape, device=x.device, dim=x.dim, is_contiguous=x.is_contiguous
     )  # fmt: skip
-    ready = torch.zeros(-(-shape[0] // 4), dtype=torch.int32)
-    expected = 4 * torch.Size(shape[1:]).numel()
-    assert tensors.gates_of(gated, ready, 3, 4, 1) == (ready.data_ptr(), 3, expected)
+    ready = ReadyCounters(torch.zeros(-(-shape[0] // 4), dtype=torch.int32), 3, 4)
+    tensors.check_ready(fitting, ready, 1)
+    assert ready.block_elements(x) == 4 * torch.Size(shape[1:]).numel()
 
 
 def test_where_ranks_may_meet() -> None:
@@ -153,7 +154,7 @@ def test_what_nobody_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_backend, "require_cuda", lambda device: None)
     monkeypatch.setattr(_backend, "load", lambda: module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    device = cuda.Device(Core(), torch.device("cuda:3"))
+    device = cuda.CudaEnd(SimpleNamespace(core=Core()), torch.device("cuda:3"))
     assert closed == []
     del device
     gc.collect()

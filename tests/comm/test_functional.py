@@ -19,7 +19,6 @@ from pipekernels import (
     ops,
     reference,
 )
-from pipekernels.comm import functional as collectives
 from pipekernels.tensor_parallel import functional as tp
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -350,7 +349,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
 def test_a_communicator_that_is_gone_is_named() -> None:
     (comm,) = Communicator.threads(1)
     handle = comm.handle
-    assert collectives.communicator_of(handle) is comm
+    assert Communicator.from_handle(handle) is comm
     del comm
     with pytest.raises(RuntimeError, match=f"no communicator has handle {handle}.*keep"):
-        collectives.communicator_of(handle)
+        Communicator.from_handle(handle)

@@ -94,6 +94,8 @@ def imported(module: str) -> set[str]:
     for name in imports(FILES[module]):
         if name.split(".")[0] == "pipekernels":
             below = name.partition(".")[2]
+            if below == "_C":
+                continue
             found.add(below if below in FILES else below.rpartition(".")[0])
     return found
 

@@ -45,10 +45,13 @@ def names_of(module: ModuleType) -> list[str]:
 
 
 def signature_of(value: Any) -> str:
+    """Names, kinds and defaults of the parameters; annotations are not part of the promise."""
     try:
-        return str(inspect.signature(value))
+        signature = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
 def members_of(cls: type) -> dict[str, Any]:
