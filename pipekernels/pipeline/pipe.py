@@ -71,7 +71,9 @@ class Pipe(nn.Module):
     The schedule is GPipe's (Huang et al., 2019); the interface is fairscale's and torchgpipe's. The
     module is split in place: the pipe's layers are the module's own. Gradients are summed over
     micro-batches, last one first, as autograd does for ``torch.cat([module(x) for x in
-    input.tensor_split(chunks)])``.
+    input.tensor_split(chunks)])``. Under autocast that is the loop with ``cache_enabled=False``: every
+    micro-batch casts the parameters itself, and gradients are summed in the parameters' dtype. (Uses that
+    share a cast have theirs summed in autocast's.)
 
     Every forward draws one number from the default CPU generator; from it each (stage, micro-batch)
     gets random numbers of its own, so results with a fixed seed do not depend on timing and

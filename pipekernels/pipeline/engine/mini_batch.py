@@ -36,8 +36,8 @@ from pipekernels.pipeline.schedule.program import (
 from pipekernels.pipeline.stage.checkpoint import checkpointed
 from pipekernels.pipeline.stage.context import (
     CallerContext,
+    cast_cache,
     needs_this_thread,
-    without_cast_cache,
 )
 from pipekernels.pipeline.stage.parameters import (
     Aside,
@@ -151,13 +151,11 @@ class Run:
         aliases = installed(self._parameters) if self.grad else nullcontext()
         forward = partial(self._forward, outputs)
         around: Callable[[], AbstractContextManager[None]] = nullcontext
-        if self._way != "inline" or any(self._drop):
-            self._context = CallerContext()
-            around = self._context.applied
-        # Only where passes that are alike may run on lanes.
-        casts = self._pass is not None and torch.is_autocast_enabled("cpu")
-        uncached = without_cast_cache() if casts else nullcontext()
+        uncached = cast_cache(False) if self.grad else nullcontext()
         with preserved(self._engine.devices), aliases, self._phase(), uncached:
+            if self._way != "inline" or any(self._drop):
+                self._context = CallerContext()
+                around = self._context.applied
             self._execute(self._program.forwards, forward, around, last=not self.grad)
         self._structure = None
         if any(self._drop):
@@ -225,7 +223,8 @@ class Run:
         # As if the loss were a stage behind the last one.
         losses.randomness = lambda m: self._draws.of(m, len(self._engine.stages))
         losses.aside = Aside(self._parameters)
-        self._context = CallerContext()
+        with cast_cache(False):
+            self._context = CallerContext()
         with (
             self._context.without_autocast(),
             self._phase(),

@@ -45,6 +45,8 @@ class CallerContext:
                     )
                 elif torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
+            # For layers that enter autocast themselves.
+            stack.enter_context(cast_cache(self.cache_autocast))
             yield
 
     @contextmanager
@@ -57,11 +59,15 @@ class CallerContext:
 
 
 @contextmanager
-def without_cast_cache() -> Iterator[None]:
-    """Have autocast cast parameters anew for each micro-batch, as on lanes: micro-batches that share a
-    cast sum up their gradients in its dtype."""
+def cast_cache(enabled: bool) -> Iterator[None]:
+    """Whether autocast keeps the casts of parameters while the body runs.
+
+    Uses of a parameter that share a cast sum up their gradients in its dtype, if autograd goes through
+    them in one call. The cache belongs to the process: a lane that leaves autocast empties it for all.
+    So what a cast is shared by would depend on the way that a pipe takes, and on timing.
+    """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(enabled)
     try:
         yield
     finally:

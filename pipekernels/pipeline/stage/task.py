@@ -198,10 +198,6 @@ class Task:
         if drop:
             with torch.no_grad(), checkpoint.checkpointing():
                 outputs = self._call_preserving(inputs, randomness)
-            # Casts made under no_grad would be found again, without a graph, by the next forward
-            # that wants one.
-            if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()
             outputs.wants_grad = tuple(differentiable(tensor) for tensor in outputs.tensors)
             return outputs, self._tape(inputs, outputs, inputs=inputs)
         # Micro-batches are views of the caller's tensors: what works on them in place would change
