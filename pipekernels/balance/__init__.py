@@ -23,7 +23,7 @@ from torch import nn
 
 from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
-from pipekernels.device.streams import with_index
+from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.planning.profile import (
     Device,
@@ -128,4 +128,4 @@ def _check(module: nn.Sequential, partitions: int) -> None:
 def _device(device: Device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return with_index(device)
+    return usable(device)

@@ -75,6 +75,32 @@ def with_index(device: torch.device | str | int) -> torch.device:
     return device
 
 
+def usable(device: torch.device | str | int) -> torch.device:
+    """``device`` as a tensor there names it.
+
+    Raises:
+        TypeError: it is neither a device, nor a string, nor an index.
+        RuntimeError: torch knows no device of that name, or cannot use it.
+    """
+    try:
+        if isinstance(device, int) and not torch.accelerator.is_available():
+            require_cuda_devices()  # What an index stands for.
+        found = with_index(device)
+        if found.type == "cuda":
+            require_cuda_devices()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"device {device!r} cannot be used: {error}; or name the CPU, 'cpu'"
+        ) from None
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and found.index >= count:
+        raise RuntimeError(
+            f"device {device!r} cannot be used: torch sees {count} CUDA devices, cuda:0 to "
+            f"cuda:{count - 1}; name one of them, or see CUDA_VISIBLE_DEVICES"
+        )
+    return found
+
+
 def has_streams(device: torch.device) -> bool:
     """Whether operations on ``device`` return before they are done."""
     return device.type == "cuda"

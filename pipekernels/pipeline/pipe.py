@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer
-from pipekernels.device.streams import with_index
+from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
 from pipekernels.pipeline.engine.outputs import Losses, LossFunction
@@ -127,7 +127,7 @@ class Pipe(nn.Module):
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
         IndexError: fewer devices than stages.
-        RuntimeError: torch knows no device of a name.
+        RuntimeError: torch knows no device of a name, or cannot use it.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Pipe(nn.Module):
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
         verify_skippables(module)
-        chosen = _default_devices() if devices is None else list(map(with_index, devices))
+        chosen = _default_devices() if devices is None else list(map(usable, devices))
         if balance is None:
             stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
             balance = balance_by_parameters(module, stages)

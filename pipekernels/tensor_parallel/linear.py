@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from pipekernels.comm import Communicator
+from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
 from pipekernels.local_ops.sharded_gemm import sharded_gemm
 from pipekernels.tensor_parallel.functional import (
@@ -67,6 +68,7 @@ class _ShardedLinear(nn.Module):
         self.world_size = comm.world_size
         self.skip_bias_add = skip_bias_add
         import_module("pipekernels.local_ops.flops")
+        device = None if device is None else usable(device)
         self._adopt(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
     @classmethod

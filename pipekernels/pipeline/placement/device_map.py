@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer
-from pipekernels.device.streams import has_streams, with_index
+from pipekernels.device.streams import (
+    has_streams,
+    usable,
+    with_index,
+)
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.placement.chunked import forward_in_chunks, whole
 from pipekernels.pipeline.placement.override import Override
@@ -38,12 +42,21 @@ def get_device(device: Device) -> torch.device:
         TypeError: it is no device, name of one, or index.
         RuntimeError: torch knows no device of that name.
     """
+    _check_type(device)
+    return with_index(device)
+
+
+def _check_type(device: Device) -> None:
     if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
         raise TypeError(
             f"a device must be a torch.device, a str such as 'cuda:0', or an int, "
             f"not {type(device).__name__}"
         )
-    return with_index(device)
+
+
+def _usable(device: Device) -> torch.device:
+    _check_type(device)
+    return usable(device)
 
 
 def move_to_device(data: Any, device: Device) -> Any:
@@ -58,9 +71,10 @@ def move_to_device(data: Any, device: Device) -> Any:
     both devices compute, and make the caller wait where they go to the CPU or come from pinned memory.
 
     Raises:
-        TypeError, RuntimeError: ``device`` is none; see :func:`get_device`.
+        TypeError: ``device`` is none; see :func:`get_device`.
+        RuntimeError: torch knows no device of that name, or cannot use it.
     """
-    return map_leaves(partial(_moved, get_device(device)), data)
+    return map_leaves(partial(_moved, _usable(device)), data)
 
 
 def _moved(device: torch.device, leaf: Any) -> Any:
@@ -154,7 +168,7 @@ def parallelize_pipeline(
         TypeError: ``model`` is no ``nn.Module``, a module to be placed a ``ScriptModule``, or a value
             neither a device nor a pair of them.
         RuntimeError: ``model`` or a module in it is parallelized already, or torch knows no device of a
-            name.
+            name, or cannot use it.
 
     After one of these nothing has been changed.
     """
@@ -197,10 +211,10 @@ def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None
         common_device: where the model is moved. Default: its modules stay where they are.
 
     Raises:
-        RuntimeError: a forward that was replaced here has been replaced again since. Nothing has been
-            changed then.
+        RuntimeError: a forward that was replaced here has been replaced again since, or
+            ``common_device`` cannot be used. Nothing has been changed then.
     """
-    device = None if common_device is None else get_device(common_device)
+    device = None if common_device is None else _usable(common_device)
     for module in model.modules():
         for part in vars(module).get(_UNDO, []):
             if isinstance(part, Override):
@@ -213,13 +227,13 @@ def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None
 
 def _pair(name: str, value: Placement) -> Devices:
     if not isinstance(value, (tuple, list)):
-        return get_device(value), get_device(value)
+        return _usable(value), _usable(value)
     if len(value) != 2:
         raise ValueError(
             f"module {name!r} is mapped to {len(value)} devices; give one device, or a pair of them "
             "(processing device, output device)"
         )
-    return get_device(value[0]), get_device(value[1])
+    return _usable(value[0]), _usable(value[1])
 
 
 def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]) -> None:
@@ -314,7 +328,7 @@ def _attach(module: nn.Module, processing: torch.device, output: torch.device) -
 
 
 def _receive(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return move_to_device((args, kwargs), device)
+    return map_leaves(partial(_moved, device), (args, kwargs))
 
 
 def _unmark(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -322,7 +336,7 @@ def _unmark(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _send(device: torch.device, module: nn.Module, args: Any, result: Any) -> Any:
-    return move_to_device(result, device)
+    return map_leaves(partial(_moved, device), result)
 
 
 def _described(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer
-from pipekernels.device.streams import with_index
+from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.pipe import Pipe
@@ -452,7 +452,7 @@ def measured(
 
 def _devices(devices: Iterable[Device] | None, layer_count: int) -> list[torch.device]:
     if devices is not None:
-        return list(map(with_index, devices))
+        return list(map(usable, devices))
     count = torch.cuda.device_count()
     if count:
         return [torch.device("cuda", i) for i in range(min(count, layer_count))]

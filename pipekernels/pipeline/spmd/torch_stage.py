@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipekernels.device.streams import usable
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.skip import SkipLayout
@@ -43,7 +44,7 @@ def torch_stage(
     _check_separable(partitions)
     from torch.distributed.pipelining import PipelineStage  # Slow to import.
 
-    home = devices[index] if device is None else torch.device(device)
+    home = devices[index] if device is None else usable(device)
     kind = _Layers if index else _FirstLayers
     return PipelineStage(
         kind(partitions[index]).to(home), index, len(partitions), home, group=group

@@ -1,0 +1,80 @@
+"""CUDA devices that are named where torch cannot use them: an error with the remedy, from all that takes a
+device, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import (
+    Communicator,
+    Pipe,
+    RowParallelLinear,
+    balance,
+    move_to_device,
+    parallelize_module,
+    parallelize_pipeline,
+    plan_pipeline,
+    unparallelize_pipeline,
+)
+from pipekernels.device.streams import usable
+from pipekernels.local_ops import p2p_copy
+
+X = torch.ones(4, 2)
+
+CALLS: dict[str, Callable[[nn.Sequential, Any], object]] = {
+    "Pipe": lambda module, device: Pipe(module, [1, 1], devices=["cpu", device]),
+    "to_torch_stage": lambda module, device: Pipe(
+        module, [1, 1], devices=["cpu"] * 2
+    ).to_torch_stage(0, device=device),
+    "parallelize_module": parallelize_module,
+    "parallelize_pipeline": lambda module, device: parallelize_pipeline(
+        module, {"": "cpu", "1": ("cpu", device)}
+    ),
+    "unparallelize_pipeline": unparallelize_pipeline,
+    "move_to_device": lambda module, device: move_to_device([X], device),
+    "p2p_copy": lambda module, device: p2p_copy(X, device),
+    "balance_by_time": lambda module, device: balance.balance_by_time(2, module, X, device=device),
+    "balance_by_size": lambda module, device: balance.balance_by_size(2, module, X, device=device),
+    "plan_pipeline": lambda module, device: plan_pipeline(module, X, devices=[device] * 2),
+    "empty": lambda module, device: Communicator.threads(1)[0].empty(3, device=device),
+    "RowParallelLinear": lambda module, device: RowParallelLinear(
+        2, 2, comm=Communicator.threads(1)[0], device=device
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda", torch.device("cuda", 1)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_no_cuda(name: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="was built without CUDA; install a build for CUDA"):
+        CALLS[name](module, device)
+    assert all(p.device.type == "cpu" for p in module.parameters())
+    assert module(X).shape == X.shape
+
+
+def test_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable("cpu") == torch.device("cpu") and usable("meta") == torch.device("meta")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda:0", 0):
+        message = (
+            f"device {device!r} cannot be used: there is no CUDA device, .*name the CPU, 'cpu'"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            usable(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert usable("cuda") == torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="'cuda:2' cannot be used: torch sees 2 CUDA devices"):
+        usable("cuda:2")
