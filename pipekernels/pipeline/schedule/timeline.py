@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -95,6 +96,17 @@ class Phase:
         return len(self.program.lanes)
 
     @property
+    def kind(self) -> str:
+        """Which of the three it is."""
+        kinds = {action.kind == "F" for lane in self.program.lanes for action in lane}
+        return "training step" if len(kinds) == 2 else "forward" if True in kinds else "backward"
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches."""
+        return 1 + max((a.micro_batch for lane in self.program.lanes for a in lane), default=-1)
+
+    @property
     def makespan(self) -> float:
         """Seconds from the first action's start to the last one's end."""
         if not self.events:
@@ -165,6 +177,20 @@ class Timeline:
             p.lanes * s.makespan * s.bubble for p, s in zip(self.phases, simulated, strict=True)
         )
         return idle / capacity if capacity > 0 else 0.0
+
+    def __str__(self) -> str:
+        """What was recorded, in a line."""
+        if not self.phases:
+            return "Timeline: nothing was recorded"
+        kinds = Counter(phase.kind for phase in self.phases)
+        passes = ", ".join(_plural(count, kind) for kind, count in kinds.items())
+        stages = _range({phase.program.stages for phase in self.phases})
+        micro_batches = _range({phase.micro_batches for phase in self.phases})
+        milliseconds = sum(phase.makespan for phase in self.phases) * 1e3
+        return (
+            f"Timeline: {passes}; stages: {stages}, micro-batches: {micro_batches}; "
+            f"{milliseconds:.3g} ms, utilisation {1 - self.bubble:.1%} (ideal {1 - self.ideal_bubble:.1%})"
+        )
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Trace Event Format that chrome://tracing and Perfetto read; one row per lane,
@@ -255,3 +281,12 @@ class Timeline:
             for stage, lane in phase.program.lane_of.items():
                 stages.setdefault(lane, set()).add(stage)
         return ["stage " + ", ".join(map(str, sorted(stages[lane]))) for lane in sorted(stages)]
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _range(numbers: set[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"

@@ -33,6 +33,32 @@ def test_bubble_is_the_idle_share() -> None:
 
 def test_nothing_recorded() -> None:
     assert Timeline().bubble == 0 and Timeline().ideal_bubble == 0
+    assert str(Timeline()) == "Timeline: nothing was recorded"
+
+
+def test_a_timeline_says_what_it_has_recorded() -> None:
+    timeline = Timeline()
+    program = gpipe(2, 2)
+    forwards = [
+        Event(a, t, t + 1) for a, t in zip(program.forwards.order, (0, 1, 1, 2), strict=True)
+    ]
+    timeline.phases.append(Phase(program.forwards, forwards))
+    assert str(timeline) == (
+        "Timeline: 1 forward; stages: 2, micro-batches: 2; 3e+03 ms, utilisation 66.7% (ideal 66.7%)"
+    )
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1, 1],
+        devices=["cpu"] * 3, chunks=4,
+    )  # fmt: skip
+    with pipe.timeline() as timeline:
+        for rows in (3, 4):
+            pipe(torch.ones(rows, 2)).sum().backward()
+        pipe.train_step(torch.ones(4, 2), None, torch.sum)
+    described = str(timeline)
+    assert described.startswith(
+        "Timeline: 2 forwards, 2 backwards, 1 training step; stages: 3, micro-batches: 3 to 4; "
+    )
+    assert f"utilisation {1 - timeline.bubble:.1%}" in described
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
