@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from numbers import Real
 from typing import Any
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int; one of NumPy or a tensor counts, a bool or a float does not.
+    """``value`` as an int; one of NumPy or a tensor counts, and so does 4.0; a bool does not.
 
     Args:
         name: what an error calls it.
@@ -17,10 +18,13 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     Raises:
         ValueError: it is no such number.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number: int | None = None
+    if not isinstance(value, bool):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            is_whole = isinstance(value, Real) and value % 1 == 0  # NaN and infinity are not.
+            number = int(value) if is_whole else None
     if number is None or number < least:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
     return number

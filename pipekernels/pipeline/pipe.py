@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.parameters import identity
 from pipekernels.pipeline.stage.partition import (
     balance_by_parameters,
+    balance_hint,
     check_sequential,
     layers,
     split_module,
@@ -50,7 +51,8 @@ Device = torch.device | int | str
 
 _MOVE_DENIED = (
     "a Pipe manages where its stages live and cannot be moved; build it with devices=[...] "
-    "(Pipe.to(dtype) is allowed)"
+    "(Pipe.to(dtype) is allowed; accelerate leaves it where it is with "
+    "accelerator.prepare(pipe, device_placement=[False]))"
 )
 
 
@@ -150,17 +152,18 @@ class Pipe(nn.Module):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
         self.chunks = integer("chunks", chunks)
         self.batch_dim = integer("batch_dim", batch_dim, least=0)
-        if checkpoint not in MODES:
+        modes = [mode for mode in MODES if mode in (checkpoint, str(checkpoint))]
+        if not modes:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
-        if not layers(module):
-            raise ValueError("module has no layers; a pipe needs at least one")
         if any(nn.parameter.is_lazy(p) for p in module.parameters()):
             raise ValueError(
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
         verify_skippables(module)
         chosen = _default_devices() if devices is None else list(map(usable, devices))
-        if balance is None:
+        if balance is None and not layers(module):
+            balance = []
+        elif balance is None:
             stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
             balance = balance_by_parameters(module, stages)
         self.balance = _integers(balance)
@@ -168,7 +171,7 @@ class Pipe(nn.Module):
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
-        self.checkpoint = checkpoint
+        self.checkpoint = modes[0]
         self.cuda_graphs = bool(cuda_graphs)
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
@@ -190,7 +193,7 @@ class Pipe(nn.Module):
         Returns:
             What the module returns, on the last stage's device; the tensors of all micro-batches are
             joined along ``batch_dim``. What is no tensor comes as a list with an entry per micro-batch,
-            but None as None.
+            but None as None. A pipe without layers returns its input itself.
 
         Raises:
             TypeError: there is no tensor in the input, or in what a stage returns.
@@ -199,7 +202,10 @@ class Pipe(nn.Module):
                 differentiation; or an entry of ``partitions`` has been replaced.
         """
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
-        return self._engine.run(self._batch(value), self._mode())
+        batch = self._batch(value)
+        if not self.partitions:
+            return self.to_sequential()(*inputs, **kwargs)
+        return self._engine.run(batch, self._mode())
 
     @torch._disable_dynamo
     def train_step(
@@ -267,6 +273,10 @@ class Pipe(nn.Module):
             raise RuntimeError(
                 "FSDP shards this pipe, and gathers parameters and reduces gradients for pipe(input) and "
                 "its backward, not those of train_step; use loss_fn(pipe(input), target).backward()"
+            )
+        if not self.partitions:
+            raise RuntimeError(
+                "the pipe has no layers, so there is nothing to train; use loss_fn(pipe(input), target)"
             )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
@@ -401,6 +411,18 @@ class Pipe(nn.Module):
         """The layers of the wrapped module, in order."""
         for partition in self._partitions():
             yield from layers(partition)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module; see ``to_sequential`` for checkpoints of another balance."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            hint = balance_hint(state_dict, self.state_dict())
+            if hint is None:
+                raise
+            raise RuntimeError(f"{error}\n\t{hint}") from None
 
     def cuda(self, device: Device | None = None) -> Pipe:
         """Denied: see ``devices``."""

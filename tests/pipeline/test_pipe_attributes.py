@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from enum import Enum
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +55,63 @@ def test_state_dict_maps_to_the_modules_own_keys() -> None:
     assert list(again.state_dict()) == keys and list(again) == list(pipe)
 
 
+def test_state_dicts_that_do_not_fit_say_how_they_would() -> None:
+    module = mlp()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    expected = module(x)
+    bare = copy.deepcopy(module.state_dict())
+    given = on_cpu(module, [2, 3]).state_dict()
+    other = on_cpu(mlp(), [3, 2])
+    with pytest.raises(
+        RuntimeError, match=r"Missing key.*\n.*\n.*another balance.*to_sequential\(\)"
+    ):
+        other.load_state_dict(given)
+    other.to_sequential().load_state_dict({k.split(".", 2)[2]: v for k, v in given.items()})
+    assert torch.equal(other(x), expected)
+    with pytest.raises(
+        RuntimeError, match=r"of the bare module: load it by pipe.to_sequential\(\)"
+    ):
+        other.load_state_dict(bare)
+    for wrong in ({}, {**given, "more": x}, {k: v[:1] for k, v in other.state_dict().items()}):
+        with pytest.raises(RuntimeError, match="Error.s. in loading state_dict") as caught:
+            other.load_state_dict(wrong)
+        assert "to_sequential" not in str(caught.value)
+    assert other.load_state_dict(other.state_dict()).missing_keys == []
+
+
+def test_a_pipe_without_layers_passes_its_input_on() -> None:
+    for pipe in (Pipe(nn.Sequential()), Pipe(nn.Sequential(), [], devices=["cpu"], chunks=4)):
+        assert (len(pipe), pipe.balance, pipe.devices) == (0, [], [])
+        x = torch.ones(3, 2)
+        for given in (x, (x, x)):
+            assert copy.deepcopy(pipe)(given) is given
+        with pytest.raises(TypeError, match="input must be a tensor"):
+            pipe("text")
+        with pytest.raises(RuntimeError, match="no layers, so there is nothing to train"):
+            pipe.train_step(x, None, torch.sum)
+        assert pipe.state_dict() == {} and len(pipe.to_sequential()) == 0
+
+
+class Mode(Enum):
+    ALWAYS = "always"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class NamedMode(str, Enum):
+    NEVER = "never"
+
+
+@pytest.mark.parametrize("chunks", [4.0, np.int64(4), np.float32(4), Fraction(4), torch.tensor(4)])
+@pytest.mark.parametrize("checkpoint", [Mode.ALWAYS, NamedMode.NEVER])
+def test_whole_numbers_and_modes_of_other_types(chunks: Any, checkpoint: Any) -> None:
+    """As fairscale's Pipe, which calls int() and str()."""
+    pipe = on_cpu(mlp(), [2, 3], chunks=chunks, checkpoint=checkpoint)
+    assert (type(pipe.chunks), pipe.chunks) == (int, 4)
+    assert (type(pipe.checkpoint), pipe.checkpoint) == (str, checkpoint.value)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_keep_their_modes(training: bool) -> None:
     """One may be frozen, as BatchNorm often is, or alone in training."""
@@ -85,7 +146,7 @@ def test_moving_is_denied_and_casting_allowed() -> None:
         lambda: pipe.to(device="cpu"), lambda: pipe.to(0), lambda: pipe.to(x),
         lambda: pipe.to(tensor=x), lambda: pipe.to_empty(device="cpu"),
     ):  # fmt: skip
-        with pytest.raises(TypeError, match="cannot be moved"):
+        with pytest.raises(TypeError, match=r"cannot be moved.*device_placement=\[False\]"):
             move()
     before = pipe(torch.randn(3, 6, dtype=torch.float64))
     assert pipe.to(torch.float32) is pipe
@@ -143,7 +204,10 @@ def with_hook() -> nn.Sequential:
         ({"checkpoint": "sometimes"}, ValueError, "always, except_last, never"),
         ({"balance": [1]}, ValueError, "adds up to 1 layers, but the module has 5"),
         ({"balance": [5, 0]}, ValueError, "at least one layer"),
-        ({"module": nn.Sequential()}, ValueError, "no layers"),
+        ({"module": nn.Sequential(), "balance": [1]}, ValueError, "the module has 0"),
+        ({"chunks": "4"}, ValueError, "chunks is '4'"),
+        ({"chunks": float("nan")}, ValueError, "chunks is nan"),
+        ({"chunks": float("inf")}, ValueError, "chunks is inf"),
         ({"balance": 5}, TypeError, "balance is 5; it must be a list with an entry per stage"),
         ({"balance": [2.0, 3.0]}, TypeError, r"balance is \[2.0, 3.0\]; it must list integers"),
         ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),

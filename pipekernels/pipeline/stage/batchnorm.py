@@ -101,6 +101,11 @@ class DeferredBatchNorm(_BatchNorm):
         self._count = 0
         self._mean = self._squares = torch.empty(0)
 
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
+        """:func:`convert_deferred_batch_norm`, where fairscale and torchgpipe have it."""
+        return convert_deferred_batch_norm(module, chunks)
+
 
 def has_deferred_batch_norm(module: nn.Module) -> bool:
     """Whether there is a DeferredBatchNorm in ``module``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
@@ -168,6 +169,28 @@ def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
     return solve(
         [1 + sum(p.numel() for p in layer.parameters()) for layer in layers(module)], partitions
     )
+
+
+def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
+    """How to load a state dict with the keys ``given`` into a pipe that has the keys ``own``, if they are
+    those of the same layers in other stages, or of the bare module; None if not."""
+    given, own = list(given), list(own)
+    bare = [_STAGE.sub("", key) for key in given]
+    if set(given) == set(own) or set(bare) != {_STAGE.sub("", key) for key in own}:
+        return None
+    if bare == given:
+        return (
+            "This is a state dict of the bare module: load it by "
+            "pipe.to_sequential().load_state_dict(state_dict)."
+        )
+    return (
+        "This is a state dict of a pipe with another balance. pipe.to_sequential().state_dict() fits any "
+        "balance: save that, and load it by pipe.to_sequential().load_state_dict(state_dict). From this "
+        'one, cut off the stages: {key.split(".", 2)[2]: value for key, value in state_dict.items()}.'
+    )
+
+
+_STAGE = re.compile(r"^partitions\.\d+\.")
 
 
 def layers(module: nn.Sequential) -> list[nn.Module]:

@@ -25,17 +25,22 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 
+@dataclass(frozen=True)
 class Namespace:
-    """Keeps skips of the same name apart: each ``Namespace()`` is another one. See ``isolate``."""
+    """Keeps skips of the same name apart: each ``Namespace()`` is another one, and a copy of it the same
+    one. See ``isolate``."""
+
+    id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
 
 Key = tuple[Namespace | None, str]

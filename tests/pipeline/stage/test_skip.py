@@ -201,7 +201,7 @@ def test_layers_stay_what_they_are() -> None:
     module = nn.Sequential(layer, Pop().isolate(namespace))
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         verify_skippables(copied)  # Both ends are in one namespace still.
-        assert copied[0].stashable() != layer.stashable()
+        assert copied[0].stashable() == layer.stashable()
 
 
 def test_what_does_not_match_is_listed() -> None:
@@ -257,6 +257,16 @@ def test_misuse_in_a_forward() -> None:
         Stash().isolate(Namespace(), only=["other"])
     with pytest.raises(TypeError, match=r"subclass of nn\.Module"):
         skippable()(int)
+
+
+def test_copies_of_a_namespace_are_the_same() -> None:
+    one, two = Namespace(), Namespace()
+    for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert other == one and hash(other) == hash(one)
+        assert other != two and {one: 1}[other] == 1
+        layers = Stash().isolate(one), nn.Linear(5, 5), Pop().isolate(other)
+        verify_skippables(nn.Sequential(*layers))
+    assert one != two and one != one.id
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
