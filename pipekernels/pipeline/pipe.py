@@ -95,7 +95,7 @@ class Pipe(nn.Module):
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
     threads must not read or change the pipe's parameters, nor draw from the default generator, as a pipe
     of theirs with dropout does: checkpointing could then not repeat the numbers of a forward. Layers
-    must not call the pipe that they are in.
+    must not call the pipe that they are in. An error that a layer raises says where in a note.
 
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,

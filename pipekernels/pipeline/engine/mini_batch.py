@@ -39,6 +39,7 @@ from pipekernels.pipeline.stage.context import (
     cast_cache,
     needs_this_thread,
 )
+from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
 from pipekernels.pipeline.stage.parameters import (
     Aside,
     StageParameters,
@@ -250,12 +251,16 @@ class Run:
             self._transport.receive(Receiver(stage, m))
         if self._drop[m]:
             self._versions[stage, m] = inputs.versions()
-        outputs, self._tapes[stage][m] = task.forward(
-            inputs,
-            partial(self._draws.of, m),
-            grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
-            drop=self._drop[m],
-        )
+        try:
+            outputs, self._tapes[stage][m] = task.forward(
+                inputs,
+                partial(self._draws.of, m),
+                grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
+                drop=self._drop[m],
+            )
+        except Exception as error:
+            note_layer(error, task.stages, m, "forward")
+            raise
         outputs, sent = outputs.without_skips()
         if sent:
             self._skips.leave(sent, m, self._transport)
@@ -283,7 +288,7 @@ class Run:
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
-                with self._in_autograd:
+                with self._noted(self._tasks[stage], m), self._in_autograd:
                     second_part(keep_graph)
             return ()
         if self._transport.arrivals:
@@ -303,7 +308,7 @@ class Run:
             return ()
         if tape.inputs is not None:
             tape = self._recomputed(tape, tape.inputs, stage, m)
-        with self._in_autograd:
+        with self._noted(task, m), self._in_autograd:
             # Hooks on tensors would be called in both parts.
             if kind == "I" and not self._draws.saw_tensor_hooks:
                 result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
@@ -321,6 +326,14 @@ class Run:
             self._input_grads[m] = result
         return result
 
+    @contextmanager
+    def _noted(self, task: Task | GraphedTask, m: int | None) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            note_backward(error, task.stages, m)
+            raise
+
     def _recomputed(self, tape: Tape, inputs: Activation, stage: int, m: int) -> Tape:
         """What a second forward on the ``inputs`` of ``tape`` leaves behind."""
         if inputs.versions() != self._versions[stage, m]:
@@ -330,8 +343,13 @@ class Run:
                 "checkpoint='never'"
             )
         # The forward's autocast and the like, on a thread that may be another.
-        with self._context.applied():
-            return self._tasks[stage].recompute(tape, partial(self._draws.of, m))
+        task = self._tasks[stage]
+        try:
+            with self._context.applied():
+                return task.recompute(tape, partial(self._draws.of, m))
+        except Exception as error:
+            note_layer(error, task.stages, m, "recomputation")
+            raise
 
     def _returned(self, grads: Grads, stage: int, m: int) -> Grads:
         """Gradients of the inputs of ``stage``, on their way to where these have come from."""
@@ -351,8 +369,9 @@ class Run:
         with intra_op_threads(self._threads):
             assert self._engine.chain is not None
             grads = [outputs.grads(m) for m in range(len(tapes))]
-            with self._transport.on(self._engine.chain.device), self._in_autograd:
-                results = self._engine.chain.backward(tapes, grads, keep_graph=keep_graph)
+            task, m = self._engine.chain, 0 if len(tapes) == 1 else None
+            with self._noted(task, m), self._transport.on(task.device), self._in_autograd:
+                results = task.backward(tapes, grads, keep_graph=keep_graph)
             self._input_grads = results
             if self._homes:
                 self._input_grads = [self._returned(r, 0, m) for m, r in enumerate(results)]

@@ -1,0 +1,140 @@
+"""A layer's own error inside a pipe says in a note where it was raised, and is the same error otherwise."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipekernels import Pipe
+from pipekernels.pipeline.engine.pace import Way
+from pipekernels.pipeline.stage.checkpoint import is_recomputing
+
+
+class Unhappy(ArithmeticError):
+    pass
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        raise ctx.error
+
+
+class Fails(nn.Module):
+    """Fails on the micro-batch that has an entry above 2."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.when = when
+        self.error = Unhappy("the layer's own words")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if x.max() <= 2:
+            return y
+        if self.when == ("recomputation" if is_recomputing() else "forward"):
+            raise self.error
+        if self.when == "hook" and y.requires_grad:
+            y.register_hook(self._raise)
+        if self.when == "backward" and y.requires_grad:
+            y = _Raise.apply(y, self.error)
+        return y
+
+    def _raise(self, grad: torch.Tensor) -> None:
+        raise self.error
+
+
+def failed(pipe: Pipe, *, train: bool = False) -> Unhappy:
+    x = torch.tensor([[1.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
+    with pytest.raises(Unhappy) as caught:
+        if train:
+            pipe.train_step(x, None, torch.sum, schedule="zb-h1")
+        else:
+            pipe(x).sum().backward()
+    assert (type(caught.value), str(caught.value)) == (Unhappy, "the layer's own words")
+    return caught.value
+
+
+def pipe_with(layer: nn.Module, checkpoint: str = "never", **options: Any) -> Pipe:
+    module = nn.Sequential(nn.Identity(), nn.Identity(), nn.Sequential(layer), nn.Linear(2, 2))
+    options = {"balance": [2, 2], "devices": ["cpu"] * 2, "chunks": 4, **options}
+    return Pipe(module, checkpoint=checkpoint, **options)
+
+
+WHERE = "layer '2' (Sequential), stage 1, micro-batch 2 of a pipe"
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("when", "checkpoint"),
+    [("forward", "never"), ("forward", "always"), ("recomputation", "always")],
+)
+def test_a_layer_is_named(when: str, checkpoint: str, train: bool, way: Way) -> None:
+    error = failed(pipe_with(Fails(when), checkpoint), train=train)
+    assert error.__notes__ == [f"raised in the {when} of {WHERE}"]
+    if hasattr(error, "add_note"):
+        assert error.__notes__[0] in "".join(traceback.format_exception(error))
+
+
+def test_in_a_backward_the_layer_is_named_where_it_is_known(way: Way) -> None:
+    """Inline, autograd goes through all micro-batches at once."""
+    m = "several micro-batches" if way == "inline" else "micro-batch 2"
+    error = failed(pipe_with(Fails("hook")))
+    assert error.__notes__ == [
+        f"raised in the backward of layer '2' (Sequential), stage 1, {m} of a pipe"
+    ]
+    error = failed(pipe_with(Fails("backward")))
+    stages = "stages 0 to 1" if way == "inline" else "stage 1"
+    assert error.__notes__ == [f"raised in the backward of {stages}, {m} of a pipe"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_backwards_by_micro_batch(train: bool, way: Way) -> None:
+    error = failed(pipe_with(Fails("backward"), "always"), train=train)
+    stages = "stages 0 to 1" if way == "inline" else "stage 1"
+    assert error.__notes__ == [f"raised in the backward of {stages}, micro-batch 2 of a pipe"]
+
+
+def test_notes_are_added_once(way: Way) -> None:
+    pipe = pipe_with(Fails("forward"))
+    assert failed(pipe) is failed(pipe)
+    assert len(failed(pipe).__notes__) == 1
+
+
+def test_a_pipe_in_a_pipe(way: Way) -> None:
+    inner = Pipe(nn.Sequential(Fails("forward")), [1], devices=["cpu"])
+    error = failed(pipe_with(inner))
+    assert error.__notes__ == [
+        "raised in the forward of layer '0' (Fails), stage 0, micro-batch 0 of a pipe",
+        f"raised in the forward of {WHERE}",
+    ]
+
+
+def test_a_layer_that_occurs_twice(way: Way) -> None:
+    layer = Fails("forward")
+    pipe = Pipe(nn.Sequential(layer, nn.Identity(), layer), [3], devices=["cpu"], chunks=4)
+    (note,) = failed(pipe).__notes__
+    assert (
+        note
+        == "raised in the forward of layer '0' or '2' (Fails), stage 0, micro-batch 2 of a pipe"
+    )
+
+
+def test_other_errors_have_no_note(way: Way) -> None:
+    class NoTensor(nn.Module):
+        def forward(self, x: torch.Tensor) -> str:
+            return "text"
+
+    with pytest.raises(TypeError, match="output of stage 1") as caught:
+        pipe_with(NoTensor(), balance=[2, 1, 1], devices=["cpu"] * 3)(torch.ones(4, 2))
+    assert not hasattr(caught.value, "__notes__")
