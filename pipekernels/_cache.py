@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import warnings
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_MOST = 16 << 20  # Bytes of a file; a thousand measurements take a fiftieth of it.
 
 
 def file(what: str, machine: str) -> Path:
@@ -39,13 +42,29 @@ def load(path: Path, parse: Callable[[Any], T]) -> T:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no JSON, or ``parse`` raises one.
+        ValueError: it is no ordinary file, too large or no JSON, or ``parse`` raises one.
     """
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(_content(path))
     except RecursionError:
         raise ValueError("its record is nested too deeply") from None
     return parse(record)
+
+
+def _content(path: Path) -> bytes:
+    """What is in a file, which may be anything: a pipe that nobody writes to, or an endless device."""
+
+    def opener(name: str, flags: int) -> int:
+        # Not to wait for a pipe's writer, and not to make a terminal that of this process.
+        return os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+    with open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is not an ordinary file")
+        content = file.read(_MOST + 1)
+    if len(content) > _MOST:
+        raise ValueError(f"it has more than {_MOST} bytes")
+    return content
 
 
 def read(path: Path, parse: Callable[[Any], T]) -> T | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,4 +81,6 @@ def _parse(record: Any) -> Tuning:
         raise ValueError("it is incomplete")
     if any(type(limit) is not int or not 0 < limit < 2**63 for limit in limits.values()):
         raise ValueError(f"sizes must be positive numbers of bytes, got {list(limits.values())}")
+    if not all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in limits):
+        raise ValueError(f"world sizes must be positive integers, got {list(limits)}")
     return Tuning({int(size): limit for size, limit in limits.items()}, record["date"])

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,11 @@ GOOD = {"format": tuning.FORMAT, "date": DATE, "one_shot_bytes": {"2": 4096}}
         json.dumps(GOOD | {"one_shot_bytes": {}}),
         json.dumps(GOOD | {"one_shot_bytes": [4096]}),
         json.dumps(GOOD | {"one_shot_bytes": {"two": 4096}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"-3": 4096}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"0": 4096}}),
+        json.dumps(GOOD | {"one_shot_bytes": {" 2": 4096}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"1_0": 4096}}),
+        json.dumps(GOOD | {"one_shot_bytes": {"\u0663": 4096}}),  # A three in Arabic digits.
         json.dumps(GOOD | {"one_shot_bytes": {"2": 0}}),
         json.dumps(GOOD | {"one_shot_bytes": {"2": 2**70}}),
         json.dumps(GOOD | {"one_shot_bytes": {"2": 0.5}}),
@@ -107,6 +113,36 @@ def test_a_bad_file_is_ignored_with_a_warning_that_says_what_to_do(cache: Path, 
         communicators = Communicator.threads(2)
     assert [communicator._host_end.core.one_shot_bytes for communicator in communicators] == [0, 0]
     assert f"! {path} is not used" in cli.info()
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # It takes no space.
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless, make_huge, Path.mkdir])
+def test_what_cannot_be_read_to_its_end_is_ignored(
+    cache: Path, make: Callable[[Path], None]
+) -> None:
+    tuning.path().parent.mkdir(parents=True)
+    make(tuning.path())
+    script = (
+        "import warnings; from pipekernels import Communicator; "
+        "warnings.simplefilter('always'); print(Communicator.threads(2)[0]._core.one_shot_bytes)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout == "0\n"
+    assert f"{tuning.path()} is not used" in result.stderr
 
 
 def test_a_world_size_between_takes_the_next_smaller_one_measured() -> None:

@@ -68,6 +68,7 @@ def test_every_shipped_table_can_be_read(path: Path) -> None:
         {"format": table.FORMAT + 1},
         {"gpu": None, "entries": 3},
         {"launch_seconds": 0},
+        {"launch_seconds": True},
         {"entries": [{}]},
         {"entries": [{"kind": "int8"}]},
         {"entries": [{"m": 0}]},
