@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import math
 import os
 import platform
+import sys
 import warnings
 
 import torch
@@ -126,8 +129,35 @@ def _gpus(missing: list[str]) -> list[tuple[str, str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of ``pipekernels`` and ``python -m pipekernels``; returns the exit code."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):  # Where argparse itself would ignore errors.
+            text = _answer(arguments)
+    except SystemExit:  # It has shown its help, the version or an error.
+        if not _write(shown.getvalue()):
+            return 1
+        raise
+    return 0 if _write(f"{text}\n") else 1
+
+
+def _write(text: str) -> bool:
+    """Write to standard output, through to its end; whether that was possible."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        # Or Python would try again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # The reader knows.
+            print(f"pipekernels: standard output cannot be written: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _answer(arguments: list[str] | None) -> str:
+    """What a command prints."""
     parser = argparse.ArgumentParser(prog="pipekernels", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"pipekernels {__version__}")
+    commands = parser.add_subparsers(dest="command")
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
     tuning_parser = commands.add_parser(
         "tune",
@@ -148,9 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--seconds must be a positive, finite number, got {parsed.seconds}"
             )
         try:
-            print(tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind))
+            return tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind)
         except OSError as error:  # TimeoutError is one.
             tuning_parser.error(str(error))
-    else:
-        print(info())
-    return 0
+    return parser.format_help().rstrip() if parsed.command is None else info()

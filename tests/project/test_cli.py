@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -47,6 +48,39 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         cli.main(["nonsense"])
     assert "info" in capsys.readouterr().err
+
+
+def test_without_a_command_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr()
+    assert "usage: pipekernels" in shown.out and "forecast" in shown.out and shown.err == ""
+
+
+def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"pipekernels {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["--help"], []])
+def test_output_that_cannot_be_written_is_no_bug(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "pipekernels", *arguments]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 1
+    assert re.fullmatch(
+        "pipekernels: standard output cannot be written: .*No space.*\n", ended.stderr
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        ended = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_measurements_that_cannot_be_kept_are_an_error(
