@@ -22,7 +22,7 @@ from pipekernels import (
     unparallelize_pipeline,
 )
 from pipekernels.device.streams import usable
-from pipekernels.local_ops import p2p_copy
+from pipekernels.ops import p2p_copy
 
 X = torch.ones(4, 2)
 

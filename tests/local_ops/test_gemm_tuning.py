@@ -13,9 +13,10 @@ from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.layout import layout_of
 from pipekernels.kernels.table import Shape
-from pipekernels.local_ops import gemm_tuning, sharded_gemm
+from pipekernels.local_ops import gemm_tuning
 from pipekernels.local_ops.gemm_tuning import by_library
 from pipekernels.local_ops.sharded_gemm import measured, tf32_allowed
+from pipekernels.ops import sharded_gemm
 
 CONFIGS = [Config(Blocks(128, 128, 64, 8, 4)), Config(Blocks(64, 128, 64, 4, 5))]
 

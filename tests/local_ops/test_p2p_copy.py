@@ -10,7 +10,7 @@ import torch
 from support.recorded_streams import machine
 
 from pipekernels.device import edge
-from pipekernels.local_ops import p2p_copy
+from pipekernels.ops import p2p_copy
 
 DTYPES = [
     torch.float64,

@@ -22,7 +22,7 @@ from torch.nn import functional
 from pipekernels.kernels.config import BLOCKS, KINDS, Config, candidates
 from pipekernels.kernels.layout import layout_of
 from pipekernels.kernels.table import LAYOUTS
-from pipekernels.local_ops import sharded_gemm
+from pipekernels.ops import sharded_gemm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

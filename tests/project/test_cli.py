@@ -53,7 +53,7 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 def test_without_a_command_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr()
-    assert "usage: pipekernels" in shown.out and "forecast" in shown.out and shown.err == ""
+    assert "usage: pipekernels" in shown.out and "tune" in shown.out and shown.err == ""
 
 
 def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from pipekernels import Pipe
 from pipekernels.device import graphs as ops_graphs
-from pipekernels.local_ops import p2p_copy
+from pipekernels.ops import p2p_copy
 from pipekernels.pipeline.cuda_graphs import (
     checks as graph_checks,
 )

@@ -19,7 +19,7 @@ from torch import nn
 
 from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
 from pipekernels.device import edge, streams
-from pipekernels.local_ops import p2p_copy
+from pipekernels.ops import p2p_copy
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.skip import Namespace
