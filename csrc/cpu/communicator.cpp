@@ -53,13 +53,14 @@ std::string format_seconds(Seconds duration) {
 
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                            Seconds timeout, std::function<void()> interrupt,
-                           std::function<void()> before_wait)
+                           std::function<void()> before_wait, bool prefetch_writes)
     : rank_(rank),
       world_size_(segment->world_size()),
       one_shot_bytes_(segment->agreement().one_shot_bytes),
       timeout_(timeout),
       interrupt_(std::move(interrupt)),
       before_wait_(std::move(before_wait)),
+      prefetch_writes_(prefetch_writes),
       crowded_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
       process_(process_generation()),
       heap_(std::make_shared<SymmetricHeap>(segment, rank)),
@@ -315,7 +316,7 @@ void Collective::wait() {
   communicator_.await_arrivals(communicator_.state(rank()).arrivals.own_value(), spins());
   if (!compared_) compare_descriptors();
   // The peers have a copy of the line by now, which the next signal would have to wait for.
-  take_line(&communicator_.state(rank()).arrivals);
+  if (communicator_.prefetch_writes_) take_line(&communicator_.state(rank()).arrivals);
 }
 
 void Collective::wait(Signal& signal, uint32_t target, int owner) {
@@ -328,6 +329,7 @@ int Collective::spins() const {
 }
 
 void Collective::take_staging(size_t bytes) const {
+  if (!communicator_.prefetch_writes_) return;
   constexpr size_t kLimit = 2 << 10;
   for (size_t i = 0; i < std::min(bytes, kLimit); i += 64) take_line(staging(rank(), 0) + i);
 }

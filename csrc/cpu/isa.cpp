@@ -1,5 +1,8 @@
 #include "pipekernels/isa.h"
 
+#include <cstring>
+#include <string>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -42,6 +45,26 @@ Isa best_isa() {
                           : isa_available(Isa::kAvx2)     ? Isa::kAvx2
                                                           : Isa::kBaseline;
   return best;
+}
+
+// Empty where there is no CPUID.
+static std::string cpu_vendor() {
+#if defined(__x86_64__)
+  unsigned eax, parts[3];  // "Auth" "enti" "cAMD"
+  if (__get_cpuid(0, &eax, &parts[0], &parts[2], &parts[1]) == 0) return "";
+  char vendor[sizeof(parts)];
+  std::memcpy(vendor, parts, sizeof(parts));
+  return std::string(vendor, sizeof(vendor));
+#else
+  return "";
+#endif
+}
+
+bool write_prefetch_pays(std::string_view vendor) { return vendor == "AuthenticAMD"; }
+
+bool write_prefetch_pays() {
+  static const bool pays = write_prefetch_pays(cpu_vendor());
+  return pays;
 }
 
 }  // namespace pipekernels

@@ -200,6 +200,34 @@ void test_wrap() {
   for (auto& thread : threads) thread.join();
 }
 
+// Which ranks prefetch lines that they are going to write shows in no result.
+void test_write_prefetch() {
+  CHECK(write_prefetch_pays("AuthenticAMD"));
+  for (const char* vendor : {"GenuineIntel", "HygonGenuine", "AuthenticAMD2", ""}) {
+    CHECK(!write_prefetch_pays(vendor));
+  }
+  for (int prefetching = 0; prefetching < 4; ++prefetching) {  // A bit for each rank.
+    const int fd = Segment::create(2, 4096);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        const bool prefetches = prefetching >> rank & 1;
+        Communicator communicator(  // As processes do, which stage what they sum.
+            Segment::map(fd, 2), rank, {-1, -1}, Seconds(30), [] {}, [] {}, prefetches);
+        for (size_t count : {0, 1, 250, 256, 500, 512, 1000, 1024, 1025, 5000}) {
+          for (const DType dtype : kDTypes) {
+            Bytes data = values(dtype, count, 5, rank);
+            all_reduce(communicator, data.data(), count, dtype, Reduction::kSum, {});
+            CHECK(data == reduced(dtype, count, 5, 2, Reduction::kSum));
+          }
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    close(fd);
+  }
+}
+
 // Where nothing was measured there is some limit, and a measured one is kept to the byte.
 void test_choice() {
   for (const size_t measured : {size_t{0}, size_t{5000}}) {
@@ -364,6 +392,7 @@ int main(int argc, char** argv) {
   for (size_t count = 8 << 20; !give_up_while_read(count); count *= 2) CHECK(count < 1 << 28);
   run_processes(2, test_late_writes, Seconds(0.6));
   test_wrap();
+  test_write_prefetch();
   test_choice();
   test_large_limit();
   test_forked_child();

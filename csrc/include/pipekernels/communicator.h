@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "pipekernels/errors.h"
+#include "pipekernels/isa.h"
 #include "pipekernels/segment.h"
 #include "pipekernels/symmetric_heap.h"
 
@@ -35,10 +36,11 @@ class Communicator {
   // `pidfds`: if the ranks are processes, one per rank, -1 for this one; owned. Empty if the ranks
   // are threads of this process. `timeout` bounds every wait. `interrupt` is called now and then
   // while waiting, and may throw to give up. `before_wait` is called before a wait that may take
-  // longer than some 10 us.
+  // longer than some 10 us. `prefetch_writes`: see write_prefetch_pays() in isa.h.
   Communicator(
       std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
-      std::function<void()> interrupt, std::function<void()> before_wait = [] {});
+      std::function<void()> interrupt, std::function<void()> before_wait = [] {},
+      bool prefetch_writes = write_prefetch_pays());
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -99,6 +101,7 @@ class Communicator {
   const size_t one_shot_bytes_;
   const Seconds timeout_;
   const std::function<void()> interrupt_, before_wait_;
+  const bool prefetch_writes_;
   const bool crowded_;      // Whether there are more ranks than cores.
   const unsigned process_;  // Tells a forked child from the process that made this object.
   std::atomic<bool> closed_{false};
@@ -150,7 +153,8 @@ class Collective {
   }
   void finish_rounds(uint64_t count) { communicator_.rounds_ += count; }
   // After the last round: asks for the staging to which a next call copies so many bytes, and which
-  // peers have read some rounds ago; for as much as can be on its way without anyone waiting.
+  // peers have read some rounds ago, if that pays; for as much as can be on its way without anyone
+  // waiting.
   void take_staging(size_t bytes) const;
 
   // Likewise the chunks of a ring.
