@@ -1,4 +1,4 @@
-// The interpreter's lock, the GIL, for bindings.cpp alone.
+// The interpreter's lock, the GIL, for the bindings alone.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// Tensors as Python objects, for bindings.cpp alone.
+// Tensors as Python objects, for the bindings alone.
 //
 // Their addresses, sizes and dtypes come from the table of C functions that torch gives for DLPack,
 // or else from their attributes. Everything here needs the interpreter's lock.
@@ -31,6 +31,14 @@ inline PyObject* increment_version = nullptr;
 
 inline void use_tensors(const py::type& cls, const py::type& parameter,
                         const py::object& increment) {
+  const auto is_tensor_class = [&](const py::type& other) {
+    return PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(other.ptr()),
+                            reinterpret_cast<PyTypeObject*>(cls.ptr()));
+  };
+  if (!is_tensor_class(parameter) || !PyCallable_Check(increment.ptr())) {
+    throw py::type_error("expected the class of tensors, a subclass of it, and a function");
+  }
+  describe_tensor = nullptr;
   tensor_class = reinterpret_cast<PyTypeObject*>(cls.inc_ref().ptr());
   parameter_class = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
   increment_version = increment.inc_ref().ptr();
@@ -38,6 +46,16 @@ inline void use_tensors(const py::type& cls, const py::type& parameter,
   const py::capsule capsule = cls.attr("__dlpack_c_exchange_api__");
   const auto* api = capsule.get_pointer<const dlpack::ExchangeApi>();
   if (api->major == 1) describe_tensor = api->from_object;
+}
+
+// TypeError for what is no tensor.
+inline void require_tensor(py::handle object) {
+  if (tensor_class == nullptr) {
+    throw std::runtime_error("call use_tensors() first, which says what tensors are");
+  }
+  if (PyObject_TypeCheck(object.ptr(), tensor_class)) return;
+  throw py::type_error("expected a tensor, got " +
+                       py::str(py::type::of(object).attr("__name__")).cast<std::string>());
 }
 
 // Whether a tensor that has elements has memory for them; `data` is where they begin, as the tensor
@@ -51,6 +69,7 @@ inline bool has_memory(py::handle tensor, const void* data) {
 
 // std::invalid_argument for a tensor without memory for its elements.
 inline void check_memory(py::handle tensor) {
+  require_tensor(tensor);
   const auto* data = reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<uintptr_t>());
   if (has_memory(tensor, data) || tensor.attr("numel")().cast<int64_t>() == 0) return;
   const auto name = py::str(py::type::of(tensor).attr("__name__")).cast<std::string>();
@@ -91,6 +110,7 @@ inline bool holds_elements(py::handle tensor, const dlpack::Tensor& described) {
 
 // Lets autograd see that a tensor has changed in place, in case it was saved for a backward.
 inline void mark_changed(py::handle tensor) {
+  require_tensor(tensor);
   const py::tuple changed = py::make_tuple(tensor);
   const auto done =
       py::reinterpret_steal<py::object>(PyObject_CallOneArg(increment_version, changed.ptr()));
@@ -101,6 +121,8 @@ inline void mark_changed(py::handle tensor) {
 
 struct TensorView {
   char* data;
+  int device_type;  // a dlpack::DeviceType, or 0
+  int device;       // among those of its type
   int64_t item_size;
   int dtype;  // as dtype_of()
   Integers shape, strides;
@@ -113,8 +135,12 @@ inline TensorView view_of(py::handle tensor) {
       return Integers(values, values + described.dims);
     };
     return {static_cast<char*>(described.data) + described.offset,
-            described.type_bits * described.type_lanes / 8, dtype_of(described),
-            copy(described.shape), copy(described.strides)};
+            described.device_type,
+            described.device,
+            described.type_bits * described.type_lanes / 8,
+            dtype_of(described),
+            copy(described.shape),
+            copy(described.strides)};
   }
   check_memory(tensor);
   auto* const data = reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>());
@@ -124,8 +150,16 @@ inline TensorView view_of(py::handle tensor) {
     return name == std::string("torch.") + name_of(static_cast<DType>(dtype));
   };
   while (dtype >= 0 && !is_its_name()) --dtype;
-  return {data, tensor.attr("element_size")().cast<int64_t>(), dtype,
-          tensor.attr("shape").cast<Integers>(), tensor.attr("stride")().cast<Integers>()};
+  const auto is = [&](const char* name) { return tensor.attr(name).cast<bool>(); };
+  const int device_type = is("is_cpu") ? dlpack::kCpu : is("is_cuda") ? dlpack::kCuda : 0;
+  const int device = device_type == dlpack::kCuda ? tensor.attr("get_device")().cast<int>() : 0;
+  return {data,
+          device_type,
+          device,
+          tensor.attr("element_size")().cast<int64_t>(),
+          dtype,
+          tensor.attr("shape").cast<Integers>(),
+          tensor.attr("stride")().cast<Integers>()};
 }
 
 }  // namespace pipekernels::python

@@ -1,4 +1,8 @@
-"""Types of the compiled extension; addresses and handles are plain integers."""
+"""Types of the compiled extension; addresses and handles are plain integers.
+
+Arguments that fit nothing raise ValueError or TypeError; whether there is memory at an address, nobody
+can check.
+"""
 
 from collections.abc import Callable
 

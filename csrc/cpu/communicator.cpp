@@ -26,6 +26,8 @@ constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
 constexpr int kSpins = 1000;      // In the others.
 constexpr int kYields = 200;
 
+constexpr double kMaxTimeout = 1e10;  // Seconds, whose nanoseconds 64 bits can count.
+
 // The communicators in whose collectives this thread waits and has gone to see about interrupts:
 // several, if a signal handler calls a collective in turn.
 struct Interrupted {
@@ -33,6 +35,12 @@ struct Interrupted {
   const Interrupted* outer;
 };
 thread_local const Interrupted* interrupted = nullptr;
+
+int check_rank(int rank, int world_size) {
+  if (rank >= 0 && rank < world_size) return rank;
+  throw std::invalid_argument("rank must be in 0.." + std::to_string(world_size - 1) + ", got " +
+                              std::to_string(rank));
+}
 
 bool is_interrupted_here(const Communicator* communicator) {
   const Interrupted* each = interrupted;
@@ -54,7 +62,7 @@ std::string format_seconds(Seconds duration) {
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                            Seconds timeout, std::function<void()> interrupt,
                            std::function<void()> before_wait, bool prefetch_writes)
-    : rank_(rank),
+    : rank_(check_rank(rank, segment->world_size())),
       world_size_(segment->world_size()),
       one_shot_bytes_(segment->agreement().one_shot_bytes),
       timeout_(timeout),
@@ -65,7 +73,18 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
       process_(process_generation()),
       heap_(std::make_shared<SymmetricHeap>(segment, rank)),
       segment_(std::move(segment)),
-      pidfds_(std::move(pidfds)) {}
+      pidfds_(std::move(pidfds)) {
+  if (!pidfds_.empty() && pidfds_.size() != static_cast<size_t>(world_size_)) {
+    throw std::invalid_argument("pidfds must be one for each of " + std::to_string(world_size_) +
+                                " ranks, or none for threads, got " +
+                                std::to_string(pidfds_.size()));
+  }
+  if (!(timeout_.count() > 0 && timeout_.count() <= kMaxTimeout)) {
+    throw std::invalid_argument("timeout must be above 0 and at most " +
+                                format_seconds(Seconds(kMaxTimeout)) + ", got " +
+                                format_seconds(timeout_));
+  }
+}
 
 Communicator::~Communicator() { close(); }
 

@@ -1,6 +1,7 @@
 #include "pipekernels/micro_batch_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -30,7 +31,10 @@ void validate(const MicroBatchCopy& request) {
   int64_t total = 0;
   for (const int64_t size : request.sizes) {
     if (size < 0) reject("a micro-batch of negative size " + to_string(size));
-    total += size;
+    if (__builtin_add_overflow(total, size, &total)) {
+      reject("micro-batches of more than " + to_string(std::numeric_limits<int64_t>::max()) +
+             " entries");
+    }
   }
   for (const WholeTensor& whole : request.wholes) {
     const auto dims = static_cast<int64_t>(whole.shape.size());
@@ -144,10 +148,14 @@ class Planner {
 
   // Leaves `dims` changed.
   void add(const char* src, char* dst, Units elements, Dimensions& dims) {
+    const auto is_empty = [](const Dimension& d) { return d.size == 0; };
+    if (std::any_of(dims.begin(), dims.end(), is_empty)) return;
     int64_t bytes = elements.wider();
-    for (const Dimension& d : dims) bytes *= d.size;
-    if (bytes == 0) return;
-    plan_.bytes += bytes;
+    bool fits = true;
+    for (const Dimension& d : dims) fits = fits && !__builtin_mul_overflow(bytes, d.size, &bytes);
+    if (!fits || __builtin_add_overflow(plan_.bytes, bytes, &plan_.bytes)) {
+      reject("more than " + std::to_string(std::numeric_limits<int64_t>::max()) + " bytes");
+    }
     plan_.casts = plan_.casts || elements.cast();
     simplify(dims);
     if (dims.empty() || dims.back().src != elements.src || dims.back().dst != elements.dst) {

@@ -21,6 +21,12 @@ size_t round_up(size_t size) { return (size + kAlignment - 1) / kAlignment * kAl
   throw std::system_error(errno, std::generic_category(), what);
 }
 
+void check_world_size(int world_size) {
+  if (world_size >= 1 && world_size <= kMaxRanks) return;
+  throw std::invalid_argument("world_size must be in 1.." + std::to_string(kMaxRanks) + ", got " +
+                              std::to_string(world_size));
+}
+
 }  // namespace
 
 Segment::Segment(int world_size)
@@ -29,10 +35,7 @@ Segment::Segment(int world_size)
       heaps_(round_up(buffers_ + world_size * kBuffersStride)) {}
 
 int Segment::create(int world_size, size_t one_shot_bytes) {
-  if (world_size < 1 || world_size > kMaxRanks) {
-    throw std::invalid_argument("world_size must be in 1.." + std::to_string(kMaxRanks) + ", got " +
-                                std::to_string(world_size));
-  }
+  check_world_size(world_size);
   const int fd = memfd_create("pipekernels", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw_errno("memfd_create failed");
   const auto size = static_cast<off_t>(Segment(world_size).size());
@@ -50,6 +53,7 @@ int Segment::create(int world_size, size_t one_shot_bytes) {
 }
 
 std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
+  check_world_size(world_size);
   std::shared_ptr<Segment> segment(new Segment(world_size));
   struct stat status;
   if (fstat(fd, &status) != 0) throw_errno("fstat failed");

@@ -20,6 +20,7 @@ enum class Operation : uint8_t {
 };
 
 constexpr int kMaxRanks = 1024;
+constexpr int kShapeBits = 22;
 
 // Equal on all ranks.
 struct Call {
@@ -29,8 +30,8 @@ struct Call {
   Algorithm algorithm = Algorithm::kAuto;
   // Of a broadcast: who sends. Of kAllReduceWhenReady: the number of thread blocks.
   uint32_t root : 10;
-  uint32_t shape : 22;  // A digest of the shape of this rank's input.
-  uint64_t count = 0;   // Elements of this rank's input.
+  uint32_t shape : kShapeBits;  // A digest of the shape of this rank's input.
+  uint64_t count = 0;           // Elements of this rank's input.
 };
 static_assert(sizeof(Call) == 16 && kMaxRanks <= 1 << 10);
 

@@ -36,7 +36,9 @@ class Communicator {
   // `pidfds`: if the ranks are processes, one per rank, -1 for this one; owned. Empty if the ranks
   // are threads of this process. `timeout` bounds every wait. `interrupt` is called now and then
   // while waiting, and may throw to give up. `before_wait` is called before a wait that may take
-  // longer than some 10 us. `prefetch_writes`: see write_prefetch_pays() in isa.h.
+  // longer than some 10 us. `prefetch_writes`: see write_prefetch_pays() in isa.h. Throws
+  // std::invalid_argument for a rank that the segment does not have, another number of `pidfds`, or
+  // a timeout that is not in (0, 1e10].
   Communicator(
       std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
       std::function<void()> interrupt, std::function<void()> before_wait = [] {},

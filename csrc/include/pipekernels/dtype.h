@@ -31,6 +31,7 @@ enum class DType : uint8_t {
   kFloat8E8M0FnU,
   kFloat4E2M1FnX2,
 };
+constexpr int kDTypes = static_cast<int>(DType::kFloat4E2M1FnX2) + 1;
 constexpr int kFloatingDTypes = 4;
 constexpr int kReducibleDTypes = 6;
 

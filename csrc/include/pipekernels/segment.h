@@ -73,7 +73,8 @@ class Segment {
   // Returns the descriptor of a new memory file of the right size for map(). Throws
   // std::invalid_argument unless 1 <= world_size <= kMaxRanks.
   static int create(int world_size, size_t one_shot_bytes = 0);
-  // Maps the file; the caller may close `fd` afterwards.
+  // Maps the file; the caller may close `fd` afterwards. Throws std::invalid_argument likewise, and
+  // std::runtime_error for a file of another size.
   static std::shared_ptr<Segment> map(int fd, int world_size);
   ~Segment();
   Segment(const Segment&) = delete;

@@ -1,0 +1,12 @@
+// The parts of the Python module, each in a file of its own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pipekernels::python {
+
+void bind_micro_batches(pybind11::module_& m);
+void bind_collectives(pybind11::module_& m);
+void bind_cuda_collectives(pybind11::module_& m);  // In a build with CUDA.
+
+}  // namespace pipekernels::python

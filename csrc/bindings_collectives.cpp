@@ -1,0 +1,228 @@
+// Communicators in Python, and collectives on the CPU.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "bindings_arguments.h"
+#include "bindings_gil.h"
+#include "bindings_tensor.h"
+#include "pipekernels/all_gather.h"
+#include "pipekernels/all_reduce.h"
+#include "pipekernels/broadcast.h"
+#include "pipekernels/communicator.h"
+#include "pipekernels/dlpack.h"
+#include "pipekernels/dlpack_tensor.h"
+#include "pipekernels/process.h"
+#include "pipekernels/reduce_scatter.h"
+
+namespace pipekernels::python {
+namespace {
+
+// The class that Python raises for a PeerError: cls(message, rank). Owned.
+PyObject* peer_error_class = nullptr;
+
+void translate_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerError& e) {
+    const py::object instance =
+        py::reinterpret_borrow<py::object>(peer_error_class)(e.what(), e.rank);
+    PyErr_SetObject(peer_error_class, instance.ptr());
+  } catch (const TimeoutError& e) {
+    PyErr_SetString(PyExc_TimeoutError, e.what());
+  }
+}
+
+// As pybind11 does it for the functions that it defines.
+void set_python_error() {
+  try {
+    translate_error(std::current_exception());
+  } catch (py::error_already_set& e) {
+    e.restore();
+  } catch (const std::invalid_argument& e) {
+    PyErr_SetString(PyExc_ValueError, e.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+}
+
+// Lets Ctrl-C end a wait. Python handles signals in the main thread alone.
+void check_signals() {
+  if (syscall(SYS_gettid) != getpid()) return;  // glibc has gettid() from 2.30 on.
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// As digest_of() in comm/tensors.py.
+uint32_t shape_digest(py::handle tensor, int32_t dims) {
+  return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & kMostShape);
+}
+
+// The code among `codes` that `name` is the very name of, the one string object that literals in
+// Python share; -1 for all else.
+template <class Code, int codes>
+int code_of(const PyObject* name) {
+  static const auto names = [] {
+    std::array<PyObject*, codes> interned;
+    for (int i = 0; i < codes; ++i) {
+      interned[i] = PyUnicode_InternFromString(name_of(static_cast<Code>(i)));
+    }
+    return interned;
+  }();
+  int code = codes - 1;
+  while (code >= 0 && name != names[code]) --code;
+  return code;
+}
+
+// all_reduce_tensor(tensor, op, algorithm) -> bool, of the Communicator `self`. Does nothing and
+// returns False for names that no literal has, and for a tensor that has to be made ready first:
+// one that is not dense, lies on another device, has no memory, or that torch does not describe to
+// C. Called without pybind11, whose way takes as long as a small sum.
+PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected (tensor, op, algorithm)");
+    return nullptr;
+  }
+  try {
+    const py::handle tensor = arguments[0];
+    dlpack::Tensor described;
+    if (!describe(tensor, described) || described.device_type != dlpack::kCpu) Py_RETURN_FALSE;
+    const int dtype = dtype_of(described);
+    const int64_t elements = dense_elements(described);
+    if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
+    const int reduction = code_of<Reduction, kReductions>(arguments[1]);
+    const int algorithm = code_of<Algorithm, kAlgorithms>(arguments[2]);
+    if (reduction < 0 || algorithm < 0) Py_RETURN_FALSE;
+    const uint32_t shape = shape_digest(tensor, described.dims);
+    auto& communicator = py::handle(self).cast<Communicator&>();
+    {
+      const GilUntilRelease gil;
+      // The peers may be threads that want it; the copies of so many bytes take some 10 us.
+      constexpr int64_t kFewBytes = 256 << 10;
+      if (communicator.is_threads() || elements * described.type_bits / 8 > kFewBytes) {
+        GilUntilRelease::release();
+      }
+      all_reduce(communicator, static_cast<std::byte*>(described.data) + described.offset,
+                 static_cast<size_t>(elements), static_cast<DType>(dtype),
+                 static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm), shape);
+    }
+    mark_changed(tensor);
+    Py_RETURN_TRUE;
+  } catch (...) {
+    set_python_error();
+    return nullptr;
+  }
+}
+
+}  // namespace
+
+void bind_collectives(py::module_& m) {
+  using WithoutGil = py::call_guard<NoGil>;
+
+  peer_error_class = Py_NewRef(PyExc_RuntimeError);
+  m.def("set_peer_error", [](const py::type& cls) {
+    if (!PyExceptionClass_Check(cls.ptr())) throw py::type_error("expected a class of exceptions");
+    Py_DECREF(std::exchange(peer_error_class, cls.inc_ref().ptr()));
+  });
+  py::register_local_exception_translator(&translate_error);
+
+  m.def("open_pidfd", &open_pidfd);
+
+  py::class_<SymmetricBuffer>(m, "SymmetricBuffer", py::buffer_protocol())
+      .def_buffer([](SymmetricBuffer& buffer) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(buffer.data()), buffer.bytes());
+      });
+
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
+      .def_static("create", &Segment::create, py::arg("world_size"), py::arg("one_shot_bytes") = 0)
+      .def(py::init(&Segment::map), py::arg("fd"), py::arg("world_size"), WithoutGil());
+
+  py::class_<Communicator>(m, "Communicator")
+      .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
+                       double timeout) {
+             return std::make_unique<Communicator>(std::move(segment), rank, std::move(pidfds),
+                                                   Seconds(timeout), &check_signals,
+                                                   &GilUntilRelease::release);
+           }),
+           py::arg("segment").none(false), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
+      .def_property_readonly("one_shot_bytes", &Communicator::one_shot_bytes)
+      .def("allocate",
+           [](const Communicator& communicator, size_t bytes) {
+             return std::make_unique<SymmetricBuffer>(communicator.heap(), bytes);
+           })
+      .def(
+          "all_reduce",
+          [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
+             int algorithm, uint32_t shape) {
+            const DType type = dtype_of_code(dtype);
+            all_reduce(communicator, address_of("data", data, count, type), count, type,
+                       reduction_of_code(reduction), algorithm_of_code(algorithm),
+                       checked_shape(shape));
+          },
+          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("reduction"),
+          py::arg("algorithm"), py::arg("shape") = 0, WithoutGil())
+      .def_property_readonly(
+          "all_reduce_tensor",
+          [](const py::object& self) {
+            if (!py::isinstance<Communicator>(self)) throw py::type_error("no Communicator");
+            // Not of the property's name: torch.compile would take that for what makes methods.
+            static PyMethodDef method{
+                "Communicator.all_reduce_tensor",
+                reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&all_reduce_tensor)),
+                METH_FASTCALL, nullptr};
+            return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
+          })
+      .def(
+          "reduce_scatter",
+          [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,
+             int reduction, uint32_t shape) {
+            const DType type = dtype_of_code(dtype);
+            const int parts = communicator.world_size();
+            reduce_scatter(communicator, address_of("input", input, count, type, parts),
+                           address_of("output", output, count, type), count, type,
+                           reduction_of_code(reduction), checked_shape(shape));
+          },
+          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"),
+          py::arg("reduction"), py::arg("shape") = 0, WithoutGil())
+      .def(
+          "all_gather",
+          [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,
+             uint32_t shape) {
+            const DType type = dtype_of_code(dtype);
+            const int parts = communicator.world_size();
+            all_gather(communicator, address_of("input", input, count, type),
+                       address_of("output", output, count, type, parts), count, type,
+                       checked_shape(shape));
+          },
+          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"),
+          py::arg("shape") = 0, WithoutGil())
+      .def(
+          "broadcast",
+          [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int root,
+             uint32_t shape) {
+            const DType type = dtype_of_code(dtype);
+            broadcast(communicator, address_of("data", data, count, type), count, type, root,
+                      checked_shape(shape));
+          },
+          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"),
+          py::arg("shape") = 0, WithoutGil())
+      .def("barrier", &barrier, WithoutGil())
+      .def("close", &Communicator::close, WithoutGil())
+      .def("abort", &Communicator::abort, WithoutGil());
+}
+
+}  // namespace pipekernels::python

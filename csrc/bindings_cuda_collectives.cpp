@@ -1,0 +1,150 @@
+// Collectives on CUDA in Python.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "bindings.h"
+#include "bindings_arguments.h"
+#include "bindings_gil.h"
+#include "pipekernels/all_gather.h"
+#include "pipekernels/all_reduce.h"
+#include "pipekernels/broadcast.h"
+#include "pipekernels/cuda_communicator.h"
+#include "pipekernels/dlpack.h"
+#include "pipekernels/reduce_scatter.h"
+
+namespace pipekernels::python {
+namespace {
+
+namespace py = pybind11;
+
+// A capsule with a tensor of bytes, which owns `buffer`.
+py::object to_dlpack(std::unique_ptr<CudaBuffer> buffer, int device) {
+  struct Owned : dlpack::ManagedTensor {
+    std::unique_ptr<CudaBuffer> buffer;
+    int64_t size;
+  };
+  auto* owned = new Owned;
+  owned->size = static_cast<int64_t>(buffer->bytes());
+  owned->tensor = {buffer->data(), dlpack::kCuda, device, 1, dlpack::kUnsigned, 8, 1,
+                   &owned->size,   nullptr,       0};
+  owned->context = nullptr;
+  owned->release = [](dlpack::ManagedTensor* self) { delete static_cast<Owned*>(self); };
+  owned->buffer = std::move(buffer);
+  // Who takes the tensor renames the capsule, and releases it.
+  PyObject* capsule =
+      PyCapsule_New(static_cast<dlpack::ManagedTensor*>(owned), "dltensor", [](PyObject* self) {
+        if (!PyCapsule_IsValid(self, "dltensor")) return;
+        auto* tensor = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+        tensor->release(tensor);
+      });
+  if (capsule == nullptr) {
+    delete owned;
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+}  // namespace
+
+void bind_cuda_collectives(py::module_& m) {
+  using WithoutGil = py::call_guard<NoGil>;
+
+  py::class_<CudaCommunicator>(m, "CudaCommunicator")
+      .def(py::init([](Communicator& core, int device, size_t symmetric_bytes) {
+             if (symmetric_bytes > kMostBytes) {
+               throw std::invalid_argument("symmetric_bytes must be at most " +
+                                           std::to_string(kMostBytes) + ", got " +
+                                           std::to_string(symmetric_bytes));
+             }
+             return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes);
+           }),
+           py::arg("core"), py::arg("device"), py::arg("symmetric_bytes"), py::keep_alive<1, 2>(),
+           WithoutGil())
+      .def("allocate",
+           [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) -> py::object {
+             std::unique_ptr<CudaBuffer> buffer;
+             {
+               const NoGil no_gil;
+               buffer = communicator.allocate(bytes, address(stream));
+             }
+             if (!buffer) return py::none();
+             return to_dlpack(std::move(buffer), communicator.device());
+           })
+      .def(
+          "all_reduce",
+          [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
+             int algorithm, uint32_t shape, uintptr_t stream, bool may_meet) {
+            const DType type = dtype_of_code(dtype);
+            all_reduce_cuda(communicator, address_of("data", data, count, type), count, type,
+                            reduction_of_code(reduction), algorithm_of_code(algorithm),
+                            checked_shape(shape), {address(stream), may_meet});
+          },
+          WithoutGil())
+      .def(
+          "all_reduce_when_ready",
+          [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
+             const std::tuple<uintptr_t, int32_t, size_t>& gates, int blocks, uint32_t shape,
+             uintptr_t stream, bool may_meet) {
+            const auto [ready, target, block_elements] = gates;
+            const DType type = dtype_of_code(dtype);
+            check_in_range("blocks", blocks, 1, std::numeric_limits<int>::max());
+            if (count > 0 && (ready == 0 || block_elements == 0)) {
+              throw std::invalid_argument("gates must be an address and blocks of elements, got " +
+                                          std::to_string(ready) + " and blocks of " +
+                                          std::to_string(block_elements));
+            }
+            all_reduce_when_ready_cuda(
+                communicator, address_of("data", data, count, type), count, type,
+                reduction_of_code(reduction),
+                {static_cast<const int32_t*>(address(ready)), target, block_elements}, blocks,
+                checked_shape(shape), {address(stream), may_meet});
+          },
+          WithoutGil())
+      .def(
+          "reduce_scatter",
+          [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
+             int dtype, int reduction, uint32_t shape, uintptr_t stream, bool may_meet) {
+            const DType type = dtype_of_code(dtype);
+            const int parts = communicator.world_size();
+            reduce_scatter_cuda(communicator, address_of("input", input, count, type, parts),
+                                address_of("output", output, count, type), count, type,
+                                reduction_of_code(reduction), checked_shape(shape),
+                                {address(stream), may_meet});
+          },
+          WithoutGil())
+      .def(
+          "all_gather",
+          [](CudaCommunicator& communicator, uintptr_t input, uintptr_t output, size_t count,
+             int dtype, uint32_t shape, uintptr_t stream, bool may_meet) {
+            const DType type = dtype_of_code(dtype);
+            const int parts = communicator.world_size();
+            all_gather_cuda(communicator, address_of("input", input, count, type),
+                            address_of("output", output, count, type, parts), count, type,
+                            checked_shape(shape), {address(stream), may_meet});
+          },
+          WithoutGil())
+      .def(
+          "broadcast",
+          [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int root,
+             uint32_t shape, uintptr_t stream, bool may_meet) {
+            const DType type = dtype_of_code(dtype);
+            broadcast_cuda(communicator, address_of("data", data, count, type), count, type, root,
+                           checked_shape(shape), {address(stream), may_meet});
+          },
+          WithoutGil())
+      .def("check", &CudaCommunicator::check, WithoutGil())
+      .def("synchronize", &CudaCommunicator::synchronize, WithoutGil())
+      .def("close", &CudaCommunicator::close, py::arg("abort"), WithoutGil());
+}
+
+}  // namespace pipekernels::python

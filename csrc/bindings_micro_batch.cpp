@@ -1,0 +1,188 @@
+// Micro-batches in Python.
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "bindings_arguments.h"
+#include "bindings_gil.h"
+#include "bindings_tensor.h"
+#include "pipekernels/dlpack.h"
+#include "pipekernels/dlpack_tensor.h"
+#include "pipekernels/micro_batch.h"
+
+namespace pipekernels::python {
+namespace {
+
+// More than Linux has processors; OpenMP ends the process if it cannot start a thread.
+constexpr int kMostThreads = 8192;
+
+// Dtypes that cannot be cast have one code, whatever their sizes.
+struct ElementKind {
+  int dtype;
+  int64_t item_size;
+
+  bool operator!=(const ElementKind& other) const {
+    return dtype != other.dtype || item_size != other.item_size;
+  }
+};
+
+Cast cast(const ElementKind& from, const ElementKind& to) {
+  if (from.dtype < 0 || to.dtype < 0) {
+    throw std::invalid_argument(
+        "a tensor and its micro-batches may differ in dtype if both are float64, float32, float16 "
+        "or bfloat16, not otherwise");
+  }
+  return {static_cast<DType>(from.dtype), static_cast<DType>(to.dtype)};
+}
+
+// std::invalid_argument unless `part` has the shape of its whole tensor but along `dim`.
+void check_shape(const Integers& part, const Integers& whole, int64_t dim, size_t micro_batch) {
+  bool fits = part.size() == whole.size();
+  for (size_t d = 0; fits && d < whole.size(); ++d) {
+    fits = part[d] == whole[d] || static_cast<int64_t>(d) == dim;
+  }
+  if (fits) return;
+  const auto text = [](const Integers& shape) {
+    return py::str(py::tuple(py::cast(shape))).cast<std::string>();
+  };
+  throw std::invalid_argument("a tensor of micro-batch " + std::to_string(micro_batch) +
+                              " has shape " + text(part) + ", which must be that of its whole, " +
+                              text(whole) + ", but along dimension " + std::to_string(dim));
+}
+
+// Of tensors on one device of this type. Where dtypes of a tensor and its micro-batches differ,
+// elements are cast.
+MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
+                                const py::list& micro_batches, dlpack::DeviceType device_type) {
+  MicroBatchCopy request;
+  request.direction = split ? Direction::kSplit : Direction::kConcat;
+  request.dim = dim;
+  std::vector<ElementKind> kinds;       // of the whole tensors
+  std::vector<ElementKind> part_kinds;  // of the tensors of the first micro-batch
+  int device = 0;                       // that of the first tensor
+  const auto look_at = [&](py::handle tensor) {
+    TensorView view = view_of(tensor);
+    if (kinds.empty()) device = view.device;
+    if (view.device_type != device_type || view.device != device) {
+      throw std::invalid_argument(
+          std::string("all tensors must be on one ") +
+          (device_type == dlpack::kCuda ? "CUDA device" : "device, the CPU") + ", got one on " +
+          py::str(tensor.attr("device")).cast<std::string>());
+    }
+    return view;
+  };
+  for (const py::handle tensor : wholes) {
+    TensorView view = look_at(tensor);
+    check_in_range("dim", dim, 0, static_cast<int64_t>(view.shape.size()) - 1);
+    request.wholes.push_back(
+        {view.data, view.item_size, std::move(view.shape), std::move(view.strides)});
+    kinds.push_back({view.dtype, view.item_size});
+  }
+  if (request.wholes.empty()) throw std::invalid_argument("there are 0 tensors; give at least one");
+  size_t t = 0;  // Which of the tensors of a micro-batch is next.
+  for (const py::handle tensor : micro_batches) {
+    TensorView view = look_at(tensor);
+    WholeTensor& whole = request.wholes[t];
+    check_shape(view.shape, whole.shape, dim, request.sizes.size() - (t != 0));
+    const int64_t size = view.shape[dim];
+    if (t == 0) request.sizes.push_back(size);
+    const ElementKind kind{view.dtype, view.item_size};
+    if (part_kinds.size() == t) {
+      part_kinds.push_back(kind);
+      if (kind != kinds[t]) whole.cast = split ? cast(kinds[t], kind) : cast(kind, kinds[t]);
+    }
+    if (kind != part_kinds[t]) {
+      throw std::invalid_argument("micro-batch " + std::to_string(request.sizes.size() - 1) +
+                                  " differs in dtype from the first one");
+    }
+    if (size != request.sizes.back()) {
+      throw std::invalid_argument("the tensors of micro-batch " +
+                                  std::to_string(request.sizes.size() - 1) +
+                                  " differ in their size along dimension " + std::to_string(dim));
+    }
+    request.micro_batches.push_back({view.data, std::move(view.strides)});
+    if (++t == request.wholes.size()) t = 0;
+  }
+  return request;
+}
+
+// Whether an operation on its memory, on the CPU or a CUDA device, is one on its elements.
+bool is_plain(py::handle tensor, const dlpack::Tensor& described) {
+  using namespace dlpack;
+  return (described.device_type == kCpu || described.device_type == kCuda) &&
+         holds_elements(tensor, described);
+}
+
+bool are_plain(const py::list& tensors) {
+  for (const py::handle tensor : tensors) {
+    dlpack::Tensor described;
+    if (!describe(tensor, described) || !is_plain(tensor, described)) return false;
+  }
+  return true;
+}
+
+// are_plain() of micro-batches of so many tensors each, and whether they can be concatenated along
+// `dim`, on one device.
+bool are_plain_and_fit(int64_t dim, int64_t tensors, const py::list& micro_batches) {
+  using dlpack::Tensor;
+  check_in_range("dim", dim, 0, std::numeric_limits<int64_t>::max());
+  if (micro_batches.empty()) return true;
+  check_in_range("tensors", tensors, 1, static_cast<int64_t>(micro_batches.size()));
+  std::vector<Tensor> wanted(tensors);
+  int64_t size = 0;  // of this micro-batch, along `dim`
+  int64_t t = 0;     // Which of its tensors is next.
+  for (int64_t i = 0; i < static_cast<int64_t>(micro_batches.size()); ++i) {
+    const py::handle tensor = micro_batches[i];
+    Tensor given;
+    if (!describe(tensor, given) || dim >= given.dims) return false;
+    if (i < tensors) wanted[t] = given;
+    if (given.device_type != wanted[0].device_type || given.device != wanted[0].device) {
+      return false;
+    }
+    if (t == 0) size = given.shape[dim];
+    if (given.shape[dim] != size || !alike_but_in(dim, wanted[t], given)) return false;
+    if (!is_plain(tensor, given)) return false;
+    if (++t == tensors) t = 0;
+  }
+  return true;
+}
+
+}  // namespace
+
+void bind_micro_batches(py::module_& m) {
+  m.def("are_plain", &are_plain);
+  m.def("are_plain_and_fit", &are_plain_and_fit);
+  m.def(
+      "copy_micro_batches",
+      [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
+         int threads) {
+        check_in_range("threads", threads, 1, kMostThreads);
+        const auto request = micro_batch_copy(split, dim, wholes, micro_batches, dlpack::kCpu);
+        const NoGil no_gil;
+        copy_micro_batches(request, threads);
+      },
+      py::arg("split"), py::arg("dim"), py::arg("wholes"), py::arg("micro_batches"),
+      py::arg("threads"));
+#ifdef PIPEKERNELS_WITH_CUDA
+  m.def(
+      "copy_micro_batches_cuda",
+      [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
+         uintptr_t stream) {
+        const auto request = micro_batch_copy(split, dim, wholes, micro_batches, dlpack::kCuda);
+        const NoGil no_gil;
+        copy_micro_batches_cuda(request, address(stream));
+      },
+      py::arg("split"), py::arg("dim"), py::arg("wholes"), py::arg("micro_batches"),
+      py::arg("stream"));
+#endif
+}
+
+}  // namespace pipekernels::python

@@ -1,0 +1,50 @@
+"""Bad arguments of the extension's functions are refused, and do not end the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bad_calls import GROUPS
+from support.random_calls import KINDS
+
+TESTS = Path(__file__).parents[1]
+
+
+def last_line_of(module: str, argument: str) -> Any:
+    """What it prints in the end."""
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"support.{module}", argument],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"{done.returncode} in {lines[-1:]}: {done.stderr[-2000:]}"
+    return json.loads(lines[-1])
+
+
+@pytest.mark.parametrize("group", sorted(GROUPS.keys() - {"collectives", "cuda_collectives"}))
+def test_bad_arguments_are_refused(group: str) -> None:
+    assert last_line_of("bad_calls", group) == []
+
+
+def test_bad_arguments_of_collectives_are_refused(device: torch.device) -> None:
+    group = "cuda_collectives" if device.type == "cuda" else "collectives"
+    assert last_line_of("bad_calls", group) == []
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_random_arguments(kind: str) -> None:
+    counts = last_line_of("random_calls", kind)
+    # Of each kind enough that the generator has not lost its aim.
+    assert all(counts[ended] > 20 for ended in ("done", "TypeError", "ValueError")), counts

@@ -1,0 +1,343 @@
+"""Calls of ``pipekernels._C`` that must raise, in groups; ``python -m support.bad_calls GROUP`` makes those of one.
+
+In a process of its own, as a call that is not refused may end it: a line in front of each case says
+which one it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A name, the call, the class of its exception, and what that says.
+Case = tuple[str, Callable[[], Any], type[Exception], str]
+
+FLOAT32, INT64, UINT8 = 1, 5, 8
+HUGE = 1 << 57  # More than any process can address.
+
+
+def threads(native: Any, world_size: int) -> list[Any]:
+    """A communicator for each rank."""
+    fd = native.Segment.create(world_size)
+    segment = native.Segment(fd, world_size)
+    os.close(fd)
+    return [native.Communicator(segment, rank, [], 20.0) for rank in range(world_size)]
+
+
+def unprepared(native: Any) -> list[Case]:
+    """Without what Python tells the extension when it is loaded."""
+    x = torch.zeros(3)
+    first, second = threads(native, 2)
+    second.close()
+    prepare = "call use_tensors"
+    return [
+        ("check_memory", lambda: native.check_memory(x), RuntimeError, prepare),
+        ("mark_changed", lambda: native.mark_changed(x), RuntimeError, prepare),
+        (
+            "copy",
+            lambda: native.copy_micro_batches(True, 0, [x], [x], 1),
+            RuntimeError,
+            prepare,
+        ),
+        ("peer error", first.barrier, RuntimeError, "rank 1 has closed its communicator"),
+    ]
+
+
+def tensors(native: Any) -> list[Case]:
+    increment = torch._C._increment_version
+    x = torch.zeros(3)
+    classes = "the class of tensors, a subclass of it, and a function"
+    plain = native.are_plain
+    fit = native.are_plain_and_fit
+    return [
+        ("no class", lambda: native.use_tensors(1, 2, 3), TypeError, "incompatible"),
+        ("no subclass", lambda: native.use_tensors(Tensor, int, increment), TypeError, classes),
+        ("no function", lambda: native.use_tensors(Tensor, Tensor, 5), TypeError, classes),
+        ("memory of None", lambda: native.check_memory(None), TypeError, "a tensor, got NoneType"),
+        ("memory of int", lambda: native.check_memory(5), TypeError, "a tensor, got int"),
+        ("change of None", lambda: native.mark_changed(None), TypeError, "a tensor, got NoneType"),
+        ("change of a list", lambda: native.mark_changed([x]), TypeError, "a tensor, got list"),
+        ("plain: None", lambda: plain(None), TypeError, "incompatible"),
+        ("plain: tuple", lambda: plain((x,)), TypeError, "incompatible"),
+        ("fit: dim -1", lambda: fit(-1, 1, [x]), ValueError, "dim must be in 0..9"),
+        ("fit: 0 tensors", lambda: fit(0, 0, [x]), ValueError, "tensors must be in 1..1, got 0"),
+        ("fit: -1 tensors", lambda: fit(0, -1, [x]), ValueError, "in 1..1, got -1"),
+        ("fit: 2^40 tensors", lambda: fit(0, 1 << 40, [x, x]), ValueError, "in 1..2, got 1099"),
+        ("fit: 2^70 tensors", lambda: fit(0, 1 << 70, [x]), TypeError, "incompatible"),
+        ("fit: None", lambda: fit(0, 1, None), TypeError, "incompatible"),
+    ]
+
+
+def micro_batches(native: Any) -> list[Case]:
+    def copy(split: Any, wholes: Any, parts: Any, dim: Any = 0, count: Any = 1) -> Any:
+        return lambda: native.copy_micro_batches(split, dim, wholes, parts, count)
+
+    x, half = torch.zeros(4, 3), torch.zeros(2, 3)
+    endless = torch.zeros(1).expand(1 << 62)
+    meta = torch.zeros(0, 3, device="meta")
+    odd = torch.zeros(4, 3, dtype=torch.int16)
+    bytes_ = odd.to(torch.uint8)
+    negative = torch.zeros(2, 3, dtype=torch.float16)
+    one = "all tensors must be on one device"
+    cases: list[Case] = [
+        ("dim -1", copy(True, [x], [x], -1), ValueError, "dim must be in 0..1, got -1"),
+        ("dim 2", copy(True, [x], [x], 2), ValueError, "dim must be in 0..1, got 2"),
+        ("dim 2^63", copy(True, [x], [x], 1 << 63), TypeError, "incompatible"),
+        ("no dimension", copy(True, [x[0, 0]], [x]), ValueError, "dim must be in"),
+        ("dim of the second", copy(True, [x, x[0]], [x, x[0]], 1), ValueError, "in 0..0, got 1"),
+        ("0 threads", copy(True, [x], [x], 0, 0), ValueError, "threads must be in 1..8192, got 0"),
+        ("2^31 - 1 threads", copy(True, [x], [x], 0, 2**31 - 1), ValueError, "in 1..8192"),
+        ("2^31 threads", copy(True, [x], [x], 0, 2**31), TypeError, "incompatible"),
+        ("no tensor", copy(True, [], [x]), ValueError, "0 tensors"),
+        ("no part", copy(True, [x], []), ValueError, "micro-batches hold 0 entries"),
+        ("None for wholes", copy(True, None, [x]), TypeError, "incompatible"),
+        ("None for parts", copy(True, [x], None), TypeError, "incompatible"),
+        ("None as a whole", copy(True, [None], [x]), TypeError, "a tensor, got NoneType"),
+        ("None as a part", copy(True, [x], [half, None]), TypeError, "a tensor, got NoneType"),
+        ("int as a part", copy(False, [x], [half, 5]), TypeError, "a tensor, got int"),
+        ("a part too many", copy(True, [x, x], [half, half, half]), ValueError, "3 micro-batch"),
+        ("larger", copy(True, [x], [torch.zeros(5, 3)]), ValueError, "hold 5 entries"),
+        ("wider", copy(True, [x], [torch.zeros(4, 9)]), ValueError, "shape (4, 9), which must be"),
+        ("narrower", copy(True, [x], [torch.zeros(4, 1)]), ValueError, "of its whole, (4, 3)"),
+        ("narrow", copy(False, [x], [half, half[:, :1]]), ValueError, "a tensor of micro-batch 1"),
+        ("of more dimensions", copy(True, [x], [x[None]]), ValueError, "has shape (1, 4, 3)"),
+        ("of fewer", copy(True, [x], [x[0]]), ValueError, "has shape (3,)"),
+        ("uneven", copy(True, [x, x], [half, x]), ValueError, "micro-batch 0 differ in their size"),
+        (
+            "sizes that overflow",
+            copy(False, [torch.zeros(0)], [endless] * 4),
+            ValueError,
+            "more than 9223372036854775807 entries",
+        ),
+        (
+            "bytes that overflow",
+            copy(True, [endless], [endless]),
+            ValueError,
+            "more than 9223372036854775807 bytes",
+        ),
+        ("items of other sizes", copy(True, [odd], [bytes_]), ValueError, "may differ in dtype"),
+        ("into other items", copy(False, [odd], [bytes_]), ValueError, "may differ in dtype"),
+        (
+            "parts of several dtypes",
+            copy(False, [x], [negative, half.double()]),
+            ValueError,
+            "micro-batch 1 differs in dtype",
+        ),
+        ("no CPU", copy(True, [meta], [meta]), ValueError, f"{one}, the CPU, got one on meta"),
+        ("one on no CPU", copy(False, [x], [x, meta]), ValueError, "got one on meta"),
+    ]
+    if native.build_info()["cuda"]:
+        call = native.copy_micro_batches_cuda
+        one = "on one CUDA device, got one on cpu"
+        cases += [
+            ("the CPU", lambda: call(True, 0, [x], [x], 0), ValueError, one),
+            ("None on CUDA", lambda: call(True, 0, [None], [x], 0), TypeError, "a tensor, got"),
+        ]
+    return cases
+
+
+def communicators(native: Any) -> list[Case]:
+    create, Segment = native.Segment.create, native.Segment
+    fd = create(3)
+    segment = Segment(fd, 3)
+
+    def join(*arguments: Any) -> Any:
+        return lambda: native.Communicator(*arguments)
+
+    (alone,) = threads(native, 1)
+    getter = native.Communicator.all_reduce_tensor.fget
+    reduce = alone.all_reduce_tensor
+    cases: list[Case] = [
+        ("peer error 5", lambda: native.set_peer_error(5), TypeError, "incompatible"),
+        ("peer error int", lambda: native.set_peer_error(int), TypeError, "class of exceptions"),
+        ("pidfd -1", lambda: native.open_pidfd(-1), RuntimeError, "cannot watch process -1"),
+        ("pidfd 0", lambda: native.open_pidfd(0), RuntimeError, "cannot watch process 0"),
+        ("pidfd None", lambda: native.open_pidfd(None), TypeError, "incompatible"),
+        ("create for None", lambda: create(None), TypeError, "incompatible"),
+        ("create, -1 bytes", lambda: create(2, -1), TypeError, "incompatible"),
+        ("map None", lambda: Segment(None, 2), TypeError, "incompatible"),
+        ("map fd -1", lambda: Segment(-1, 2), RuntimeError, "Bad file descriptor"),
+        ("map for others", lambda: Segment(fd, 2), RuntimeError, "bytes instead of"),
+        ("no segment", join(None, 0, [], 1.0), TypeError, "incompatible"),
+        ("rank -1", join(segment, -1, [], 1.0), ValueError, "rank must be in 0..2, got -1"),
+        ("rank 3", join(segment, 3, [], 1.0), ValueError, "rank must be in 0..2, got 3"),
+        ("rank 2^31", join(segment, 1 << 31, [], 1.0), TypeError, "incompatible"),
+        ("rank None", join(segment, None, [], 1.0), TypeError, "incompatible"),
+        ("1 pidfd", join(segment, 0, [-1], 1.0), ValueError, "each of 3 ranks, or none"),
+        ("4 pidfds", join(segment, 0, [-1] * 4, 1.0), ValueError, "for threads, got 4"),
+        ("a pidfd None", join(segment, 0, [-1, None, -1], 1.0), TypeError, "incompatible"),
+        ("pidfds None", join(segment, 0, None, 1.0), TypeError, "incompatible"),
+        ("timeout None", join(segment, 0, [], None), TypeError, "incompatible"),
+        ("allocate -1", lambda: alone.allocate(-1), TypeError, "incompatible"),
+        ("allocate 2^64 - 1", lambda: alone.allocate(2**64 - 1), RuntimeError, "no room for"),
+        ("allocate 2^35", lambda: alone.allocate(1 << 35), RuntimeError, "no room for"),
+        ("buffer", native.SymmetricBuffer, TypeError, "No constructor"),
+        ("not of a communicator", lambda: getter(5), TypeError, "Communicator"),
+        ("2 arguments", lambda: reduce(torch.zeros(1), "sum"), TypeError, "expected (tensor, op"),
+    ]
+    for size in (-(1 << 31), -1, 0, 1025, 2**31 - 1):
+        message = f"world_size must be in 1..1024, got {size}"
+        cases += [
+            (f"create for {size}", lambda size=size: create(size), ValueError, message),
+            (f"map for {size}", lambda size=size: Segment(fd, size), ValueError, message),
+        ]
+    for timeout in (0.0, -1.0, float("nan"), float("inf"), 1e300):
+        call = join(segment, 0, [], timeout)
+        cases.append((f"timeout {timeout}", call, ValueError, "timeout must be above 0"))
+    return cases
+
+
+def collectives(native: Any) -> list[Case]:
+    """On two ranks, where nothing may be sent: the other one calls nothing."""
+    comm, _ = threads(native, 2)
+    address = torch.zeros(1024).data_ptr  # Keeps the tensor.
+    return cases_of_collectives(comm, address, ())
+
+
+def cuda_collectives(native: Any) -> list[Case]:
+    (core,) = threads(native, 1)
+    comm = native.CudaCommunicator(core, torch.cuda.current_device(), 1 << 20)
+    data = torch.zeros(1024, device="cuda").data_ptr  # Keeps the tensor.
+    stream = torch.cuda.current_stream().cuda_stream
+    gates = (data(), 1, 16)
+
+    def when_ready(*arguments: Any) -> Any:
+        return lambda: comm.all_reduce_when_ready(data(), 8, *arguments, 0, stream, True)
+
+    return [
+        *cases_of_collectives(comm, data, (stream, True)),
+        ("no core", lambda: native.CudaCommunicator(None, 0, 0), TypeError, "incompatible"),
+        (
+            "symmetric_bytes",
+            lambda: native.CudaCommunicator(core, 0, HUGE),
+            ValueError,
+            f"symmetric_bytes must be at most {1 << 56}",
+        ),
+        ("0 blocks", when_ready(FLOAT32, 0, gates, 0), ValueError, "blocks must be in 1.."),
+        ("null gates", when_ready(FLOAT32, 0, (0, 1, 16), 1), ValueError, "gates must be"),
+        ("empty gates", when_ready(FLOAT32, 0, (data(), 1, 0), 1), ValueError, "gates must be"),
+        ("gated dtype", when_ready(-1, 0, gates, 1), ValueError, "dtype must be in 0..21"),
+    ]
+
+
+def cases_of_collectives(
+    comm: Any, address: Callable[[], int], caller: tuple[Any, ...]
+) -> list[Case]:
+    data = address()
+    shape = (0, *caller)
+    calls: dict[str, Callable[..., Any]] = {
+        "all_reduce": lambda d, n, t: comm.all_reduce(d, n, t, 0, 0, *shape),
+        "reduce_scatter": lambda d, n, t: comm.reduce_scatter(d, data, n, t, 0, *shape),
+        "reduce_scatter, output": lambda d, n, t: comm.reduce_scatter(data, d, n, t, 0, *shape),
+        "all_gather": lambda d, n, t: comm.all_gather(d, data, n, t, *shape),
+        "all_gather, output": lambda d, n, t: comm.all_gather(data, d, n, t, *shape),
+        "broadcast": lambda d, n, t: comm.broadcast(d, n, t, 0, *shape),
+    }
+    cases: list[Case] = []
+    bad: list[tuple[str, type[Exception], str, tuple[Any, ...]]] = [
+        ("a null address", ValueError, "bytes, got 0", (0, 8, FLOAT32)),
+        ("the last address", ValueError, "must be the address of", (2**64 - 1, 8, FLOAT32)),
+    ]
+    for dtype in (-(1 << 31), -256, -1, 22, 255, 256, 2**31 - 1):
+        bad.append((f"dtype {dtype}", ValueError, f"in 0..21, got {dtype}", (data, 8, dtype)))
+    for count in (HUGE, 1 << 62, 2**63, 2**64 - 1):
+        for dtype in (FLOAT32, UINT8):
+            arguments = (data, count, dtype)
+            bad.append((f"count {count} x {dtype}", ValueError, "count must be at most", arguments))
+    for wrong in (None, "x", 1.5, -1, 1 << 64, torch.zeros(2)):
+        bad.append((f"data {wrong!r}", TypeError, "incompatible", (wrong, 8, FLOAT32)))
+        bad.append((f"count {wrong!r}", TypeError, "incompatible", (data, wrong, FLOAT32)))
+    for wrong in (None, "x", 1.5, 1 << 31):
+        bad.append((f"dtype {wrong!r}", TypeError, "incompatible", (data, 8, wrong)))
+    cases: list[Case] = [
+        (f"{name}: {what}", functools.partial(call, *arguments), error, message)
+        for name, call in calls.items()
+        for what, error, message, arguments in bad
+    ]
+    for code in (-(1 << 31), -1, 4, 256, 2**31 - 1):
+        reduction = f"reduction must be in 0..3, got {code}"
+        cases += [
+            (
+                f"all_reduce: reduction {code}",
+                lambda code=code: comm.all_reduce(data, 8, FLOAT32, code, 0, *shape),
+                ValueError,
+                reduction,
+            ),
+            (
+                f"all_reduce: algorithm {code}",
+                lambda code=code: comm.all_reduce(data, 8, FLOAT32, 0, code, *shape),
+                ValueError,
+                f"algorithm must be in 0..3, got {code}",
+            ),
+            (
+                f"reduce_scatter: reduction {code}",
+                lambda code=code: comm.reduce_scatter(data, data, 8, FLOAT32, code, *shape),
+                ValueError,
+                reduction,
+            ),
+            (
+                f"broadcast: root {code}",
+                lambda code=code: comm.broadcast(data, 8, FLOAT32, code, *shape),
+                ValueError,
+                f"got {code}",
+            ),
+        ]
+    for digest, error in ((1 << 22, ValueError), (2**32 - 1, ValueError), (-1, TypeError)):
+        call = functools.partial(comm.broadcast, data, 8, FLOAT32, 0, digest, *caller)
+        cases.append((f"broadcast: shape {digest}", call, error, ""))
+    cases += [
+        (
+            "all_reduce of bytes",
+            lambda: comm.all_reduce(data, 8, UINT8, 0, 0, *shape),
+            ValueError,
+            "cannot reduce uint8",
+        ),
+        (
+            "all_reduce: average of int64",
+            lambda: comm.all_reduce(data, 8, INT64, 1, 0, *shape),
+            ValueError,
+            "not an integer",
+        ),
+    ]
+    return cases
+
+
+GROUPS = {
+    "unprepared": unprepared,
+    "tensors": tensors,
+    "micro_batches": micro_batches,
+    "communicators": communicators,
+    "collectives": collectives,
+    "cuda_collectives": cuda_collectives,
+}
+
+
+def main(group: str) -> None:
+    native = importlib.import_module("pipekernels._C")
+    if group != "unprepared":
+        from pipekernels import _backend
+
+        _backend.load()
+    wrong = []
+    for name, call, error, message in GROUPS[group](native):
+        print(f"{name}", flush=True)
+        try:
+            call()
+        except Exception as raised:  # noqa: BLE001
+            if type(raised) is not error or message not in str(raised):
+                wrong.append(f"{name}: {type(raised).__name__}: {raised}")
+        else:
+            wrong.append(f"{name}: nothing raised")
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

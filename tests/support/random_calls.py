@@ -1,0 +1,214 @@
+"""Random calls of ``pipekernels._C``, which must raise or do nothing outside of their memory.
+
+``python -m support.random_calls KIND`` makes those of one kind, in a process of its own; a line in front of each
+call says which one has ended it. Addresses are valid, as nobody can check them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.bad_calls import HUGE, threads
+
+INTS = [
+    *(-(1 << bits) for bits in (63, 31, 8, 0)),
+    *range(8),
+    *(21, 22, 255, 256, 500),
+    *(HUGE, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**70),
+]
+WRONG = [None, "sum", b"", 1.5, float("nan"), [], (), {}, object(), int, torch.zeros(1)]
+
+
+def draw(rng: random.Random, *likely: Any) -> Any:
+    """Mostly one of ``likely``, so that calls get as far as the checks of other arguments."""
+    pool = rng.choices([likely, INTS, WRONG], [6, 2, 1])[0]
+    return rng.choice(pool)
+
+
+def outcome(
+    call: Callable[[], Any], expected: tuple[type[Exception], ...] = (TypeError, ValueError)
+) -> str:
+    try:
+        call()
+    except expected as error:
+        return type(error).__name__
+    return "done"
+
+
+class Ranks:
+    """Two ranks that make the same collectives, in memory between guards."""
+
+    GUARD, ROOM = 4096, 500 * 16 * 2
+
+    def __init__(self, native: Any) -> None:
+        self.communicators = threads(native, 2)
+        self.memory = torch.full((2, 2, self.ROOM + 2 * self.GUARD), 7, dtype=torch.uint8)
+        self.pool = ThreadPoolExecutor(2)
+
+    def call(self, name: str, arguments: list[Any]) -> str:
+        """How the collective ended on both ranks."""
+        first, second = self.pool.map(lambda rank: self._on_rank(rank, name, arguments), range(2))
+        assert first == second, (first, second)
+        assert self.memory[..., : self.GUARD].eq(7).all()
+        assert self.memory[..., -self.GUARD :].eq(7).all()
+        return first
+
+    def _on_rank(self, rank: int, name: str, arguments: list[Any]) -> str:
+        places = [part.data_ptr() + self.GUARD for part in self.memory[rank]]
+        if name in ("all_reduce", "broadcast"):
+            del places[1]
+        method = getattr(self.communicators[rank], name)
+        return outcome(lambda: method(*places, *arguments))
+
+
+def call_collectives(native: Any) -> Counter[str]:
+    rng = random.Random(1)
+    ranks = Ranks(native)
+    codes = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 0, "broadcast": 1}
+    counts = Counter[str]()
+    for i in range(1200):
+        name = rng.choice([*codes])
+        arguments = [
+            draw(rng, 0, 1, 100, 500),
+            draw(rng, *range(22)),
+            *(draw(rng, 0, 1, 2, 3) for _ in range(codes[name])),
+            draw(rng, 0, 9),
+        ]
+        print(f"{i}: {name}{arguments}", flush=True)
+        counts[ranks.call(name, arguments)] += 1
+    return counts
+
+
+class Arena:
+    """Tensors cut out of one memory, which shows what else was written."""
+
+    def __init__(self, seed: int) -> None:
+        # Ones and zeros, which are valid as bool too.
+        generator = torch.Generator().manual_seed(seed)
+        self.memory = torch.randint(0, 2, (1 << 14,), dtype=torch.uint8, generator=generator)
+        self.before = self.memory.clone()
+        self.cuts: list[tuple[Tensor, Tensor]] = []  # From the memory and from what it was.
+        self._end = 64
+
+    def cut(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        begin, bytes_ = self._end, math.prod(shape) * dtype.itemsize
+        self._end = (begin + bytes_ + 127) // 64 * 64
+        both = [
+            memory[begin : begin + bytes_].view(dtype).view(shape)
+            for memory in (self.memory, self.before)
+        ]
+        self.cuts.append((both[0], both[1]))
+        return both[0]
+
+    def check(self, written: set[int]) -> None:
+        """That nothing but tensors with these ``data_ptr()`` was written to."""
+        for tensor, before in self.cuts:
+            if tensor.data_ptr() in written:
+                tensor.copy_(before)
+        assert self.memory.equal(self.before)
+
+
+class Subclass(Tensor):
+    pass
+
+
+def call_on_tensors(native: Any) -> Counter[str]:
+    rng = random.Random(2)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool]
+    strange = [*WRONG, torch.zeros(1).expand(1 << 62), torch.ones(2, 3)]
+    counts = Counter[str]()
+    for i in range(1200):
+        arena = Arena(i)
+        dtype = rng.choice(dtypes)
+        part_dtype = rng.choice([dtype, rng.choice(dtypes)])
+        split, width = rng.random() < 0.5, rng.choice([1, 1, 2])
+        sizes = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+        total = rng.choice([sum(sizes)] * 4 + [rng.randrange(8)])
+        columns = rng.choice([(), (3,), (2, 5)])
+        wholes: list[Any] = [arena.cut((total, *columns), dtype) for _ in range(width)]
+        parts: list[Any] = [
+            arena.cut((size, *rng.choice([columns] * 9 + [(4,)])), part_dtype)
+            for size in sizes
+            for _ in range(width)
+        ]
+        written = {tensor.data_ptr() for tensor in (parts if split else wholes)}
+        for tensors in (wholes, parts):
+            if rng.random() < 0.2:  # Which is asked for its attributes.
+                tensors[0] = tensors[0].as_subclass(Subclass)
+            if rng.random() < 0.1:
+                tensors[rng.randrange(len(tensors))] = rng.choice(strange)
+        dim, threads_ = draw(rng, 0), draw(rng, 1, 2)
+        kinds = [[getattr(x, "shape", x) for x in tensors] for tensors in (wholes, parts)]
+        print(f"{i}: {split, dim, *kinds, threads_, dtype, part_dtype}", flush=True)
+        copy = functools.partial(native.copy_micro_batches, split, dim, wholes, parts, threads_)
+        counts[outcome(copy)] += 1
+        arena.check(written)
+        for call in (
+            functools.partial(native.are_plain_and_fit, dim, draw(rng, 1, 2), parts),
+            functools.partial(native.are_plain, draw(rng, wholes, parts)),
+            functools.partial(native.check_memory, rng.choice([*wholes, *WRONG])),
+            functools.partial(native.mark_changed, rng.choice([*wholes, *WRONG])),
+        ):
+            outcome(call)
+    return counts
+
+
+def make_communicators(native: Any) -> Counter[str]:
+    rng = random.Random(3)
+    fd = native.Segment.create(3)
+    segment = native.Segment(fd, 3)
+    (alone,) = threads(native, 1)
+    x = torch.zeros(3)
+    kinds: list[tuple[Callable[..., Any], Callable[[], list[Any]]]] = [
+        (
+            lambda *arguments: os.close(native.Segment.create(*arguments)),
+            lambda: [draw(rng, 1, 3), draw(rng, 0, 4096)],
+        ),
+        (native.Segment, lambda: [rng.choice([fd, fd, -1, None]), draw(rng, 3)]),
+        (
+            native.Communicator,
+            lambda: [
+                draw(rng, segment),
+                draw(rng, 0, 1, 2),
+                draw(rng, [], [-1] * 3, [-1] * rng.randrange(5), [None]),
+                draw(rng, 1.0, 30),
+            ],
+        ),
+        (alone.allocate, lambda: [draw(rng, 0, 100)]),
+        (
+            alone.all_reduce_tensor,
+            lambda: [draw(rng, x), draw(rng, "sum", "max"), draw(rng, "auto", "ring")],
+        ),
+    ]
+    counts = Counter[str]()
+    for i in range(600):
+        call, arguments = rng.choice(kinds)
+        drawn = arguments()
+        print(f"{i}: {call} {drawn}", flush=True)
+        ended = outcome(functools.partial(call, *drawn), (TypeError, ValueError, RuntimeError))
+        counts[ended] += 1
+    return counts
+
+
+KINDS = {
+    "collectives": call_collectives,
+    "tensors": call_on_tensors,
+    "communicators": make_communicators,
+}
+
+if __name__ == "__main__":
+    from pipekernels import _backend
+
+    print(json.dumps(KINDS[sys.argv[1]](_backend.load())))
