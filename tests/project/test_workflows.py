@@ -1,0 +1,125 @@
+"""What CONTRIBUTING.md, the workflows, the hooks and the packaging say of commands, markers and files is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipekernels import __version__
+
+pytestmark = pytest.mark.project
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = {
+    name
+    for names in re.findall(r"^([\w -]+):(?!=)", MAKEFILE, re.MULTILINE)
+    for name in names.split()
+}
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def parsed(path: Path) -> Any:
+    import yaml  # Here, so that tests of other subjects can be chosen where there is none.
+
+    return yaml.safe_load(path.read_text())
+
+
+def commands(path: Path) -> list[str]:
+    """The lines that a workflow runs."""
+    steps = [step for job in parsed(path)["jobs"].values() for step in job["steps"]]
+    return [line for step in steps for line in step.get("run", "").splitlines()]
+
+
+def assert_exist(text: str) -> None:
+    """Every make target and every script of .ci in ``text``, of which there is one at least."""
+    targets = set(re.findall(r"(?:^ *|`)make ([a-z][\w-]*)", text, re.MULTILINE))
+    scripts = set(re.findall(r"(?<![\w/])\.ci/\w+", text))
+    assert targets or scripts
+    assert targets <= TARGETS
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_there_is(path: Path) -> None:
+    workflow = parsed(path)
+    assert True in workflow  # YAML takes the key 'on' for a boolean.
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert 0 < job["timeout-minutes"] <= 90
+    if path.stem == "wheels":
+        assert any("cibuildwheel" in line for line in commands(path))
+    else:
+        assert_exist("\n".join(commands(path)))
+
+
+def test_there_is_a_workflow_of_each_kind() -> None:
+    names = [path.stem for path in WORKFLOWS]
+    assert names == ["check", "cuda-check", "gate", "versions", "wheels"]
+
+
+def test_hooks_run_what_there_is() -> None:
+    for repository in parsed(ROOT / ".pre-commit-config.yaml")["repos"]:
+        assert repository["repo"] == "local"
+        for hook in repository["hooks"]:
+            assert_exist(hook["entry"])
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_issue_forms_ask_for_something(name: str) -> None:
+    form = parsed(ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml")
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
+    assert name != "bug" or "pipekernels info" in str(form["body"])
+
+
+def test_commands_of_the_pages_exist() -> None:
+    for page in ("CONTRIBUTING.md", ".github/pull_request_template.md", ".ci/run"):
+        assert_exist((ROOT / page).read_text())
+
+
+def test_files_of_the_guide_exist() -> None:
+    named = re.findall(r"`([\w.*-]+/[\w./*-]*|\w+\.(?:md|py|toml|txt))`", GUIDE)
+    files = {name for name in named if "NAME" not in name}
+    assert len(files) > 30
+    assert not [name for name in files if not any(ROOT.glob(name))]
+    for link in re.findall(r"\]\(([^)#:]+)\)", GUIDE):
+        assert (ROOT / link).exists(), link
+
+
+def test_markers_of_the_guide_and_the_makefile_are_registered(pytestconfig: pytest.Config) -> None:
+    registered = {line.partition(":")[0] for line in pytestconfig.getini("markers")}
+    ours = set(re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    assert ours and ours <= registered
+    assert ours == set(re.findall(r"^\| `(\w+)` \| ", GUIDE, re.MULTILINE))
+    (left_out,) = re.findall(r"^QUICK := (.*)$", MAKEFILE, re.MULTILINE)
+    assert set(re.findall(r"not (\w+)", left_out)) == ours - {"cuda"}
+
+
+def test_the_version_has_a_section_in_the_changelog() -> None:
+    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "Unreleased"
+    assert __version__ in sections
+
+
+def test_a_source_distribution_has_what_contributors_need(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path],
+        cwd=ROOT, check=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"}
+    assert pages | {".ci/run", "docs/design.md", "tests/conftest.py", "bench/harness.py"} <= names
+    unwanted = ("bench/results/", "build/", ".venv")
+    assert not [
+        name for name in names if name.startswith(unwanted) or name.endswith((".so", ".pyc"))
+    ]
