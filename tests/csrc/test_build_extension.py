@@ -86,7 +86,7 @@ def test_other_systems_are_told_so(script: ModuleType, tmp_path: Path) -> None:
     assert "pipekernels needs Linux" in configured.stderr
 
 
-def test_a_source_distribution_has_all_that_a_build_needs(tmp_path: Path) -> None:
+def test_a_source_distribution_has_all_that_builds_and_contributors_need(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     root = SCRIPT.parent.parent.parent
     subprocess.run(
@@ -99,3 +99,7 @@ def test_a_source_distribution_has_all_that_a_build_needs(tmp_path: Path) -> Non
     sources = {str(path.relative_to(root)) for path in (root / "csrc").rglob("*.*")}
     assert {"setup.py", "pyproject.toml"} <= names
     assert {name for name in sources if "__pycache__" not in name} <= names
+    pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"}
+    assert pages | {".ci/run", "docs/design.md", "tests/conftest.py", "bench/harness.py"} <= names
+    unwanted = ("bench/results/", "build/", ".venv")
+    assert not [name for name in names if name.startswith(unwanted) or name.endswith(".pyc")]

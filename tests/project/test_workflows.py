@@ -1,11 +1,8 @@
-"""What CONTRIBUTING.md, the workflows, the hooks and the packaging say of commands, markers and files is so."""
+"""What CONTRIBUTING.md, the workflows and the hooks say of commands, markers and files is so."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +103,3 @@ def test_the_version_has_a_section_in_the_changelog() -> None:
     sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == "Unreleased"
     assert __version__ in sections
-
-
-def test_a_source_distribution_has_what_contributors_need(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools")
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path],
-        cwd=ROOT, check=True, capture_output=True, timeout=100,
-    )  # fmt: skip
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as files:
-        names = {name.partition("/")[2] for name in files.getnames()}
-    pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"}
-    assert pages | {".ci/run", "docs/design.md", "tests/conftest.py", "bench/harness.py"} <= names
-    unwanted = ("bench/results/", "build/", ".venv")
-    assert not [
-        name for name in names if name.startswith(unwanted) or name.endswith((".so", ".pyc"))
-    ]
