@@ -33,7 +33,7 @@ import concurrent.futures
 import datetime
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ from torch.torch_version import TorchVersion
 
 from pipekernels.comm import Communicator
 from pipekernels.comm.codes import REDUCIBLE
+from pipekernels.comm.deadline import Deadline
+from pipekernels.comm.join.rendezvous import meet, over_store
 from pipekernels.comm.tensors import put_back, to_dense_in_place
 
 if TorchVersion(torch.__version__) < "2.7":
@@ -118,6 +120,10 @@ class _Group(dist.ProcessGroup):
         self, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
     ) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
+        seconds = timeout.total_seconds()
+        deadline = Deadline(seconds)
+        # Gloo, whose connecting has the timeout of its operations, begins when nobody is late any more.
+        store = meet(store, rank, world_size, deadline)
         gloo_store = dist.PrefixStore("gloo", store)
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For methods that this class overrides, but cannot serve.
@@ -125,12 +131,8 @@ class _Group(dist.ProcessGroup):
         for group in (self, self._gloo):
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._comm = Communicator.from_store(
-            dist.PrefixStore("pipekernels", store),
-            rank,
-            world_size,
-            timeout=timeout.total_seconds(),
-        )
+        rendezvous = over_store(dist.PrefixStore("ranks", store), rank, world_size, deadline)
+        self._comm = cast(Communicator, Communicator._join(rendezvous, seconds))
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # From its first call on.
         self._last = _DONE

@@ -6,6 +6,8 @@ import datetime
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -231,6 +233,45 @@ def test_destroyed_groups_leave_nothing(
     run_group: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     run_group(2, end_and_begin, str(tmp_path / "other"))
+
+
+RESTARTED = """
+import datetime, os, sys, time
+import torch
+import torch.distributed as dist
+import pipekernels.distributed
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+dist.init_process_group("pipekernels", timeout=datetime.timedelta(seconds=20))
+x = torch.tensor([10.0**rank])
+dist.all_reduce(x)
+received = torch.empty(1)
+if rank == 0:
+    dist.send(x, 1)
+else:
+    dist.recv(received, 0)
+    with open(f"{sys.argv[1]}/{attempt}", "w") as file:
+        file.write(f"{x.item()} {received.item()}")
+if attempt == 0:
+    if rank == 1:
+        os._exit(1)
+    time.sleep(20)  # Until the agent ends this process.
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_torchrun_restarts_join_again(tmp_path: Path) -> None:
+    """Their store is the agent's, and holds what the ranks before them wrote."""
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(tmp_path)],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert [(tmp_path / str(attempt)).read_text() for attempt in range(2)] == ["11.0 11.0"] * 2
 
 
 def destroy_at_work(rank: int, folder: Path, how: str) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterable
 from numbers import Real
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,8 +19,10 @@ from torch import Tensor
 from pipekernels import _backend
 from pipekernels._arguments import check_integer
 from pipekernels.comm import limits as tuning
+from pipekernels.comm import messages
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.cuda import CudaEnd
+from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.end import DeviceEnd, End, HostEnd
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, HostsEnd
@@ -33,6 +34,7 @@ from pipekernels.comm.join.bootstrap import (
 )
 from pipekernels.comm.join.rendezvous import (
     Rendezvous,
+    meet,
     of_color,
     over_group,
     over_store,
@@ -42,6 +44,8 @@ from pipekernels.comm.tensors import check_not_quantized
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 _handles = itertools.count(1)
 # Compiled programs name a communicator by its handle. An entry lives as long as its communicator.
@@ -135,8 +139,9 @@ class Communicator(Collectives):
             group: the default group if ``None``. Between hosts, the communicator makes connections of
                 its own through the group's store: by Gloo for CPU tensors, and by the group's
                 backend for CUDA ones (NCCL or Gloo) when they are first used.
-            timeout: seconds that this rank waits for the others, in any call of the communicator; one
-                more for those of its host, if there are several.
+            timeout: seconds that this rank waits for the others, once they have met, to join them, and
+                then in any call of the communicator; one more for those of its host, if there are
+                several.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
@@ -162,25 +167,29 @@ class Communicator(Collectives):
         CUDA tensors go from host to host by NCCL.
 
         Args:
-            store: for this communicator alone: a new one, or a new ``PrefixStore`` over an old one.
+            store: not in use for another communicator at the same time. What earlier ones have left in
+                it, also those of processes that torchrun has restarted, does no harm. Whoever can
+                write to it can keep the ranks from joining.
             rank: of this process, in ``0 .. world_size - 1``.
             world_size: the number of ranks.
-            timeout: as for :meth:`from_process_group`.
+            timeout: seconds that this rank waits for the others, to join them, from its call on, and
+                then as for :meth:`from_process_group`.
 
         Raises:
-            RuntimeError: the ranks cannot share memory or reach each other.
+            RuntimeError: the ranks cannot share memory or reach each other, or the store holds what
+                no rank can have written.
             TimeoutError: a rank did not come within ``timeout``.
-            ValueError: there is no such rank, ``timeout`` is not in ``(0, 1e9]``, or this rank has
-                used ``store`` for another communicator.
+            ValueError: there is no such rank, or ``timeout`` is not in ``(0, 1e9]``.
         """
         _check_timeout(timeout)
         check_integer("rank", rank)
         check_integer("world_size", world_size)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
-        return cast(
-            "Communicator", cls._join(over_store(store, rank, world_size, timeout), timeout)
-        )
+        deadline = Deadline(timeout)
+        store = meet(store, rank, world_size, deadline)
+        rendezvous = over_store(store, rank, world_size, deadline)
+        return cast("Communicator", cls._join(rendezvous, timeout))
 
     @classmethod
     def _join(
@@ -363,7 +372,8 @@ class Communicator(Collectives):
         for name, value in (("color", color), ("key", key)):
             if value is not None and not isinstance(value, int):
                 raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-        return self._divide(self, color, self._rank if key is None else key)
+        key = self._rank if key is None else int(key)
+        return self._divide(self, None if color is None else int(color), key)
 
     def close(self) -> None:
         """Leave: peers that need this rank, now or later, get a :class:`PeerError`.
@@ -424,14 +434,14 @@ def _divide_processes(
     cuda_backend: str,
 ) -> Communicator | None:
     """:meth:`Communicator.split` where the ranks are processes."""
-    all_gather = functools.partial(_all_gather_objects, parent)
+    all_gather = functools.partial(_all_gather, parent)
     rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store, cuda_backend)
     return Communicator._join(rendezvous, parent.timeout, color, key)
 
 
 def _divide_threads(parent: Communicator, color: int | None, key: int) -> Communicator | None:
     """:meth:`Communicator.split` where the ranks are threads: the first one makes the new ends."""
-    ranks = of_color(_all_gather_objects(parent, (color, key)), color)
+    ranks = of_color(_all_gather(parent, (color, key), _choice), color)
     made: list[Communicator] = []
     problem = ""
     if color is not None and ranks[0] == parent.rank:
@@ -439,7 +449,7 @@ def _divide_threads(parent: Communicator, color: int | None, key: int) -> Commun
             made = Communicator.threads(len(ranks), timeout=parent.timeout)
         except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
             problem = problem_of(0, error)
-    answers = _all_gather_objects(parent, ([end.handle for end in made], problem))
+    answers = _all_gather(parent, ([end.handle for end in made], problem), _ends)
     handles, problem = answers[ranks[0]]
     end = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # By then every rank has its end, and `made` is not needed any more.
@@ -447,13 +457,20 @@ def _divide_threads(parent: Communicator, color: int | None, key: int) -> Commun
     return end
 
 
-def _all_gather_objects(comm: Communicator, item: Any) -> list[Any]:
-    """The items of all ranks, in rank order; picklable."""
-    data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-    sizes = comm.all_gather(torch.tensor([data.numel()], device="cpu")).tolist()
-    padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
-    rows = comm.all_gather(padded[None])
-    return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+def _choice(record: Any) -> tuple[int | None, int]:
+    color, key = messages.fields(record, (int, type(None)), int)
+    return color, key
+
+
+def _ends(record: Any) -> tuple[list[int], str]:
+    handles, problem = messages.fields(record, list, str)
+    return messages.fields(handles, *[int] * len(handles)), problem
+
+
+def _all_gather(comm: Communicator, item: Any, parse: Callable[[Any], T]) -> list[T]:
+    """See :class:`pipekernels.comm.join.rendezvous.AllGather`."""
+    device = torch.device("cpu")
+    return messages.all_gather(item, parse, lambda row: comm.all_gather(row[None]), device)
 
 
 def _check_timeout(timeout: float) -> None:

@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import resource
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -247,23 +246,6 @@ def test_nobody_waits_for_memory_that_cannot_be_had() -> None:
 def test_a_process_that_cannot_be_watched() -> None:
     with pytest.raises(RuntimeError, match="cannot watch process -1.*Invalid argument"):
         _backend.load().open_pidfd(-1)
-
-
-def test_the_memory_is_for_members_alone() -> None:
-    processes = [
-        bootstrap._Process((), os.getpid(), ""),
-        bootstrap._Process((), 1, ""),  # Is awaited, and will not come.
-    ]
-    address = "\0pipekernels-test-of-strangers"
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as stranger:
-        listener.bind(address)
-        listener.listen()
-        stranger.connect(address)
-        before = traces()
-        with pytest.raises(TimeoutError):
-            bootstrap._hand_out(listener, processes, 0.2)
-        assert traces() == before
-        assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
 
 
 def test_what_is_no_tensor() -> None:

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipekernels import _backend
 from pipekernels.comm import limits as tuning
+from pipekernels.comm import messages
+from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.hosts.layout import Layout
 from pipekernels.comm.hosts.route import Route
-from pipekernels.comm.join.rendezvous import Rendezvous, of_color
+from pipekernels.comm.join.rendezvous import (
+    Rendezvous,
+    late,
+    of_color,
+)
+
+_RETRY = 0.002  # Seconds until another attempt to connect to a socket that too many try to reach.
 
 
 class _Process(NamedTuple):
@@ -55,53 +65,58 @@ def join_processes(
 
     A collective over the rendezvous. ``None`` for a rank without a colour. Fails on all ranks of a
     colour if it fails on one, and on all ranks if one cannot even introduce itself.
+
+    Args:
+        rendezvous: all ranks.
+        timeout: seconds that each wait of the communicator takes at most; and joining, unless the
+            rendezvous has a deadline for it.
+        color: see above.
+        key: see above.
     """
     with contextlib.ExitStack() as stack:
-        process, problem = None, ""
+        introduction: _Process | str
         try:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             address = f"\0pipekernels-{secrets.token_hex(16)}"
             listener.bind(address)
             listener.listen(rendezvous.world_size)
-            process = _Process(host_identity(), os.getpid(), address, color, key)
+            introduction = _Process(host_identity(), os.getpid(), address, color, key)
         except OSError as error:
-            problem = problem_of(rendezvous.rank, error)
-        everyone, early_problems = zip(*rendezvous.all_gather((process, problem)), strict=True)
-        raise_join_failure(early_problems)
+            introduction = problem_of(rendezvous.rank, error)
+        everyone = rendezvous.all_gather(introduction, _introduction)
+        raise_join_failure(other for other in everyone if isinstance(other, str))
         if color is None:
-            rendezvous.all_gather("")
+            rendezvous.all_gather("", messages.text)
             return None
-        ranks = of_color([(other.color, other.key) for other in everyone], color)
-        processes = [everyone[rank] for rank in ranks]
+        deadline = rendezvous.deadline or Deadline(timeout)
+        introduced = [other for other in everyone if isinstance(other, _Process)]
+        ranks = of_color([(other.color, other.key) for other in introduced], color)
+        processes = [introduced[rank] for rank in ranks]
         rank = ranks.index(rendezvous.rank)
-        processes[rank] = process  # Itself, not a copy.
         _check_distinct(processes)
         layout = Layout(_group_by_host(processes), rank)
-        neighbours = [processes[member] for member in layout.members]
 
         undo = stack.enter_context(contextlib.ExitStack())
-        segment, pidfds, route = None, [], None
+        segment, pidfds, route, problem = None, [], None, ""
         try:
+            soon = deadline.early()  # So that the peers still hear of what takes too long.
             module = _backend.load()
-            if neighbours[0] is process:
-                fd = _hand_out(listener, neighbours, timeout)
-            else:
-                fd = _receive(neighbours[0], timeout)
+            fd = _share(listener, processes, layout, soon)
             try:
-                segment = module.Segment(fd, len(neighbours))
+                segment = module.Segment(fd, len(layout.members))
             finally:
                 os.close(fd)
-            for neighbour in neighbours:
-                pidfds.append(-1 if neighbour is process else module.open_pidfd(neighbour.pid))
+            for member in layout.members:
+                pidfds.append(-1 if member == rank else module.open_pidfd(processes[member].pid))
                 if pidfds[-1] >= 0:
                     undo.callback(os.close, pidfds[-1])
-            route = _connect_hosts(rendezvous, layout, processes[0].address, timeout)
+            route = _connect_hosts(rendezvous, layout, processes[0].address, timeout, soon)
             if route is not None:
                 undo.callback(route.link.close)
         except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
             problem = problem_of(rank, error)
             listener.close()  # Who waits for the memory need not wait any longer.
-        problems = rendezvous.all_gather(problem)
+        problems = rendezvous.all_gather(problem, messages.text)
         problems = [problems[member] for member in ranks]
         if any(problems):
             segment = None  # Not to be kept by the traceback.
@@ -152,7 +167,7 @@ def _check_distinct(processes: list[_Process]) -> None:
 
 
 def _connect_hosts(
-    rendezvous: Rendezvous, layout: Layout, name: str, timeout: float
+    rendezvous: Rendezvous, layout: Layout, name: str, timeout: float, deadline: Deadline
 ) -> Route | None:
     """To the ranks that have the same position on each host, where all have one."""
     if len(layout.hosts) == 1 or layout.position >= layout.links:
@@ -160,41 +175,100 @@ def _connect_hosts(
     store = rendezvous.store
     assert store is not None, "only processes of one host do without a store"
     name = f"{name[1:]}/{layout.position}"  # Nobody else has it: a socket's address is unique.
+    # Connecting has the timeout of a lane's operations: it begins when nobody is late any more.
+    keys = [f"{name}/{host}" for host in range(len(layout.hosts))]
+    store.set(keys[layout.host], "")
+    absent = [str(layout.hosts[host][layout.position]) for host in late(store, keys, deadline)]
+    if absent:
+        raise TimeoutError(
+            f"rank(s) {', '.join(absent)} did not come to connect the hosts within "
+            f"{deadline.seconds:.3g} s"
+        )
     hosts = len(layout.hosts)
     return Route(store, name, layout.host, hosts, timeout, rendezvous.cuda_backend)
 
 
-def _hand_out(listener: socket.socket, processes: list[_Process], timeout: float) -> int:
-    world_size = len(processes)
+def _share(
+    listener: socket.socket, processes: list[_Process], layout: Layout, deadline: Deadline
+) -> int:
+    """The descriptor of the memory for the ranks of this host."""
+    first, *others = layout.members
+    if layout.rank == first:
+        return _hand_out(listener, {processes[member].pid: member for member in others}, deadline)
+    return _receive(processes[first], first, deadline)
+
+
+def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadline) -> int:
+    """Give new memory to the processes ``waiting``, their ranks by pid; its descriptor.
+
+    Any user can connect. Nothing is read from a connection, so none holds up the others; whoever is
+    not waited for goes away empty-handed.
+    """
+    world_size = len(waiting) + 1
     fd = _backend.load().Segment.create(world_size, tuning.one_shot_bytes(world_size))
     try:
-        waiting = {process.pid for process in processes[1:]}
-        listener.settimeout(timeout)
         while waiting:
-            connection, _ = listener.accept()
-            with connection:
-                pid = _peer_pid(connection)
-                if pid in waiting:  # Anybody else goes away empty-handed.
-                    socket.send_fds(connection, [b"\0"], [fd])
-                    waiting.remove(pid)
+            if deadline.left() == 0:
+                raise TimeoutError(
+                    f"rank(s) {', '.join(map(str, waiting.values()))} did not come for the shared "
+                    f"memory within {deadline.seconds:.3g} s"
+                )
+            listener.settimeout(deadline.for_socket())
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                with connection:
+                    pid = _peer_pid(connection)
+                    if pid in waiting:
+                        socket.send_fds(connection, [b"\0"], [fd])
+                        del waiting[pid]
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _receive(first: _Process, timeout: float) -> int:
+def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
+    """The descriptor of the memory that the ``first`` process of this host, ``rank``, hands out."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(timeout)
-        connection.connect(first.address)
-        if _peer_pid(connection) != first.pid:
-            raise RuntimeError("another process listens on the socket of the first rank")
-        _, fds, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            _connect(connection, first.address, deadline)
+            if _peer_pid(connection) != first.pid:
+                raise RuntimeError("another process listens on the socket of the first rank")
+            connection.settimeout(deadline.for_socket())
+            _, fds, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            raise TimeoutError(
+                f"rank {rank} did not hand out the shared memory within {deadline.seconds:.3g} s"
+            ) from None
     if flags & socket.MSG_CTRUNC:
         raise RuntimeError("there is no file descriptor left for the shared memory (see ulimit -n)")
     if not fds:
         raise RuntimeError("the first rank of this host has hung up")
     return fds[0]
+
+
+def _connect(connection: socket.socket, address: str, deadline: Deadline) -> None:
+    """Connect, also where others have filled the queue of connections at the moment."""
+    connection.setblocking(False)
+    while True:
+        try:
+            connection.connect(address)
+            return
+        except BlockingIOError:
+            if deadline.left() == 0:
+                raise TimeoutError from None
+        time.sleep(_RETRY)
+
+
+def _introduction(record: Any) -> _Process | str:
+    """The inverse of JSON: a process, or what keeps it from being one; ValueError if neither."""
+    if type(record) is str:
+        return record
+    host, *rest = messages.fields(record, list, int, str, (int, type(None)), int)
+    process = _Process(tuple(messages.texts(host)), *rest)
+    if not re.fullmatch(r"\0pipekernels-[0-9a-f]{32}", process.address):
+        raise ValueError(f"{process.address!r} is not the address of a rank")
+    return process
 
 
 def _peer_pid(connection: socket.socket) -> int | None:

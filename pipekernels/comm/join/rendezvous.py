@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-import datetime
-import pickle
+import secrets
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
+
+from pipekernels.comm import messages
+from pipekernels.comm.deadline import Deadline
+
+T = TypeVar("T")
+
+_LATEST = "pipekernels/session"  # The key of the latest session's name.
+_LONGEST_PAUSE = 0.1  # Seconds between looks at it.
+
+
+class AllGather(Protocol):
+    """A collective that gives every rank what all of them passed, in rank order.
+
+    An item is what JSON has; ``parse`` is that of :func:`pipekernels.comm.messages.decode`.
+    """
+
+    def __call__(self, item: Any, parse: Callable[[Any], T]) -> list[T]: ...
 
 
 class Rendezvous(NamedTuple):
@@ -16,67 +34,127 @@ class Rendezvous(NamedTuple):
     Attributes:
         rank: of this process.
         world_size: the number of ranks.
-        all_gather: a collective that gives every rank what all of them passed, in rank order.
+        all_gather: how they talk.
         store: one that all ranks reach; connections between hosts are made through it.
         cuda_backend: what carries CUDA tensors between hosts, as :mod:`torch.distributed` calls it;
             empty if nothing does.
+        deadline: when the ranks must have joined; ``None`` if that counts from when they have met.
     """
 
     rank: int
     world_size: int
-    all_gather: Callable[[Any], list[Any]]
+    all_gather: AllGather
     store: dist.Store | None
     cuda_backend: str
+    deadline: Deadline | None = None
 
 
 def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
     """The ranks of a ``torch.distributed`` group that this process is in."""
     group = dist.distributed_c10d._get_default_group() if group is None else group
-    world_size = dist.get_world_size(group)
-
-    def all_gather(item: Any) -> list[Any]:
-        items = [None] * world_size
-        dist.all_gather_object(items, item, group)
-        return items
-
+    all_gather = partial(messages.all_gather_in_group, group=group)
     store = dist.distributed_c10d._get_process_group_store(group)
-    backends = dict(item.split(":", 1) for item in dist.get_backend_config(group).split(","))
-    cuda_backend = backends.get("cuda", "")
-    return Rendezvous(dist.get_rank(group), world_size, all_gather, store, cuda_backend)
+    cuda_backend = messages.backends_of(group).get("cuda", "")
+    size = dist.get_world_size(group)
+    return Rendezvous(dist.get_rank(group), size, all_gather, store, cuda_backend)
 
 
-def over_store(store: dist.Store, rank: int, world_size: int, timeout: float) -> Rendezvous:
-    """``world_size`` processes that reach one store, under keys that nothing else uses."""
+def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Rendezvous:
+    """``world_size`` processes that have a store for themselves, see :func:`meet`."""
     rounds = 0
 
-    def all_gather(item: Any) -> list[Any]:
+    def all_gather(item: Any, parse: Callable[[Any], T]) -> list[T]:
         nonlocal rounds
         rounds += 1
-        keys = [f"pipekernels/{rounds}/{peer}" for peer in range(world_size)]
-        # Earlier keys of the others would be read, and be out of date.
-        if rounds == 1 and store.check([keys[rank]]):
-            raise ValueError(
-                f"rank {rank} has made a communicator with this store before; pass a new store, or a "
-                "new PrefixStore over this one"
-            )
-        store.set(keys[rank], pickle.dumps(item).hex())
-        try:
-            # The others may have needed as long for what came before.
-            store.wait(keys, datetime.timedelta(seconds=rounds * timeout))
-        except RuntimeError:
-            late = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
-            if not late:
-                raise
-            raise TimeoutError(
-                f"rank(s) {', '.join(late)} of {world_size} did not come to make a communicator "
-                f"within {timeout:g} s"
-            ) from None
-        return [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys]
+        keys = [f"{rounds}/{peer}" for peer in range(world_size)]
+        store.set(keys[rank], messages.encode(item).decode())
+        _check_none(late(store, keys, deadline), world_size, deadline)
+        return [
+            messages.decode(store.get(key), f"rank {peer}", parse) for peer, key in enumerate(keys)
+        ]
 
-    return Rendezvous(rank, world_size, all_gather, store, "nccl")
+    return Rendezvous(rank, world_size, all_gather, store, "nccl", deadline)
+
+
+def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> dist.Store:
+    """A part of ``store`` for these processes alone, once all of them are there.
+
+    The store may hold what other processes wrote before: under torchrun it is the agent's, which
+    outlives the workers that it restarts (https://github.com/pytorch/pytorch/issues/135712), and the
+    agents of several hosts may count restarts differently. So rank 0 opens a session of a new name,
+    the others enter it with tokens, and rank 0 lists those. Who finds its own token in the list of a
+    session knows that the session is not one of before.
+
+    Raises:
+        TimeoutError: a rank did not come in time.
+    """
+    token = f"pipekernels-{secrets.token_hex(16)}"
+    if rank == 0:
+        session = _open(store, token, world_size, deadline)
+    else:
+        session = _enter(store, token, rank, world_size, deadline)
+    return dist.PrefixStore(session, store)
+
+
+def late(store: dist.Store, keys: Sequence[str], deadline: Deadline) -> list[int]:
+    """Wait for ``keys``; the indices of those that are not there in time."""
+    if not keys:
+        return []
+    try:
+        store.wait(list(keys), deadline.for_store())
+    except RuntimeError:
+        return [index for index, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def of_color(choices: Sequence[tuple[int | None, int]], color: int | None) -> list[int]:
     """The ranks that choose ``color``, by key, then rank; ``choices``: colour and key of each."""
     ranks = [rank for rank, choice in enumerate(choices) if choice[0] == color]
     return sorted(ranks, key=lambda rank: (choices[rank][1], rank))
+
+
+def _open(store: dist.Store, token: str, world_size: int, deadline: Deadline) -> str:
+    """Open a session, as rank 0, and list who has entered it; its name."""
+    session = token
+    keys = _entries(session, world_size)
+    store.set(keys[0], token)
+    store.set(_LATEST, session)
+    _check_none(late(store, keys, deadline), world_size, deadline)
+    tokens = [store.get(key).decode(errors="replace") for key in keys]
+    store.set(f"{session}/all", messages.encode(tokens).decode())
+    return session
+
+
+def _enter(store: dist.Store, token: str, rank: int, world_size: int, deadline: Deadline) -> str:
+    """Enter the latest session until it is a new one; its name."""
+    _check_none(late(store, [_LATEST], deadline), world_size, deadline)
+    entered, pause = "", 0.002
+    while True:
+        session = store.get(_LATEST).decode(errors="replace")
+        keys = _entries(session, world_size)
+        if session != entered:
+            store.set(keys[rank], token)
+            entered = session
+        if store.check([f"{session}/all"]):
+            tokens = messages.decode(store.get(f"{session}/all"), "rank 0", messages.texts)
+            if tokens[rank : rank + 1] == [token]:
+                return session
+        if deadline.left() == 0:
+            absent = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            _check_none(absent or [0], world_size, deadline)  # All entries are of before.
+        time.sleep(pause)  # Not store.wait(), of which TCPStore reports every end without success.
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def _entries(session: str, world_size: int) -> list[str]:
+    """Keys under which the ranks enter a session."""
+    return [f"{session}/{rank}" for rank in range(world_size)]
+
+
+def _check_none(ranks: Sequence[int], world_size: int, deadline: Deadline) -> None:
+    """Raise TimeoutError if any of ``ranks`` are late."""
+    if ranks:
+        raise TimeoutError(
+            f"rank(s) {', '.join(map(str, ranks))} of {world_size} did not come to make a "
+            f"communicator within {deadline.seconds:g} s"
+        )

@@ -1,0 +1,272 @@
+"""How ranks join: what they believe of what they read, who is let in, and how long it may take."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_processes, traces
+
+from pipekernels import Communicator
+from pipekernels.comm import messages
+from pipekernels.comm.deadline import Deadline
+from pipekernels.comm.join import bootstrap, rendezvous
+
+# ---- what a store holds --------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def pretend_to_join(store: dist.Store, payload: bytes) -> None:
+    """As rank 1 of two, up to what it says of itself."""
+    store.wait([rendezvous._LATEST])
+    session = store.get(rendezvous._LATEST).decode()
+    store.set(f"{session}/1", "token")
+    store.set(f"{session}/1/1", payload)
+
+
+ADDRESS = "\0pipekernels-" + "0" * 32
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff",
+        b"{",
+        b"[" * 200_000,
+        b"null",
+        b"{}",
+        messages.encode([["host"], 1, ADDRESS, 0]),
+        messages.encode([["host"], "1", ADDRESS, 0, 0]),
+        messages.encode([["host"], True, ADDRESS, 0, 0]),
+        messages.encode([["host", 1], 1, ADDRESS, 0, 0]),
+        messages.encode([["host"], 1, "/tmp/other", 0, 0]),
+        messages.encode([["host"], 1, ADDRESS, 0.5, 0]),
+        b"[[], 1" + b"0" * 5000 + b", 0, 0]",
+    ],
+)
+def test_what_no_rank_has_written_is_an_error(payload: bytes) -> None:
+    store = dist.HashStore()
+    threading.Thread(target=pretend_to_join, args=(store, payload), daemon=True).start()
+    with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read .*same version"):
+        Communicator.from_store(store, 0, 2, timeout=20.0)
+
+
+@pytest.mark.parametrize("form", [bytes, bytes.hex])
+def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path: Path) -> None:
+    class Poisoned(dist.Store):
+        """Every key that another rank is to write is there, with a pickle."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own: dict[str, bytes] = {}
+
+        def set(self, key: str, value: str) -> None:
+            self.own[key] = value.encode()
+
+        def wait(self, keys: list[str], timeout: Any = None) -> None:
+            return
+
+        def check(self, keys: list[str]) -> bool:
+            return all(key in self.own for key in keys)
+
+        def get(self, key: str) -> bytes:
+            poison = form(pickle.dumps(Bomb(tmp_path / "exploded")))
+            return self.own.get(key, poison.encode() if isinstance(poison, str) else poison)
+
+    store = Poisoned()
+    deadline = Deadline(20.0)
+    with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read"):
+        rendezvous.over_store(store, 0, 2, deadline).all_gather("", messages.text)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_fields_are_of_exactly_their_types() -> None:
+    assert messages.fields([1, None, "a"], int, (str, type(None)), str) == [1, None, "a"]
+    for record in ([1, None], [True, None, "a"], [1, 2, "a"], (1, None, "a"), "abc", None):
+        with pytest.raises(ValueError, match="expected a list of int, str or NoneType, str"):
+            messages.fields(record, int, (str, type(None)), str)
+
+
+@pytest.mark.parametrize("size", [-1, 0, messages.MOST + 1, 1 << 62])
+def test_a_size_that_no_message_has_is_an_error(size: int) -> None:
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, torch.full_like(tensor, size)])
+
+    with pytest.raises(RuntimeError, match=f"rank 1 announced a message of {size} bytes"):
+        messages.all_gather("", messages.text, gather, torch.device("cpu"))
+
+
+# ---- a store that was used before ----------------------------------------------------------------------
+
+
+def join_again_and_again(alone: Communicator, path: str) -> list[float]:
+    """Rank 2 has been restarted, as have been others of which nothing is left but their keys."""
+    store = dist.FileStore(path, 3)
+    sums = []
+    for _ in range(3):
+        with Communicator.from_store(store, alone.rank, 3, timeout=20.0) as comm:
+            sums.append(comm.all_reduce(torch.tensor([10.0**comm.rank])).item())
+    return sums
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_earlier_ranks_left_in_a_store_does_no_harm(closed: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    store = dist.FileStore(path, 3)
+    store.set(rendezvous._LATEST, "before")
+    for rank in range(3):
+        store.set(f"before/{rank}", f"token {rank}")
+        store.set(f"before/1/{rank}", messages.encode("an old problem").decode())
+    if closed:
+        store.set("before/all", messages.encode(["token 0", "token 1", "token 2"]).decode())
+    assert run_processes(3, join_again_and_again, path) == [[111.0] * 3] * 3
+
+
+# ---- the socket over which the memory is handed out ----------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(backlog: int) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0pipekernels-test-{os.getpid()}")
+        listener.listen(backlog)
+        yield listener
+
+
+def test_the_memory_is_for_members_alone() -> None:
+    with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(listener.getsockname())
+        before = traces()
+        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not come .* within 0.2 s"):
+            bootstrap._hand_out(listener, {1: 5}, Deadline(0.2))  # Who will not come.
+        assert traces() == before
+        assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
+
+
+def test_another_user_is_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(listener.getsockname())
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not come"):
+            bootstrap._hand_out(listener, {os.getpid(): 5}, Deadline(0.2))
+        assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
+
+
+def test_strangers_do_not_prolong_the_wait() -> None:
+    ended = threading.Event()
+
+    def visit(address: bytes) -> None:
+        while not ended.wait(0.05):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stranger:
+                stranger.settimeout(1.0)
+                stranger.connect(address)
+                stranger.recv(1)
+
+    def hand_out() -> None:
+        with pytest.raises(TimeoutError, match="did not come"):
+            bootstrap._hand_out(listener, {1: 1}, Deadline(1.0))
+        ended.set()
+
+    with listening(8) as listener:
+        threads = [
+            threading.Thread(target=visit, args=(listener.getsockname(),), daemon=True),
+            threading.Thread(target=hand_out, daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        in_time = ended.wait(20)
+        ended.set()
+        for thread in threads:
+            thread.join(10)
+        assert in_time
+
+
+def test_a_silent_stranger_holds_nobody_up() -> None:
+    with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(listener.getsockname())
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                first = bootstrap._Process((), os.getppid(), listener.getsockname())
+                os.close(bootstrap._receive(first, 0, Deadline(20.0)))
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(bootstrap._hand_out(listener, {child: 1}, Deadline(20.0)))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_queue_that_others_have_filled_is_waited_for() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listening(0))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.setblocking(False)
+                stranger.connect(listener.getsockname())
+        first = bootstrap._Process((), os.getpid(), listener.getsockname())
+        with pytest.raises(TimeoutError, match="rank 7 did not hand out the shared memory"):
+            bootstrap._receive(first, 7, Deadline(0.2))
+
+        def serve() -> None:
+            time.sleep(0.2)
+            with contextlib.suppress(OSError), open(os.devnull) as file:
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        socket.send_fds(connection, [b"\0"], [file.fileno()])
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        os.close(bootstrap._receive(first, 7, Deadline(20.0)))
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+
+
+# ---- ranks that are lost meanwhile ---------------------------------------------------------------------
+
+
+def lose_a_rank_that_joins(alone: Communicator, path: str, hosts: str) -> tuple[str, float]:
+    os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
+    if alone.rank == 2:  # When the others know of it.
+        bootstrap._share = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    store = dist.FileStore(path, 3)
+    alone.barrier()
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, TimeoutError)) as caught:
+        Communicator.from_store(store, alone.rank, 3, timeout=6.0)
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
+def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
+    hosts: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "store")
+    results = run_processes(3, lose_a_rank_that_joins, path, hosts, killed=(2,))
+    for message, seconds in results[:2]:
+        assert "rank(s) 2 of 3 did not come to make a communicator within 6 s" in message
+        assert seconds < 11  # It was 12, and 18, when each wait had a limit of its own.
