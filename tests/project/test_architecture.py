@@ -137,6 +137,17 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert not todo, f"circles among {sorted(todo)}"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_is_read_that_could_be_code(path: Path) -> None:
+    """What other processes write may come from anybody who reaches a store, a port or a file first."""
+    assert not {name.split(".")[0] for name in imports(path)} & {"pickle", "marshal", "shelve"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):  # As dist.all_gather_object() and torch.load().
+            assert not node.attr.endswith(("_object", "_object_list")), ast.unparse(node)
+            assert ast.unparse(node) != "torch.load"
+        assert not (isinstance(node, ast.Name) and node.id in ("eval", "exec"))
+
+
 def test_the_extension_is_loaded_in_one_place_only() -> None:
     assert [name for name, p in FILES.items() if "pipekernels._C" in p.read_text()] == ["_backend"]
 

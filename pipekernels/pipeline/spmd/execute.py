@@ -20,10 +20,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipekernels._arguments import integer
+from pipekernels.comm import messages
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.pipeline.spmd.transport import (
     Axis,
@@ -334,9 +334,8 @@ def _pass_all(
 
 def _agree(axis: Axis, failure: Exception | None, features: Features | None) -> Features:
     """Tell the others how this rank's forward went; what is known of the last stage's output."""
-    reports: list[Any] = [None] * len(axis.ranks)
-    raised = None if failure is None else repr(failure)
-    dist.all_gather_object(reports, (raised, features), group=axis.group)
+    report = None if failure is None else repr(failure), features and features.as_message()
+    reports = messages.all_gather_in_group(report, _report, axis.group)
     if failure is not None:
         raise failure
     for stage, (raised, _) in enumerate(reports):
@@ -345,7 +344,14 @@ def _agree(axis: Axis, failure: Exception | None, features: Features | None) -> 
                 f"stage {stage} of the pipeline, rank {axis.ranks[stage]}, raised {raised}; "
                 "the batch was given up on all stages"
             )
-    return reports[-1][1]
+    output = reports[-1][1]
+    assert output is not None, "the last stage has not failed"
+    return output
+
+
+def _report(record: Any) -> tuple[str | None, Features | None]:
+    raised, features = messages.fields(record, (str, type(None)), (list, type(None)))
+    return raised, Features.parse(features)
 
 
 class _Start(torch.autograd.Function):

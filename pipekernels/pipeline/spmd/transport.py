@@ -13,8 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipekernels.comm import messages
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class Features(NamedTuple):
@@ -27,6 +32,21 @@ class Features(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Features:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @classmethod
+    def parse(cls, record: Any) -> Features | None:
+        """The inverse of :meth:`as_message`, also of None; ValueError if ``record`` is neither."""
+        if record is None:
+            return None
+        shape, name, requires_grad = messages.fields(record, list, str, bool)
+        if name not in _DTYPES:
+            raise ValueError(f"there is no dtype {name!r}")
+        shape = messages.fields(shape, *[int] * len(shape))
+        return cls(tuple(shape), _DTYPES[name], requires_grad)
+
+    def as_message(self) -> list[Any]:
+        """As JSON has it."""
+        return [list(self.shape), str(self.dtype), self.requires_grad]
 
     def __str__(self) -> str:
         grad = " that requires a gradient" if self.requires_grad else ""
@@ -112,12 +132,11 @@ class _Link:
 
     def announce(self, features: Features | None, count: int) -> None:
         """Tell the receiver what will come, and how many; None: nothing will."""
-        dist.send_object_list([(features, count)], self._rank, self._group)
+        message = features and features.as_message(), count
+        messages.send(message, self._rank, self._group)
 
     def announced(self) -> tuple[Features | None, int]:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, self._rank, self._group)
-        return received[0]
+        return messages.receive(_announcement, self._rank, self._group)
 
     def expect(self, features: Features, count: int) -> None:
         """Get ready for ``count`` tensors. While one is worked on, the next is on its way."""
@@ -143,6 +162,11 @@ class _Link:
         shape, dtype, _ = self._features
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         return cast(dist.Work, dist.irecv(tensor, self._rank, self._group)), tensor
+
+
+def _announcement(record: Any) -> tuple[Features | None, int]:
+    features, count = messages.fields(record, (list, type(None)), int)
+    return Features.parse(features), count
 
 
 class Source(ABC):
