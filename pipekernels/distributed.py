@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -83,6 +84,8 @@ class _Work(dist.Work):
             if self._call.done():
                 raise
             raise TimeoutError(f"the collective has not ended within {timeout}") from error
+        finally:
+            del self  # As in _await().
         return True
 
     def is_completed(self) -> bool:
@@ -95,8 +98,7 @@ class _Work(dist.Work):
         return self._call.exception() if self._call.done() else None
 
     def result(self) -> list[Tensor]:
-        self.wait()
-        return self._results
+        return _await(self._call, self._results)
 
     def synchronize(self) -> None:
         self.wait()
@@ -104,9 +106,31 @@ class _Work(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         # An error must come out of a callback: that alone makes it one in C++ too.
         ended: torch.futures.Future[None] = torch.futures.Future()
-        answer = ended.then(lambda _: self.result())
+        answer = ended.then(functools.partial(_await, self._call, self._results))
         self._call.add_done_callback(lambda _: ended.set_result(None))
         return answer
+
+
+def _await(
+    call: concurrent.futures.Future[None], results: list[Tensor], ended: Any = None
+) -> list[Tensor]:
+    """``results`` when ``call`` has ended, of which a future may tell; raises what it has raised."""
+    try:
+        call.result()
+        return results
+    finally:
+        del call, results, ended  # A call keeps its error, whose traceback keeps this frame.
+
+
+def _run_detached(body: Callable[[], None]) -> None:
+    """Run ``body``; its error, which the call will keep, has no traceback that keeps the group."""
+    try:
+        body()
+    except BaseException as error:  # noqa: BLE001
+        error.__cause__ = error.__context__ = None
+        raise error.with_traceback(None)  # noqa: B904
+    finally:
+        del body
 
 
 class _Group(dist.ProcessGroup):
@@ -142,10 +166,12 @@ class _Group(dist.ProcessGroup):
 
     def abort(self) -> None:
         self._comm.close()
+        self._last = _DONE
         super().abort()
 
     def shutdown(self) -> None:
         self._comm.close()
+        self._last = _DONE  # Its error may keep the frames of callers, which may keep this group.
         self._thread.shutdown(wait=False)  # Calls that are left find the communicator closed.
         super().shutdown()
 
@@ -169,7 +195,7 @@ class _Group(dist.ProcessGroup):
         if is_idle or threading.get_ident() == self._thread_id:
             run()
             return _Work(_DONE, results)
-        self._last = self._thread.submit(run_on_thread)
+        self._last = self._thread.submit(_run_detached, run_on_thread)
         return _Work(self._last, results)
 
     # ---- reductions --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,6 +336,39 @@ def lose_a_rank(rank: int) -> None:
 
 def test_a_lost_rank_is_an_error_everywhere(run_group: Callable[..., list[Any]]) -> None:
     run_group(2, lose_a_rank, killed=(1,))
+
+
+def fail_and_leave(rank: int, how: str) -> None:
+    gc.disable()  # What is in a cycle stays.
+    group = weakref.ref(dist.group.WORLD)
+
+    def fail() -> weakref.ref[torch.Tensor]:
+        tensor = torch.ones(3 + rank)
+        if how == "at once":
+            with contextlib.suppress(ValueError):
+                dist.all_reduce(tensor)
+            return weakref.ref(tensor)
+        work = dist.all_reduce(tensor, async_op=True)
+        with contextlib.suppress(ValueError, RuntimeError):
+            work.get_future().wait() if how == "future" else work.wait()
+        while not work.is_completed():
+            time.sleep(0.01)
+        del work
+        return weakref.ref(tensor)
+
+    tensor = fail()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 20
+    while (group() or tensor()) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)  # The group's thread ends.
+    assert group() is None and tensor() is None
+
+
+@pytest.mark.parametrize("how", ["at once", "work", "future"])
+def test_a_failed_call_keeps_neither_group_nor_tensors(
+    how: str, run_group: Callable[..., list[Any]]
+) -> None:
+    run_group(2, fail_and_leave, how)
 
 
 def wait_in_vain(rank: int) -> None:
