@@ -82,23 +82,28 @@ def usable(device: torch.device | str | int) -> torch.device:
         TypeError: it is neither a device, nor a string, nor an index.
         RuntimeError: torch knows no device of that name, or cannot use it.
     """
+    if isinstance(device, int) and not torch.accelerator.is_available():
+        require(device)  # Indices are then of CUDA devices, or of nothing that torch knows.
+    found = with_index(device)
+    if found.type == "cuda":
+        require(device, found.index)
+    return found
+
+
+def require(device: torch.device | str | int, index: int | None = None) -> None:
+    """Raise RuntimeError unless torch can use ``device``, the CUDA device of that index."""
     try:
-        if isinstance(device, int) and not torch.accelerator.is_available():
-            require_cuda_devices()  # What an index stands for.
-        found = with_index(device)
-        if found.type == "cuda":
-            require_cuda_devices()
+        require_cuda_devices()
     except RuntimeError as error:
         raise RuntimeError(
-            f"device {device!r} cannot be used: {error}; or name the CPU, 'cpu'"
+            f"device {str(device)!r} cannot be used: {error}; or name the CPU, 'cpu'"
         ) from None
     count = torch.cuda.device_count()
-    if found.type == "cuda" and found.index >= count:
+    if index is not None and index >= count:
         raise RuntimeError(
-            f"device {device!r} cannot be used: torch sees {count} CUDA devices, cuda:0 to "
+            f"device {str(device)!r} cannot be used: torch sees {count} CUDA devices, from cuda:0 to "
             f"cuda:{count - 1}; name one of them, or see CUDA_VISIBLE_DEVICES"
         )
-    return found
 
 
 def has_streams(device: torch.device) -> bool:

@@ -68,7 +68,7 @@ def test_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda:0", 0):
         message = (
-            f"device {device!r} cannot be used: there is no CUDA device, .*name the CPU, 'cpu'"
+            f"device '{device}' cannot be used: there is no CUDA device, .*name the CPU, 'cpu'"
         )
         with pytest.raises(RuntimeError, match=message):
             usable(device)

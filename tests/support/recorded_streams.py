@@ -352,6 +352,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name in ("current", "default", "new", "using"):
             patch.setattr(streams, name, getattr(made, name))
+        patch.setattr(streams, "require", lambda device, index=None: None)
         patch.setattr(edge, "_edges", {})
         patch.setattr(edge, "pinned_empty", pinned_empty)
         patch.setattr(edge, "_can_read", lambda a, b: peers and {a.type, b.type} == {"cuda"})
