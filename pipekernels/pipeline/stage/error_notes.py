@@ -51,7 +51,9 @@ def _layer(error: Exception, stages: Stages) -> str | None:
         for layer in stage.children()
         for module in layer.modules()
     }
-    traceback = error.__traceback__
+    assert error.__traceback__ is not None
+    # The first frame has the error in a variable: its f_locals would keep both alive.
+    traceback = error.__traceback__.tb_next
     while traceback is not None:
         found = layers.get(id(traceback.tb_frame.f_locals.get("self")))
         if found is not None:
