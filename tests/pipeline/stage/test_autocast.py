@@ -4,8 +4,8 @@ others."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,25 +23,34 @@ BF16, FLOAT = 2.0**-8, 2.0**-24
 """Unit roundoffs."""
 
 
-class InAutocast(nn.Linear):
-    """Enters autocast itself, and uses its weight twice there."""
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+    )
+
+
+class Twice(nn.Module):
+    """A linear layer, and it or one like it once more."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+        self.two = self.one if tied else copy.deepcopy(self.one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x).tanh())
+
+
+class InAutocast(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(super().forward(x).tanh())
+            return super().forward(x)
 
 
-def plain() -> list[nn.Module]:
-    return [nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)]
-
-
-def one_layer_twice() -> list[nn.Module]:
-    layer = nn.Linear(16, 16)
-    return [layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(16, 16)]
-
-
-def layers_in_autocast() -> list[nn.Module]:
-    return [InAutocast(16, 16) for _ in range(4)]
+def twice(layer: type[Twice], tied: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer(tied) for _ in range(4)])
 
 
 class Watching(TorchFunctionMode):
@@ -49,11 +58,6 @@ class Watching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def model_of(layers: Callable[[], list[nn.Module]]) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*layers())
 
 
 @pytest.fixture
@@ -79,20 +83,18 @@ def pipe_of(module: nn.Sequential, balance: list[int], checkpoint: str = "never"
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("layers", [plain, one_layer_twice])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("balance", [[5], [3, 2]])
 def test_bits_of_the_loop_without_the_cast_cache(
-    stages: int,
-    layers: Callable[[], list[nn.Module]],
+    balance: list[int],
     watched: bool,
     checkpoint: str,
     way: Way,
     one_thread: None,
     x: torch.Tensor,
 ) -> None:
-    module = model_of(layers)
+    module = plain()
     expected = results(copy.deepcopy(module), x, chunks=CHUNKS, cache=False)
-    pipe = pipe_of(module, [3, 2] if stages == 2 else [5], checkpoint)
+    pipe = pipe_of(module, balance, checkpoint)
     with Watching() if watched else nullcontext():
         found = results(pipe, x)
         assert torch.is_autocast_cache_enabled()
@@ -100,37 +102,51 @@ def test_bits_of_the_loop_without_the_cast_cache(
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_layers_that_enter_autocast_themselves(
-    checkpoint: str, way: Way, one_thread: None, x: torch.Tensor
-) -> None:
-    module = model_of(layers_in_autocast)
-    reference = copy.deepcopy(module)
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        torch.cat([reference(part) for part in x.tensor_split(CHUNKS)]).sum().backward()
-    finally:
-        torch.set_autocast_cache_enabled(before)
-    pipe_of(module, [2, 2], checkpoint)(x).sum().backward()
-    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("layers", [plain, one_layer_twice])
-def test_training_steps(
-    layers: Callable[[], list[nn.Module]],
-    schedule: str,
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("layer", [Twice, InAutocast])
+def test_a_weight_that_is_used_twice(
+    layer: type[Twice],
+    train: bool,
+    checkpoint: str,
     way: Way,
     one_thread: None,
     x: torch.Tensor,
 ) -> None:
+    """Its gradients in bfloat16 are summed in float32, in one order or another."""
+    module, apart = twice(layer, True), twice(layer, False)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=layer is Twice)
+    names = [name for name, _ in apart.named_parameters()]
+    total: dict[str, torch.Tensor] = {}
+    magnitude: dict[str, torch.Tensor] = {}
+    for part in x.tensor_split(CHUNKS):
+        with autocast():
+            output = apart(part)
+        grads = torch.autograd.grad(output.float().square().sum(), list(apart.parameters()))
+        for name, grad in zip(names, grads, strict=True):
+            key = name.replace("two", "one")
+            total[key] = total.get(key, 0) + grad.double()
+            magnitude[key] = magnitude.get(key, 0) + grad.double().abs()
+    pipe = pipe_of(module, [2, 2], checkpoint)
+    with autocast():
+        if train:
+            pipe.train_step(x, None, lambda y: y.float().square().sum(), loss_reduction="sum")
+        else:
+            output = pipe(x)
+    if not train:
+        output.float().square().sum().backward()
+    for name, p in module.named_parameters():
+        bound = gamma(2 * CHUNKS - 1, FLOAT) * magnitude[name]
+        assert ((p.grad - total[name]).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_training_steps(schedule: str, way: Way, one_thread: None, x: torch.Tensor) -> None:
     """A backward per micro-batch; GPipe's go from the last to the first."""
 
     def loss_fn(output: torch.Tensor) -> torch.Tensor:
         return output.float().square().sum()
 
-    module = model_of(layers)
+    module = plain()
     reference = copy.deepcopy(module)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         losses = [loss_fn(reference(part)) for part in x.tensor_split(CHUNKS)]
@@ -150,7 +166,7 @@ def test_the_loop_with_the_cast_cache_differs_by_sums_in_bfloat16(
     """There all micro-batches share one cast of a weight, so it is in bfloat16 that their gradients are
     summed up. The pipe sums up the same terms in float32, and is nearer to their exact sum and to the
     gradients without autocast."""
-    module = model_of(plain)
+    module = plain()
     parts, whole = copy.deepcopy(module), copy.deepcopy(module).double()
     cached = results(copy.deepcopy(module), x, chunks=CHUNKS)
     found = results(pipe_of(module, [3, 2]), x)
