@@ -110,9 +110,11 @@ class Pipe(nn.Module):
             that differ by at most one.
         checkpoint: which micro-batches keep their inputs only and are recomputed in the backward:
             ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is. Recomputed
-            layers are in the mode, and have the parameters and buffers, of their forward; their hooks,
-            attributes and the values of buffers are those of the backward. Parameters modified in place
-            and layers changed in between are an error.
+            layers are in the mode, and have the parameters and buffers, of their forward; their hooks
+            and attributes are those of the backward. Buffers that layers change in their forwards, as
+            spectral norm does, have the values that the forward found (what is written through
+            ``.data`` goes unnoticed). Parameters modified in place and layers changed in between are
+            an error.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.

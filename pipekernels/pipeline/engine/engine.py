@@ -80,6 +80,8 @@ class Engine:
         # Stages whose work the thread that runs them all does itself.
         self.waits = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
         self._look_at_layers()
+        # Ids of buffers that layers change in their forwards.
+        self.changing_buffers: set[int] = set()
         self._hidden_randomness = self._draws = self._restores = False
         self.pace = Pace()
         self.timeline: Timeline | None = None

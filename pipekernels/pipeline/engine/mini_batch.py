@@ -49,7 +49,12 @@ from pipekernels.pipeline.stage.parameters import (
     unique,
 )
 from pipekernels.pipeline.stage.random_state import preserved
-from pipekernels.pipeline.stage.recomputation import AsInForward
+from pipekernels.pipeline.stage.recomputation import (
+    AsInForward,
+    found_buffers,
+    keep_changed,
+    with_found,
+)
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import (
     Activation,
@@ -251,8 +256,9 @@ class Run:
             self._transport.receive(Receiver(stage, m))
         if self._drop[m]:
             self._versions[stage, m] = inputs.versions()
+        found = found_buffers([layers for _, layers in task.stages]) if any(self._drop) else []
         try:
-            outputs, self._tapes[stage][m] = task.forward(
+            outputs, tape = task.forward(
                 inputs,
                 partial(self._draws.of, m),
                 grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
@@ -261,6 +267,12 @@ class Run:
         except Exception as error:
             note_layer(error, task.stages, m, "forward")
             raise
+        if found:
+            earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
+            keep_changed(found, self._engine.changing_buffers, earlier)
+            if self._drop[m] and tape is not None:
+                tape.buffers = found
+        self._tapes[stage][m] = tape
         outputs, sent = outputs.without_skips()
         if sent:
             self._skips.leave(sent, m, self._transport)
@@ -345,7 +357,7 @@ class Run:
         # The forward's autocast and the like, on a thread that may be another.
         task = self._tasks[stage]
         try:
-            with self._context.applied():
+            with self._context.applied(), with_found(tape.buffers):
                 return task.recompute(tape, partial(self._draws.of, m))
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,84 @@ from pipekernels.pipeline.stage.parameters import (
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each has been written to."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+@dataclass(slots=True)
+class FoundBuffer:
+    """A buffer as the forward of a micro-batch found it, without gradient."""
+
+    owner: dict[str, Any]
+    """The ``_buffers`` of its layer."""
+    name: str
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor | None
+    """A copy; None where the buffer itself still has the value."""
+
+
+def found_buffers(stages: Sequence[nn.Module]) -> list[FoundBuffer]:
+    """The buffers of ``stages``, with copies of all: nobody knows which ones a forward will change."""
+    return [
+        FoundBuffer(layer._buffers, name, buffer, versions([buffer])[0], buffer.clone())
+        for stage in stages
+        for layer in stage.modules()
+        for name, buffer in layer._buffers.items()
+        if buffer is not None and not buffer.requires_grad
+    ]
+
+
+def keep_changed(
+    found: Sequence[FoundBuffer], changing: set[int], earlier: Sequence[Sequence[FoundBuffer]]
+) -> None:
+    """Drop the copies of buffers that are never changed.
+
+    Args:
+        found: before a forward that has ended.
+        changing: ids of buffers that a forward has changed in place, completed here. That it changes one
+            again shows in no version if it is replayed as a CUDA graph.
+        earlier: what forwards before this one found, which did not change all of these.
+    """
+    for entry in found:
+        if versions([entry.buffer]) != [entry.version] and id(entry.buffer) not in changing:
+            changing.add(id(entry.buffer))
+            for other in (other for entries in earlier for other in entries):
+                if other.buffer is entry.buffer and other.version == entry.version:
+                    other.value = entry.value
+    for entry in found:
+        if id(entry.buffer) not in changing:
+            entry.value = None
+
+
+@contextmanager
+def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
+    """Have layers find the same buffers, with the same values, while the body runs."""
+    replaced = [
+        (entry, entry.owner[entry.name])
+        for entry in found
+        if entry.name in entry.owner and entry.owner[entry.name] is not entry.buffer
+    ]
+    # In their own memory, where CUDA graphs look for them, and past the version counters: graphs of other
+    # micro-batches may have saved the buffers, and find them unchanged afterwards.
+    changed = [
+        (entry.buffer.data, entry.value, entry.buffer.clone())
+        for entry in found
+        if entry.value is not None
+    ]
+
+    def put_back() -> None:
+        for data, _, now in changed:
+            data.copy_(now)
+        for entry, now in replaced:
+            entry.owner[entry.name] = now
+
+    try:
+        for entry, _ in replaced:
+            entry.owner[entry.name] = entry.buffer
+        for data, value, _ in changed:
+            data.copy_(value)
+        yield
+    finally:
+        surely(put_back)
 
 
 class AsInForward:
@@ -46,7 +126,7 @@ class AsInForward:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Have layers in their modes, and their parameters' aliases, what was frozen and buffers in their
-        places, while the body runs. Buffers keep the values that they have by now.
+        places, while the body runs. Values of buffers are left to :func:`with_found`.
 
         Raises:
             RuntimeError: what a recomputation needs, and cannot be brought back, has changed.

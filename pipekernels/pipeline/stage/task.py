@@ -16,7 +16,7 @@ from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Entry
 from pipekernels.pipeline.stage.parameters import surely
 from pipekernels.pipeline.stage.partition import layers
-from pipekernels.pipeline.stage.recomputation import versions
+from pipekernels.pipeline.stage.recomputation import FoundBuffer, versions
 from pipekernels.pipeline.stage.skip import (
     Key,
     carried,
@@ -89,6 +89,8 @@ class Tape:
     """The skips that the last of ``roots`` are."""
     outputs: int = 0
     """How many there are without them."""
+    buffers: Sequence[FoundBuffer] = ()
+    """What a checkpointed forward found, for its recomputation."""
 
 
 def _root(tensor: torch.Tensor) -> Root | None:
@@ -361,9 +363,12 @@ def _buffers_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
         for owner, name, buffer in saved:
             owner[name] = buffer
 
+    copies: dict[int, torch.Tensor] = {}  # Layers may share a buffer.
     try:
         for owner, name, buffer in saved:
-            owner[name] = buffer.clone()
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.clone()
+            owner[name] = copies[id(buffer)]
         yield
     finally:
         surely(put_back)

@@ -99,6 +99,21 @@ def test_running_statistics(checkpoint: str, device: torch.device, record: Recor
     assert_equal(list(pipe.buffers()), list(other.buffers()))
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_layers_that_change_their_buffers(
+    checkpoint: str, device: torch.device, record: Record
+) -> None:
+    """A replay shows in no version counter."""
+    layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    module = nn.Sequential(*layers).to(device=device, dtype=torch.float64)
+    other = pipe_of(copy.deepcopy(module), [2, 1], device, checkpoint="never", cuda_graphs=False)
+    pipe = pipe_of(module, [2, 1], device, checkpoint=checkpoint)
+    x, y = data(device)
+    assert_equal(train(pipe, x, y, record), train(other, x, y))
+    assert min(slots(pipe)) >= 1
+    assert_equal(list(pipe.buffers()), list(other.buffers()))
+
+
 def test_captured_in_the_third_step(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipe = pipe_of(module, balance, device, chunks=1)

@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 
 from pipekernels import Pipe
 from pipekernels.pipeline.engine.pace import Way
+from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 MODES = ["never", "except_last", "always"]
 
@@ -173,6 +174,116 @@ def test_a_buffer_that_wants_a_gradient(checkpoint: str, way: Way, x: torch.Tens
     piped(module, checkpoint)(x).square().sum().backward()
     grads = [buffer.grad for buffer in module.buffers()]
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
+
+
+class Counting(nn.Linear):
+    """Multiplies by how often it has been called in training, told in place or by another tensor."""
+
+    def __init__(self, in_place: bool, first: int = 0) -> None:
+        super().__init__(4, 4)
+        self.in_place, self.first, self.calls = in_place, first, 0
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).tanh() * self.count.clone()
+        self.calls += not is_recomputing()
+        if self.calls > self.first and self.in_place:
+            self.count.add_(1)
+        elif self.calls > self.first:
+            self.count = self.count + 1
+        return y
+
+
+class Sharing(nn.Linear):
+    """Multiplies by a buffer of another layer, which changes it."""
+
+    def __init__(self, other: Counting) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("count", other.count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.count.clone()
+
+
+def old_spectral_norm() -> list[nn.Module]:
+    return [nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)]
+
+
+def new_spectral_norm() -> list[nn.Module]:
+    return [nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(3)]
+
+
+def count_in_place() -> list[nn.Module]:
+    return [Counting(True) for _ in range(3)]
+
+
+def count_elsewhere() -> list[nn.Module]:
+    return [Counting(False) for _ in range(3)]
+
+
+def count_later() -> list[nn.Module]:
+    return [Counting(True, first) for first in (1, 2, 5)]
+
+
+def share_a_buffer() -> list[nn.Module]:
+    counting = Counting(True)
+    return [counting, Sharing(counting), nn.Linear(4, 4)]
+
+
+CHANGING = [
+    *(old_spectral_norm, new_spectral_norm, count_in_place, count_elsewhere, count_later),
+    share_a_buffer,
+]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("layers", CHANGING)
+def test_layers_that_change_their_buffers(
+    layers: Callable[[], list[nn.Module]], checkpoint: str, way: Way, x: torch.Tensor
+) -> None:
+    """A recomputation finds what its forward found, and leaves what the last forward left."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*layers()).double()
+    if layers is share_a_buffer:  # double() gives each of them one.
+        module[1].count = module[0].count
+    reference = copy.deepcopy(module)
+    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    for _ in range(3):
+        output = pipe(x)
+        buffers = list(pipe.buffers())
+        values = [buffer.clone() for buffer in buffers]
+        expected = torch.cat([reference(part) for part in x.tensor_split(3)])
+        for _ in range(2):
+            output.square().sum().backward(retain_graph=True)
+            expected.square().sum().backward(retain_graph=True)
+        assert all(a is b for a, b in zip(pipe.buffers(), buffers, strict=True))
+        for now, value, other in zip(buffers, values, reference.buffers(), strict=True):
+            assert torch.equal(now, value) and torch.equal(now, other)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("layers", CHANGING)
+def test_training_steps_of_layers_that_change_their_buffers(
+    layers: Callable[[], list[nn.Module]], schedule: str, way: Way, x: torch.Tensor
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*layers()).double()
+    if layers is share_a_buffer:
+        module[1].count = module[0].count
+    reference = copy.deepcopy(module)
+    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    for _ in range(2):
+        pipe.train_step(
+            x, None, lambda y: y.square().sum(), schedule=schedule, loss_reduction="sum"
+        )
+        torch.cat([reference(part) for part in x.tensor_split(3)]).square().sum().backward()
+        for now, other in zip(pipe.buffers(), reference.buffers(), strict=True):
+            assert torch.equal(now, other)
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
 
 
 class Overwriting(nn.Module):
