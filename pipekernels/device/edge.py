@@ -26,6 +26,7 @@ arrives, or to write where a copy is not done yet: to a slot, or to pinned memor
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -110,7 +111,7 @@ class Edge:
         self._slots: list[_Slot] = []
         self._sources: list[tuple[Stream, Event, list[Tensor]]] = []
         self._lent: list[_Lent] = []
-        self._unused: list[tuple[list[Event], list[_Lent]]] = []
+        self._unused: list[tuple[list[Event], set[_Lent]]] = []
         # Reentrant: an allocation may collect garbage, and that call settle().
         self._lock = threading.RLock()
 
@@ -169,22 +170,21 @@ class Edge:
             self._take_back_buffers()
 
     def _let_go_of_sources(self) -> None:
-        sources, self._sources = self._sources, []
-        for origin, done, _ in sources:
+        while self._sources:
+            origin, done, _ = self._sources[0]
             origin.wait_event(done)
+            del self._sources[:1]  # Only now: Ctrl-C may have kept the stream from waiting.
 
     def _take_back_buffers(self) -> None:
-        unused, self._unused = self._unused, []
-        for events, _ in unused:
-            for event in events:
+        while self._unused:
+            for event in self._unused[0][0]:
                 self._arriving.wait_event(event)
-        lent, self._lent = self._lent, []
-        found: list[_Lent] = []
-        for buffer in lent:
-            (found if buffer.is_unused() else self._lent).append(buffer)
+            del self._unused[:1]
+        found = {buffer for buffer in self._lent if buffer.is_unused()}
         if found:
             users = {stream for buffer in found for stream in buffer.arrival.users}
             self._unused.append(([stream.record_event() for stream in users], found))
+            self._lent = [buffer for buffer in self._lent if buffer not in found]
 
     def _copy(self, source: Tensor) -> Tensor:
         shape, strides, dtype = source.shape, source.stride(), source.dtype
@@ -269,6 +269,7 @@ def edge(source: torch.device, target: torch.device, *, backward: bool = False) 
 
 
 def settle_all() -> None:
-    """:meth:`Edge.settle` of every edge of the process."""
-    for each in list(_edges.values()):
-        each.settle()
+    """:meth:`Edge.settle` of every edge of the process, unless that ends."""
+    if not sys.is_finalizing():
+        for each in list(_edges.values()):
+            each.settle()

@@ -16,11 +16,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from pipekernels.device import streams
+from pipekernels.device.restoring import restoring
 from pipekernels.device.streams import Stream
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ class Recorder:
         # All captures of a device are on one stream: cuBLAS has one workspace per stream, which the
         # graphs captured there share.
         self._stream = streams.new(device)
-        self._lock = threading.Lock()
+        self._turns = _Turns()
         self._last: Stream | None = None
         self._alone = threading.RLock()  # A stage may have a pipe with graphs inside.
 
@@ -54,17 +56,13 @@ class Recorder:
     def turn(self) -> Iterator[bool]:
         """Yields whether the body may use graphs of the device, on the current stream. All that it
         issues is ordered behind the turns before."""
-        if not self._lock.acquire(blocking=False):
-            yield False
-            return
-        try:
-            stream = streams.current(self._device)
-            if self._last is not None and self._last != stream:
-                stream.wait_event(self._last.record_event())
-            self._last = stream
-            yield True
-        finally:
-            self._lock.release()
+        with self._turns.one() as ours:
+            if ours:
+                stream = streams.current(self._device)
+                if self._last is not None and self._last != stream:
+                    stream.wait_event(self._last.record_event())
+                self._last = stream
+            yield ours
 
     def capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T] | None:
         """Record ``work``, which is not done yet then. To be called in a turn.
@@ -81,31 +79,49 @@ class Recorder:
             Exception: what ``work`` raised, or torch because the work cannot be captured. Nothing
                 remains of the capture then.
         """
-        if not _one_at_a_time.acquire(blocking=False):
-            return None
-        try:
-            with self.alone():
-                graph, result = _record(work, self._stream, pool)
+        with _one_at_a_time.one() as ours:
+            if not ours:
+                return None
+            graph, result = self.alone(lambda: _record(work, self._stream, pool))
             # Until now the capture's stream has been given what sets up its random numbers.
             streams.current(self._device).wait_event(self._stream.record_event())
             return graph, result
-        finally:
-            _one_at_a_time.release()
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """While the body runs no other thread captures on the device; a capture that goes on is waited
-        for.
+    def alone(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns. While it runs no other thread captures on the device; a capture that goes
+        on is waited for.
 
         To go through an autograd graph of a capture without a graph of its own: autograd issues that on
         the stream of captures, and it would become part of one.
         """
         # Autograd stays on this thread: its own thread for the device may be waiting here.
-        with self._alone, torch.autograd.set_multithreading_enabled(False):
-            yield
+        before = torch._C._is_multithreading_enabled()
+        put_back = partial(torch.autograd.set_multithreading_enabled, before)
+        with self._alone, restoring(put_back):
+            torch.autograd.set_multithreading_enabled(False)
+            return work()
 
 
-_one_at_a_time = threading.Lock()
+class _Turns:
+    """A lock that nobody waits for. It knows who holds it, so Ctrl-C can come at any point of it."""
+
+    def __init__(self) -> None:
+        self._holder: dict[None, object] = {}
+
+    @contextmanager
+    def one(self) -> Iterator[bool]:
+        """Yields whether the body has the lock."""
+        me = object()
+
+        def leave() -> None:
+            if self._holder.get(None) is me:
+                self._holder.clear()
+
+        with restoring(leave):
+            yield self._holder.setdefault(None, me) is me
+
+
+_one_at_a_time = _Turns()
 _recorders: dict[torch.device, Recorder] = {}
 _recorders_lock = threading.Lock()
 
@@ -129,11 +145,9 @@ def input_like(tensor: torch.Tensor) -> torch.Tensor:
     is what torch does to empty tensors where algorithms are to be deterministic."""
     deterministic: Any = torch.utils.deterministic
     fills = deterministic.fill_uninitialized_memory
-    deterministic.fill_uninitialized_memory = False
-    try:
+    with restoring(partial(setattr, deterministic, "fill_uninitialized_memory", fills)):
+        deterministic.fill_uninitialized_memory = False
         return torch.empty_like(tensor)
-    finally:
-        deterministic.fill_uninitialized_memory = fills
 
 
 def new_pool() -> Any:

@@ -7,6 +7,7 @@ it, so that the same code runs everywhere. A stream has ``record_event()`` and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -119,6 +120,18 @@ def current(device: torch.device) -> Stream:
 def default(device: torch.device) -> Stream:
     """The stream of those who chose none."""
     return torch.cuda.default_stream(device) if has_streams(device) else HOST
+
+
+def currents(devices: Iterable[torch.device]) -> list[Stream]:
+    """The current streams of ``devices``, which have streams, and last that of the current device."""
+    return [*map(current, devices), torch.cuda.current_stream()]
+
+
+def make_current(found: Iterable[Any]) -> None:
+    """Make each of these streams the current one of its device, and that the current device."""
+    for stream in found:
+        torch.cuda.set_device(stream.device)
+        torch.cuda.set_stream(stream)
 
 
 def new(device: torch.device) -> Stream:

@@ -15,7 +15,7 @@ streams and the calling thread, as events order them. A :class:`Race` is raised 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -132,6 +132,13 @@ class Machine:
 
     def current(self, device: torch.device) -> Any:
         return self._current.get(device) or self.default(device)
+
+    def currents(self, devices: Iterable[torch.device]) -> list[Any]:
+        return [self.current(device) for device in devices]
+
+    def make_current(self, found: Iterable[Any]) -> None:
+        for stream in found:
+            self._current[stream.device] = stream
 
     def new(self, device: torch.device) -> Any:
         if device.type != "cuda":
@@ -350,7 +357,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name in ("current", "default", "new", "using"):
+        for name in ("current", "currents", "default", "make_current", "new", "using"):
             patch.setattr(streams, name, getattr(made, name))
         patch.setattr(streams, "require", lambda device, index=None: None)
         patch.setattr(edge, "_edges", {})

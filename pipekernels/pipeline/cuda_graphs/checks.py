@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from pipekernels.device.restoring import entered, restoring
 from pipekernels.pipeline.stage.context import default_device
 from pipekernels.pipeline.stage.partition import HOOKS
 from pipekernels.pipeline.stage.random_state import HookWatch
@@ -152,7 +153,14 @@ def watched(stage: nn.Module, device: torch.device) -> Iterator[_Watch]:
     """Watch a pass for what a graph could not repeat; tells afterwards."""
     before = [(layer, vars(layer).copy(), layer._buffers.copy()) for layer in stage.modules()]
     state = random.getstate()
-    with HookWatch() as hooks, _Watch(device) as watch:
+    watch = _Watch(device)
+
+    def leave() -> None:
+        if watch in _get_current_dispatch_mode_stack():
+            watch.__exit__(None, None, None)
+
+    with entered(HookWatch()) as hooks, restoring(leave):
+        watch.__enter__()
         yield watch
     if hooks.saw_tensor_hooks:
         watch.why_not = "hooks are put on tensors"

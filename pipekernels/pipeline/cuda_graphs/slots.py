@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -33,7 +34,11 @@ class Signature:
         self.watched = False
         """Whether one has been watched since: from then on graphs are used."""
         self.refused = False
-        self.free: list[Slot] = []
+        self.slots: list[Slot] = []
+
+    def free_slot(self) -> Slot | None:
+        """One that nobody uses, if there is one."""
+        return next((slot for slot in self.slots if slot.lease() is None), None)
 
 
 @dataclass(eq=False)
@@ -76,6 +81,9 @@ class Slot:
         self.tape = tape
         self.backwards: dict[tuple[bool, ...], Backward] = {}
         """By which outputs have gradients."""
+        self.lease: Callable[[], Lease | None] = lambda: None
+        """The latest, while there is somebody who has it. Nothing is done when it ends: Ctrl-C that comes
+        up in a ``__del__`` is lost."""
         self._outputs = outputs
         self._leaves = leaves
 
@@ -103,13 +111,9 @@ class Slot:
 class Lease:
     """The use of a slot, until this object is gone."""
 
-    def __init__(self, slot: Slot, signature: Signature) -> None:
+    def __init__(self, slot: Slot) -> None:
         self.slot = slot
-        self._signature = signature
-
-    def __del__(self) -> None:
-        if not self._signature.refused:
-            self._signature.free.append(self.slot)
+        slot.lease = weakref.ref(self)
 
 
 @dataclass(slots=True)

@@ -75,14 +75,21 @@ class StageGraphs:
         self.task = task
         self.recorder = graphs.recorder(task.device)
         ((self.index, self.stage),) = task.stages
-        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
-        """All there are, in use or free."""
+        self._slots: list[weakref.ref[Slot]] = []
         self._tensors: list[Any] = []
         self._settings: dict[Any, int] = {}
         self._signatures: dict[Any, list[Signature]] = {}
         self._known = 0
         self._new_in_a_row = 0
         self._warned: set[str] = set()
+
+    def slots(self) -> list[Slot]:
+        """All there are, in use or free."""
+        return [slot for reference in self._slots if (slot := reference()) is not None]
+
+    def add(self, slot: Slot) -> None:
+        """Count one more."""
+        self._slots = [weakref.ref(known) for known in (*self.slots(), slot)]
 
     def of_run(self, parameters: StageParameters | None) -> GraphedTask:
         """The stage for one mini-batch, during which its layers stay as they are now.
@@ -142,7 +149,7 @@ class StageGraphs:
     def refuse(self, signature: Signature, why: str) -> None:
         """Run it without graphs from now on."""
         signature.refused = True
-        signature.free.clear()
+        signature.slots.clear()
         self.warn(why)
 
     def warn(self, why: str) -> None:
@@ -232,7 +239,7 @@ class GraphedTask:
         with self._graphs.recorder.turn() as ours:
             slot = self._slot(signature, work, inputs) if ours else None
             if slot is not None:
-                lease = Lease(slot, signature)
+                lease = Lease(slot)
                 write(slot.inputs, inputs.tensors)
                 with randomness(self._graphs.index):
                     slot.graph.replay()
@@ -264,9 +271,10 @@ class GraphedTask:
 
     def _slot(self, signature: Signature, work: Work, inputs: Activation) -> Slot | None:
         """One that nobody uses; None if there can be no more."""
-        if signature.free:
-            return signature.free.pop()
-        if len(self._graphs.slots) >= LIMIT:
+        free = signature.free_slot()
+        if free is not None:
+            return free
+        if len(self._graphs.slots()) >= LIMIT:
             self._graphs.warn(f"more than {LIMIT} micro-batches had graphs of their own")
             return None
         leaves = StageParameters(self._graphs.stage, own_versions=True)
@@ -286,7 +294,8 @@ class GraphedTask:
         graph, (memory, outputs, tape) = found
         stand_ins = [leaf for _, leaf in leaves.pairs.values()]
         slot = Slot(graph, pool, memory.tensors, outputs, tape, stand_ins)
-        self._graphs.slots.add(slot)
+        signature.slots.append(slot)
+        self._graphs.add(slot)
         return slot
 
     def _backward(self, tape: Tape, grads: Grads, keep_graph: bool) -> Grads:
@@ -308,8 +317,9 @@ class GraphedTask:
                 backward.graph.replay()
                 self._accumulate(backward.of_leaves)
                 return copies_of(backward.of_inputs)
-        with self._graphs.recorder.alone():
-            of_inputs, of_leaves = slot.differentiate(self._task, grads)
+        of_inputs, of_leaves = self._graphs.recorder.alone(
+            lambda: slot.differentiate(self._task, grads)
+        )
         self._accumulate(of_leaves)
         return of_inputs
 

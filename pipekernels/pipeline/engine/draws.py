@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipekernels.device.restoring import entered
 from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
     DrawWatch,
@@ -39,18 +41,20 @@ class Draws:
         """Entered around a task, on its thread."""
         return self._way(self, micro_batch, stage)
 
-    def on_lanes(self) -> AbstractContextManager[Any]:
-        """From now on tasks run beside each other. Returns what to enter around backwards."""
+    def on_lanes(self) -> Callable[[], AbstractContextManager[Any]]:
+        """From now on tasks run beside each other. Returns what makes the context to enter around
+        backwards."""
         self._way = Draws._on_lane
-        return DrawWatch(self._engine.refuse_hidden_randomness)
+        return partial(entered, DrawWatch(self._engine.refuse_hidden_randomness))
 
-    def audited(self) -> AbstractContextManager[Any]:
+    def audited(self) -> Callable[[], AbstractContextManager[Any]]:
         """From now on it is watched, on one thread, whether lanes could keep all random numbers
-        apart. Returns what to enter around backwards."""
+        apart. Returns what makes the context to enter around backwards."""
         self._way = Draws._audited
         # A layer that recomputes its forward puts back the state of the process's generator, which
         # on lanes would be anybody's.
-        return BackwardWatch(self._engine.note_hidden_randomness, self._engine.note_restores)
+        watch = BackwardWatch(self._engine.note_hidden_randomness, self._engine.note_restores)
+        return partial(entered, watch)
 
     def watch_hooks(self) -> None:
         """From now on hooks on tensors are noticed, as on lanes they always are."""
@@ -62,20 +66,20 @@ class Draws:
 
     @contextmanager
     def _watched(self, micro_batch: int, stage: int) -> Iterator[None]:
-        with self._random.inline(micro_batch, stage), HookWatch() as watch:
+        with self._random.inline(micro_batch, stage), entered(HookWatch()) as watch:
             yield
         if watch.saw_tensor_hooks:
             self.saw_tensor_hooks = True
 
     @contextmanager
     def _on_lane(self, micro_batch: int, stage: int) -> Iterator[None]:
-        with self._random.on_lane(micro_batch, stage) as watch:
+        with entered(self._random.on_lane(micro_batch, stage)) as watch:
             yield
         self._note(watch)
 
     @contextmanager
     def _audited(self, micro_batch: int, stage: int) -> Iterator[None]:
-        with self._random.audited(micro_batch, stage) as watch:
+        with entered(self._random.audited(micro_batch, stage)) as watch:
             yield
         self._note(watch)
         if not watch.saw_everything():

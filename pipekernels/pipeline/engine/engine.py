@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipekernels.device.graphs import has_graphs
+from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.device.streams import has_streams
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.transforms import deny_batched
@@ -108,20 +110,22 @@ class Engine:
         in_backward = torch._C._current_graph_task_id() != -1
         turn = nullcontext() if in_backward else self._turns
         around = self._around()
-        try:
-            _running.set((*around, self))
-            with turn, self.lock:
-                run = self._start(GPIPE, batch, checkpoint, may_split=True)
-                outputs = Outputs(run.sizes, batch.dim)
-                with self._committed():
-                    if run.grad:
-                        parameters = unique(self._parameters)
-                        tensors = _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
-                    else:
-                        tensors = run.forward(outputs, batch.tensors)
-        finally:
-            _running.set(around)
+        with turn, self.lock:
+            outputs, tensors = self._run(around, batch, checkpoint)
         return outputs.build(tensors)
+
+    @restore_despite_interrupt
+    def _run(
+        self, around: tuple[Engine, ...], batch: Batch, checkpoint: str
+    ) -> tuple[Outputs, Sequence[torch.Tensor]]:
+        with self._running_in(around):
+            run = self._start(GPIPE, batch, checkpoint, may_split=True)
+            outputs = Outputs(run.sizes, batch.dim)
+            with self._committed():
+                if not run.grad:
+                    return outputs, run.forward(outputs, batch.tensors)
+                parameters = unique(self._parameters)
+                return outputs, _PipeNode.apply(run, outputs, *batch.tensors, *parameters)
 
     def train(
         self,
@@ -143,25 +147,34 @@ class Engine:
             The loss, a scalar without a graph.
         """
         around = self._around()
-        try:
-            _running.set((*around, self))
-            with self._turns, self.lock, torch.enable_grad():
-                run = self._start(schedule, batch, checkpoint, may_split=False)
-                losses = make_losses(run.sizes)
-                targets = [*batch.tensors, *unique(self._parameters)]
-                with self._committed():
-                    grads = [grad for part in run.train(losses) for grad in part]
-                    losses.check()
-                wanted = [
-                    target for target, grad in zip(targets, grads, strict=True) if grad is not None
-                ]
-                # Through autograd, so that hooks are called.
-                root = _Given.apply(grads, *wanted) if wanted else None
-        finally:
-            _running.set(around)
+        with self._turns, self.lock:
+            losses, root = self._train(around, batch, make_losses, checkpoint, schedule)
         if root is not None:
             torch.autograd.backward(root)
         return losses.total()
+
+    @restore_despite_interrupt
+    def _train(
+        self,
+        around: tuple[Engine, ...],
+        batch: Batch,
+        make_losses: Callable[[Sequence[int]], Losses],
+        checkpoint: str,
+        schedule: Schedule,
+    ) -> tuple[Losses, torch.Tensor | None]:
+        """The losses, and what a backward of hands all gradients to what they are of."""
+        with self._running_in(around), restoring(self.unlocked.lock_again), torch.enable_grad():
+            run = self._start(schedule, batch, checkpoint, may_split=False)
+            losses = make_losses(run.sizes)
+            targets = [*batch.tensors, *unique(self._parameters)]
+            with self._committed():
+                grads = [grad for part in run.train(losses) for grad in part]
+                losses.check()
+            wanted = [
+                target for target, grad in zip(targets, grads, strict=True) if grad is not None
+            ]
+            # Through autograd, so that hooks are called.
+            return losses, _Given.apply(grads, *wanted) if wanted else None
 
     def note_hidden_randomness(self) -> None:
         """Keep to one thread from the next mini-batch on: random numbers are drawn where no lane
@@ -229,6 +242,12 @@ class Engine:
             )
         return around
 
+    @contextmanager
+    def _running_in(self, around: tuple[Engine, ...]) -> Iterator[None]:
+        with restoring(partial(_running.set, around)):
+            _running.set((*around, self))
+            yield
+
     def _committed(self) -> AbstractContextManager[None]:
         return committed(self.stages) if self._has_deferred_batch_norm else nullcontext()
 
@@ -283,7 +302,12 @@ class _Unlocked:
         self._lock.release()
 
     def __exit__(self, *error: object) -> None:
-        self._lock.acquire()
+        self.lock_again()
+
+    def lock_again(self) -> None:
+        """Whether or not it was released: Ctrl-C may have come in between."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.acquire()
 
 
 class _Given(torch.autograd.Function):

@@ -8,6 +8,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.pipeline.engine import lanes
 from pipekernels.pipeline.schedule.program import Action, Program
 
@@ -61,27 +62,31 @@ def run_on_lanes(
         for inbox in inboxes.values():
             inbox.put(_STOP)
 
+    @restore_despite_interrupt
+    def run_actions(actions: Sequence[Action]) -> None:
+        with around():
+            for action in actions:
+                value = None
+                if program.before(action) is not None:
+                    value = inboxes[action.stage, action.goes_up].get()
+                if failures:
+                    return
+                result = compute(action, value)
+                receiver = program.after(action)
+                if receiver is not None:
+                    inboxes[receiver, action.goes_up].put(result)
+
     def run_lane(actions: Sequence[Action]) -> None:
         try:
-            with around():
-                for action in actions:
-                    value = None
-                    if program.before(action) is not None:
-                        value = inboxes[action.stage, action.goes_up].get()
-                    if failures:
-                        return
-                    result = compute(action, value)
-                    receiver = program.after(action)
-                    if receiver is not None:
-                        inboxes[receiver, action.goes_up].put(result)
+            run_actions(actions)
         except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
             fail(error)
 
     jobs = [partial(run_lane, lane) for lane in program.lanes]
-    lanes.run_together(jobs, threads=threads, interrupted=fail)
-    if failures:
-        try:
+    try:
+        lanes.run_together(jobs, threads=threads, interrupted=fail)
+        if failures:
             raise failures[0]
-        finally:
-            # The exception's frames hold this list: break the cycle, the pass's memory hangs on it.
-            failures.clear()
+    finally:
+        # The exception's frames hold this list: break the cycle, the pass's memory hangs on it.
+        failures.clear()

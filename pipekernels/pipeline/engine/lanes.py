@@ -12,15 +12,25 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
+from pipekernels.device.restoring import restoring
+
 Job = Callable[[], None]
 
 
+class _Loan:
+    """The use of some workers by one pass."""
+
+    over = False
+
+
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, loan: _Loan) -> None:
+        self.loan = loan
         self._jobs: SimpleQueue[tuple[Job, set[_Worker], SimpleQueue[None]]] = SimpleQueue()
         threading.Thread(target=self._run, name="pipekernels-lane", daemon=True).start()
 
@@ -29,6 +39,8 @@ class _Worker:
         self._jobs.put((job, ended, done))
 
     def _run(self) -> None:
+        # Here: Ctrl-C may keep whoever has started this thread from doing it.
+        _workers.append(self)
         while True:
             job, ended, done = self._jobs.get()
             job()
@@ -38,25 +50,28 @@ class _Worker:
             del job, ended, done
 
 
-_idle: list[_Worker] = []
-_idle_lock = threading.Lock()
+_workers: list[_Worker] = []
+_workers_lock = threading.Lock()
 
 
 def _forget_workers() -> None:
     """Threads do not survive a fork: the child starts with none."""
-    global _idle_lock
-    _idle.clear()
-    _idle_lock = threading.Lock()
+    global _workers_lock
+    _workers.clear()
+    _workers_lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_workers)
 
 
-def _borrow() -> _Worker:
-    with _idle_lock:
-        if _idle:
-            return _idle.pop()
-    return _Worker()
+def _borrow(loan: _Loan) -> _Worker:
+    """One that is no other's until ``loan`` is over."""
+    with _workers_lock:
+        for worker in _workers:
+            if worker.loan.over:
+                worker.loan = loan
+                return worker
+    return _Worker(loan)
 
 
 _DENORMAL = float.fromhex("0x1p-1074")
@@ -75,11 +90,9 @@ def intra_op_threads(count: int) -> Iterator[None]:
     if before == count:
         yield
         return
-    try:
+    with restoring(partial(torch.set_num_threads, before)):
         torch.set_num_threads(count)
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run_together(
@@ -115,24 +128,28 @@ def run_together(
     flush = _flushes_denormals()
     done: SimpleQueue[None] = SimpleQueue()
     ended: set[_Worker] = set()
-    work = [(_borrow(), on_worker(job)) for job in jobs[:-1]]
+    loan = _Loan()
+    work: list[tuple[_Worker, Job]] = []
 
     def submit_all() -> None:
         for worker, job in work:
             worker.submit(job, ended, done)
 
-    try:
-        submit_all()
-        with intra_op_threads(threads):
-            jobs[-1]()
-    except BaseException as error:  # noqa: BLE001 - handed on, after the other jobs have ended
-        interrupted(error)
-        submit_all()  # Perhaps not all were; none runs twice.
-    # Noted by the workers: an exception may reach this thread between taking a token and noting it.
-    while len(ended) < len(work):
+    def wait() -> None:
+        # Noted by the workers: an exception may reach this thread between taking a token and noting it.
+        while len(ended) < len(work):
+            try:
+                done.get()
+            except BaseException as error:  # noqa: BLE001 - handed on, after the other jobs have ended
+                interrupted(error)
+        loan.over = True
+
+    with restoring(wait):
         try:
-            done.get()
+            work.extend([(_borrow(loan), on_worker(job)) for job in jobs[:-1]])
+            submit_all()
+            with intra_op_threads(threads):
+                jobs[-1]()
         except BaseException as error:  # noqa: BLE001
             interrupted(error)
-    with _idle_lock:
-        _idle.extend(worker for worker, _ in work)
+            submit_all()  # Perhaps not all were; none runs twice.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.pipeline.cuda_graphs.stage_graphs import GraphedTask
 from pipekernels.pipeline.engine import executor
 from pipekernels.pipeline.engine.draws import Draws
@@ -45,7 +46,6 @@ from pipekernels.pipeline.stage.parameters import (
     StageParameters,
     accumulated,
     installed,
-    surely,
     unique,
 )
 from pipekernels.pipeline.stage.random_state import preserved
@@ -114,7 +114,7 @@ class Run:
             self.grad and checkpointed(checkpoint, m, micro_batches) for m in range(micro_batches)
         ]
         # Entered where graphs are gone through backwards.
-        self._in_autograd: AbstractContextManager[Any] = nullcontext()
+        self._in_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._pass = self._begun(schedule, may_split)
         self._way: Way = "inline" if self._pass is None else self._pass.way
         self._tasks: Sequence[Task | GraphedTask] = engine.tasks
@@ -185,30 +185,36 @@ class Run:
         Raises:
             RuntimeError: an earlier backward has released the stages' graphs.
         """
-        engine = self._engine
-        with engine.lock:
+        with self._engine.lock:
             if self._released:
                 raise RuntimeError(
                     "this is the second backward through a pipe's output, and the first one freed "
                     "the graphs of its stages; pass retain_graph=True to the first"
                 )
             self._released = not keep_graph
-            again = any(self._drop)
-            with (
-                self._phase(),
-                outputs.given(grads),
-                self._accumulating() as results,
-                preserved(engine.devices) if again else nullcontext(),
-                self._as_in_forward.again() if again else nullcontext(),
-            ):
-                if self._tasks == [engine.chain] and not again:
-                    self._backward_at_once(outputs, keep_graph)
-                else:
-                    backward = partial(self._backward, outputs, keep_graph)
-                    around = nullcontext if self._way == "inline" else CallerContext().applied
-                    self._execute(self._program.backwards, backward, around, last=True)
-            if not keep_graph:
-                engine.give_back(self._parameters)
+            return self._backwards(outputs, grads, keep_graph)
+
+    @restore_despite_interrupt
+    def _backwards(
+        self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
+    ) -> tuple[Grads, Grads]:
+        engine = self._engine
+        again = any(self._drop)
+        with (
+            self._phase(),
+            outputs.given(grads),
+            self._accumulating() as results,
+            preserved(engine.devices) if again else nullcontext(),
+            self._as_in_forward.again() if again else nullcontext(),
+        ):
+            if self._tasks == [engine.chain] and not again:
+                self._backward_at_once(outputs, keep_graph)
+            else:
+                backward = partial(self._backward, outputs, keep_graph)
+                around = nullcontext if self._way == "inline" else CallerContext().applied
+                self._execute(self._program.backwards, backward, around, last=True)
+        if not keep_graph:
+            engine.give_back(self._parameters)
         return results.inputs, results.parameters
 
     def train(self, losses: Losses) -> tuple[Grads, Grads]:
@@ -225,7 +231,7 @@ class Run:
             return self._backward(losses, False, action, value)
 
         if self._engine.with_streams:
-            self._in_autograd = self._engine.unlocked
+            self._in_autograd = lambda: self._engine.unlocked
         # As if the loss were a stage behind the last one.
         losses.randomness = lambda m: self._draws.of(m, len(self._engine.stages))
         losses.aside = Aside(self._parameters)
@@ -300,13 +306,13 @@ class Run:
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
-                with self._noted(self._tasks[stage], m), self._in_autograd:
+                with self._noted(self._tasks[stage], m), self._in_autograd():
                     second_part(keep_graph)
             return ()
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m, backward=True))
         if grads is None:
-            with self._in_autograd:
+            with self._in_autograd():
                 grads = sink.grads(m)
         task, tape = self._tasks[stage], self._tapes[stage][m]
         if not keep_graph:
@@ -320,7 +326,7 @@ class Run:
             return ()
         if tape.inputs is not None:
             tape = self._recomputed(tape, tape.inputs, stage, m)
-        with self._noted(task, m), self._in_autograd:
+        with self._noted(task, m), self._in_autograd():
             # Hooks on tensors would be called in both parts.
             if kind == "I" and not self._draws.saw_tensor_hooks:
                 result, second_part = task.backward_of_inputs(tape, grads, keep_graph=keep_graph)
@@ -382,7 +388,7 @@ class Run:
             assert self._engine.chain is not None
             grads = [outputs.grads(m) for m in range(len(tapes))]
             task, m = self._engine.chain, 0 if len(tapes) == 1 else None
-            with self._noted(task, m), self._transport.on(task.device), self._in_autograd:
+            with self._noted(task, m), self._transport.on(task.device), self._in_autograd():
                 results = task.backward(tapes, grads, keep_graph=keep_graph)
             self._input_grads = results
             if self._homes:
@@ -394,7 +400,7 @@ class Run:
         """Fill in the results of the body's backwards. After a failure nothing is kept: what was
         accumulated must not leak into the next backward."""
         results = _Results()
-        try:
+        with restoring(partial(self._take_grads, results)):
             yield results
             if self._transport.arrivals:
                 for m in range(len(self._scatter)):
@@ -404,8 +410,6 @@ class Run:
                 for i, wants in enumerate(self._wants_grad)
             ]
             results.inputs = tuple([self._scatter.joined(column) for column in columns])
-        finally:
-            surely(partial(self._take_grads, results))
 
     def _take_grads(self, results: _Results) -> None:
         self._second_parts.clear()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from pipekernels.device.restoring import restoring
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.stage.entry import Entry
 from pipekernels.pipeline.stage.parameters import Aside
@@ -81,11 +83,9 @@ class Outputs:
             [None] * len(self._sizes) if grad is None else gather.slices(grad)
             for gather, grad in zip(self._gathers, grads, strict=True)
         ]
-        self._grads = list(zip(*parts, strict=True))
-        try:
+        with restoring(partial(setattr, self, "_grads", [])):
+            self._grads = list(zip(*parts, strict=True))
             yield
-        finally:
-            self._grads = []
 
     def grads(self, m: int) -> Grads:
         return self._grads[m]

@@ -10,9 +10,8 @@ takes it waits for it when its own turn comes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from pipekernels.device.edge import (
     edge,
     settle_all,
 )
+from pipekernels.device.restoring import at_end, restoring
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.schedule.timeline import (
     Clock,
@@ -55,11 +55,8 @@ class Transport:
         self.arrivals: dict[Receiver, list[Arrival]] = {}
         """What is on its way."""
         self._edges: set[Edge] = set()
-
-    def __del__(self) -> None:
-        # Where a forward's backward never came, its graph has kept received buffers until now.
-        if self._streams and not sys.is_finalizing():
-            settle_all()
+        # Where a forward's backward never comes, its graph keeps received buffers until then.
+        self._at_end = at_end(settle_all) if devices else None
 
     def stream(self, device: torch.device) -> Stream:
         """The stream that stages on ``device`` compute on."""
@@ -78,24 +75,24 @@ class Transport:
     def phase(self) -> Iterator[None]:
         """A forward or a backward of the run: behind what the caller's current streams have been
         given, and before what they are given afterwards."""
+        callers = streams.currents(self._streams)
         for device, stream in self._streams.items():
             _follow(stream, streams.current(device))
-        try:
-            with ExitStack() as stack:
-                # The first stage's device is the current one in the end.
-                for stream in reversed(self._streams.values()):
-                    stack.enter_context(streams.using(stream))
-                try:
-                    yield
-                finally:
-                    self._settle()
-                    self.arrivals.clear()
-        finally:
+
+        def leave() -> None:
+            self._settle()
+            self.arrivals.clear()
+            streams.make_current(callers)
             for device, stream in self._streams.items():
                 _follow(streams.current(device), stream)
                 # Autograd takes it that gradients on another device than their node's were made on
                 # the default stream there (until torch 2.8; on the current one since).
                 _follow(streams.default(device), stream)
+
+        with restoring(leave):
+            # The first stage's device is the current one in the end.
+            streams.make_current(reversed(self._streams.values()))
+            yield
 
     def send(
         self,

@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.pipeline.stage.partition import has_collectives, layers
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.skip import Key, carried
@@ -74,6 +75,7 @@ class Bytes:
     """Its other parameters, and its buffers."""
 
 
+@restore_despite_interrupt
 def measure_seconds(
     module: nn.Sequential,
     samples: Sequence[Any],
@@ -124,6 +126,7 @@ def measure_seconds(
     ]
 
 
+@restore_despite_interrupt
 def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> list[Bytes]:
     """Measure the memory of every layer by the storages that its operations make: which of them are
     alive after each operation, and which when its graph is all that is left. Works on any device.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.schedule.program import (
     Action,
     ActionKind,
@@ -152,12 +153,14 @@ class Timeline:
             marks.append((action, start, clock.mark()))
             return result
 
-        try:
-            yield recording
-        finally:
+        def note() -> None:
+            phase.events = []
             for action, start, end in marks:
                 clock = clock_of(action.stage)
                 phase.events.append(Event(action, clock.seconds(start), clock.seconds(end)))
+
+        with restoring(note):
+            yield recording
 
     @property
     def bubble(self) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import integer
 from pipekernels.comm import messages
+from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.pipeline.spmd.transport import (
     Axis,
@@ -108,6 +109,21 @@ def execute_pipeline(
     mesh = _given_or_enclosing(mesh)
     axis = Axis.of(mesh, model_axis_name)
     key = _random_key(mesh, model_axis_name, replicated_axis_names)
+    return _execute(module, x, args, kwargs, num_microbatches, axis, key)
+
+
+@torch._disable_dynamo
+@restore_despite_interrupt
+def _execute(
+    module: nn.Module,
+    x: Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    num_microbatches: int,
+    axis: Axis,
+    key: int,
+) -> Tensor:
+    """As :func:`execute_pipeline`; ``key`` tells the random numbers of ranks apart."""
     source = (
         FromBatch(x, num_microbatches) if axis.is_first else FromPrevious(axis, num_microbatches)
     )
@@ -134,7 +150,10 @@ def execute_pipeline(
             source.skip()
             sink.give_up()
         sink.finish()
-        features = _agree(axis, failure, sink.features)
+        try:
+            features = _agree(axis, failure, sink.features)
+        finally:
+            del failure  # Its traceback holds this frame.
     rows, *rest = features.shape
     features = features._replace(shape=(num_microbatches * rows, *rest))
     make = sink.take if isinstance(sink, ToWhole) else partial(zeros, features, axis.device)
@@ -235,26 +254,26 @@ class PipelineModule(nn.Module):
         self.num_microbatches = integer("num_microbatches", num_microbatches)
         self.module_fn = module_fn
         self.replicated_axis_names = tuple(replicated_axis_names)
-        self._mesh = _given_or_enclosing(mesh)
-        axis = Axis.of(self._mesh, model_axis_name)
-        _random_key(self._mesh, model_axis_name, self.replicated_axis_names)
-        random = RunRandom([axis.device])
-        with preserved([axis.device]), random.inline(0, axis.index):
-            self.module = module_fn()
+        # Not the mesh, which holds groups: see Axis.
+        mesh = _given_or_enclosing(mesh)
+        self._axis = Axis.of(mesh, model_axis_name)
+        self._key = _random_key(mesh, model_axis_name, self.replicated_axis_names)
+        self.module = _made(module_fn, self._axis)
         _check_module(self.module, "what module_fn returns")
 
     def forward(self, x: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a batch; arguments, result and errors are those of :func:`execute_pipeline`."""
-        return execute_pipeline(
-            self.module,
-            x,
-            *args,
-            num_microbatches=self.num_microbatches,
-            model_axis_name=self.model_axis_name,
-            mesh=self._mesh,
-            replicated_axis_names=self.replicated_axis_names,
-            **kwargs,
-        )
+        _check_module(self.module, "module")
+        chunks = integer("num_microbatches", self.num_microbatches)
+        return _execute(self.module, x, args, kwargs, chunks, self._axis, self._key)
+
+
+@restore_despite_interrupt
+def _made(module_fn: Callable[[], nn.Module], axis: Axis) -> nn.Module:
+    """A module whose random numbers are those of a stage."""
+    random = RunRandom([axis.device])
+    with preserved([axis.device]), random.inline(0, axis.index):
+        return module_fn()
 
 
 def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -337,7 +356,10 @@ def _agree(axis: Axis, failure: Exception | None, features: Features | None) -> 
     report = None if failure is None else repr(failure), features and features.as_message()
     reports = messages.all_gather_in_group(report, _report, axis.group)
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # Its traceback holds this frame.
     for stage, (raised, _) in enumerate(reports):
         if raised is not None:
             raise RuntimeError(

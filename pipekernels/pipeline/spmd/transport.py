@@ -3,6 +3,9 @@ come from, and where its results go."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,6 +20,11 @@ from pipekernels.comm import messages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+if dist.is_available():
+    # What is the default group when this is imported stays its functions' default argument, for good. torch
+    # imports it with its compiler, which may be after a group was made.
+    import torch.distributed.nn.functional
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -61,19 +69,33 @@ def zeros(features: Features, device: torch.device) -> Tensor:
 class Axis:
     """The ranks of one mesh dimension that differ from this rank in no other."""
 
-    group: dist.ProcessGroup
-    device: torch.device
+    group_name: str
+    """Not the group: graphs and modules hold this object, and a group that outlives
+    ``destroy_process_group()`` still has threads when the interpreter ends (pytorch#190489)."""
+    device_type: str
     ranks: list[int]
     """Their numbers in the default group, by stage."""
     index: int
 
     @classmethod
     def of(cls, mesh: DeviceMesh, name: str) -> Axis:
+        _collect_at_exit()
         ranks = ranks_along(mesh, [name])
-        device = torch.device(mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        return cls(mesh.get_group(name), device, ranks, ranks.index(dist.get_rank()))
+        group_name = mesh.get_group(name).group_name
+        return cls(group_name, mesh.device_type, ranks, ranks.index(dist.get_rank()))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Their group. RuntimeError if it was destroyed."""
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        if self.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.device_type)
 
     @property
     def is_first(self) -> bool:
@@ -82,6 +104,14 @@ class Axis:
     @property
     def is_last(self) -> bool:
         return self.index == len(self.ranks) - 1
+
+
+@functools.cache
+def _collect_at_exit() -> None:
+    """End groups that are left in reference cycles before the interpreter begins to end: Gloo's threads
+    may still need its lock (pytorch#190489). torch leaves such cycles of its callers' frames where it
+    loads its compiler, which is with the first call of what does without it."""
+    atexit.register(gc.collect)
 
 
 def ranks_along(mesh: DeviceMesh, names: Collection[str]) -> list[int]:
@@ -112,7 +142,7 @@ class _Link:
     """
 
     def __init__(self, axis: Axis, stage: int) -> None:
-        self._group, self._device, self._rank = axis.group, axis.device, axis.ranks[stage]
+        self._axis, self._device, self._rank = axis, axis.device, axis.ranks[stage]
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._features: Features
         self._left = 0
@@ -122,7 +152,7 @@ class _Link:
         """Send without waiting, except for the message before."""
         self.flush()
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        self._sent = cast(dist.Work, dist.isend(dense, self._rank, self._group)), dense
+        self._sent = cast(dist.Work, dist.isend(dense, self._rank, self._axis.group)), dense
 
     def flush(self) -> None:
         """Wait until nothing that was sent needs its memory."""
@@ -133,10 +163,10 @@ class _Link:
     def announce(self, features: Features | None, count: int) -> None:
         """Tell the receiver what will come, and how many; None: nothing will."""
         message = features and features.as_message(), count
-        messages.send(message, self._rank, self._group)
+        messages.send(message, self._rank, self._axis.group)
 
     def announced(self) -> tuple[Features | None, int]:
-        return messages.receive(_announcement, self._rank, self._group)
+        return messages.receive(_announcement, self._rank, self._axis.group)
 
     def expect(self, features: Features, count: int) -> None:
         """Get ready for ``count`` tensors. While one is worked on, the next is on its way."""
@@ -161,7 +191,7 @@ class _Link:
     def _receive_later(self) -> tuple[dist.Work, Tensor]:
         shape, dtype, _ = self._features
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        return cast(dist.Work, dist.irecv(tensor, self._rank, self._group)), tensor
+        return cast(dist.Work, dist.irecv(tensor, self._rank, self._axis.group)), tensor
 
 
 def _announcement(record: Any) -> tuple[Features | None, int]:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipekernels._arguments import integer
+from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 
@@ -118,14 +119,15 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
     or discard."""
     layers = dict.fromkeys(layer for module in modules for layer in module.modules())
     norms = [layer for layer in layers if isinstance(layer, DeferredBatchNorm)]
-    try:
-        yield
-    except BaseException:
+
+    def discard() -> None:
         for norm in norms:
             norm.discard()
-        raise
-    for norm in norms:
-        norm.commit()
+
+    with restoring(discard):
+        yield
+        for norm in norms:
+            norm.commit()
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:

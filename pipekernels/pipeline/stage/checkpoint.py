@@ -6,6 +6,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+
+from pipekernels.device.restoring import restoring
 
 MODES = ("always", "except_last", "never")
 
@@ -37,18 +40,14 @@ def checkpointed(mode: str, micro_batch: int, micro_batches: int) -> bool:
 @contextmanager
 def checkpointing() -> Iterator[None]:
     """Mark the calling thread's forward as a checkpointed one."""
-    outer, _phase.checkpointing = _phase.checkpointing, True
-    try:
+    with restoring(partial(setattr, _phase, "checkpointing", _phase.checkpointing)):
+        _phase.checkpointing = True
         yield
-    finally:
-        _phase.checkpointing = outer
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Mark the calling thread's forward as a recomputation."""
-    outer, _phase.recomputing = _phase.recomputing, True
-    try:
+    with restoring(partial(setattr, _phase, "recomputing", _phase.recomputing)):
+        _phase.recomputing = True
         yield
-    finally:
-        _phase.recomputing = outer

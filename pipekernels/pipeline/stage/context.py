@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from pipekernels.device.restoring import (
+    Autocast,
+    autocast_as,
+    entered,
+    restoring,
+)
 from pipekernels.local_ops.dispatch import is_observed
 
 
@@ -20,42 +28,27 @@ class CallerContext:
 
     def __init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = {
-            device_type: torch.get_autocast_dtype(device_type)
-            for device_type in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device_type)
-        }
-        self.cache_autocast = torch.is_autocast_cache_enabled()
+        self.autocast = Autocast.now()
         device = default_device()
         self.default_device = None if device.type == "cpu" else device
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Run the body, on any thread, as if on the thread that made this object."""
-        with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            if self.default_device is not None:
-                stack.enter_context(self.default_device)
-            for device_type in ("cpu", "cuda"):
-                dtype = self.autocast.get(device_type)
-                if dtype is not None:
-                    stack.enter_context(
-                        torch.autocast(device_type, dtype=dtype, cache_enabled=self.cache_autocast)
-                    )
-                elif torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
-            # For layers that enter autocast themselves.
-            stack.enter_context(cast_cache(self.cache_autocast))
+        inference: AbstractContextManager[Any] = nullcontext()
+        if self.inference and not torch.is_inference_mode_enabled():
+            # On lanes of other threads, which Ctrl-C does not reach: its end cannot be put off.
+            inference = torch.inference_mode()
+        device: AbstractContextManager[Any] = nullcontext()
+        if self.default_device is not None and self.default_device != default_device():
+            device = entered(self.default_device)
+        with inference, device, autocast_as(self.autocast):
             yield
 
-    @contextmanager
-    def without_autocast(self) -> Iterator[None]:
+    def without_autocast(self) -> AbstractContextManager[None]:
         """Run the body, on the thread that made this object, without its autocast."""
-        with ExitStack() as stack:
-            for device_type in self.autocast:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-            yield
+        disabled = dict.fromkeys(self.autocast.enabled, False)
+        return autocast_as(self.autocast._replace(enabled=disabled))
 
 
 @contextmanager
@@ -67,11 +60,9 @@ def cast_cache(enabled: bool) -> Iterator[None]:
     So what a cast is shared by would depend on the way that a pipe takes, and on timing.
     """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(enabled)
-    try:
+    with restoring(partial(torch.set_autocast_cache_enabled, before)):
+        torch.set_autocast_cache_enabled(enabled)
         yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def default_device() -> torch.device:

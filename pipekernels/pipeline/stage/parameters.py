@@ -9,7 +9,7 @@ on a parameter fires once per backward, not once per micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
+
+from pipekernels.device.restoring import restoring
 
 
 def _make_alias(
@@ -137,15 +139,6 @@ class StageParameters:
                 parameter.data = alias.data
 
 
-def surely(put_back: Callable[[], None]) -> None:
-    """Do it a second time where Ctrl-C has come in between, and only then let that go on."""
-    try:
-        put_back()
-    except BaseException:
-        put_back()
-        raise
-
-
 @contextmanager
 def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     """Have the aliases of all ``stages`` in place while the body runs. What was there comes back
@@ -165,13 +158,11 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
         for parameters, before in zip(stages, found, strict=True):
             parameters.remove(before)
 
-    try:
+    # Aliases that stayed would be other parameters than those of the optimizer.
+    with restoring(remove):
         for parameters in stages:
             parameters.install()
         yield
-    finally:
-        # Aliases that stayed would be other parameters than those of the optimizer.
-        surely(remove)
 
 
 @contextmanager
@@ -189,15 +180,13 @@ def frozen_again(stages: Sequence[StageParameters]) -> Iterator[None]:
         for owner, name, _, now in changed:
             owner[name] = now
 
-    try:
+    with restoring(put_back):
         for owner, name, parameter, _ in changed:
             trains = parameter.requires_grad
             owner[name] = (
                 _make_alias(parameter, parameter.detach(), trainable=False) if trains else parameter
             )
         yield
-    finally:
-        surely(put_back)
 
 
 def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:

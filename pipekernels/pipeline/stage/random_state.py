@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from pipekernels.device.restoring import restoring
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -58,11 +60,13 @@ def _generators(devices: list[torch.device]) -> list[torch.Generator]:
 def preserved(devices: list[torch.device]) -> Iterator[None]:
     """Give the generators of ``devices`` their state back afterwards."""
     saved = [(generator, generator.get_state()) for generator in _generators(devices)]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for generator, state in saved:
             generator.set_state(state)
+
+    with restoring(put_back):
+        yield
 
 
 Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.parameters import (
     StageParameters,
     frozen_again,
     installed,
-    surely,
 )
 
 
@@ -91,14 +91,12 @@ def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
         for entry, now in replaced:
             entry.owner[entry.name] = now
 
-    try:
+    with restoring(put_back):
         for entry, _ in replaced:
             entry.owner[entry.name] = entry.buffer
         for data, value, _ in changed:
             data.copy_(value)
         yield
-    finally:
-        surely(put_back)
 
 
 class AsInForward:
@@ -147,15 +145,13 @@ class AsInForward:
             # Layers may write to their parameters, and another backward may follow.
             self._versions = self._current_versions()
 
-        try:
+        with restoring(put_back):
             for layer, mode in modes:
                 layer.training = not mode
             for owner, name, buffer, _ in buffers:
                 owner[name] = buffer
             with installed(self._parameters), frozen_again(self._parameters):
                 yield
-        finally:
-            surely(put_back)
 
     def _check(self) -> None:
         versions = self._current_versions()

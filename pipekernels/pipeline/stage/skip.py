@@ -29,10 +29,13 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+
+from pipekernels.device.restoring import restoring
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,9 @@ _current = _Current()
 @contextmanager
 def carried(skips: Mapping[Key, torch.Tensor | None]) -> Iterator[dict[Key, torch.Tensor | None]]:
     """Give layers on this thread ``skips`` to pop; yields what is left and what they stash."""
-    outer, _current.skips = _current.skips, dict(skips)
-    try:
+    with restoring(partial(setattr, _current, "skips", _current.skips)):
+        _current.skips = dict(skips)
         yield _current.skips
-    finally:
-        _current.skips = outer
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Layer], _Layer]:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Entry
-from pipekernels.pipeline.stage.parameters import surely
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.recomputation import FoundBuffer, versions
 from pipekernels.pipeline.stage.skip import (
@@ -364,11 +364,9 @@ def _buffers_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
             owner[name] = buffer
 
     copies: dict[int, torch.Tensor] = {}  # Layers may share a buffer.
-    try:
+    with restoring(put_back):
         for owner, name, buffer in saved:
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.clone()
             owner[name] = copies[id(buffer)]
         yield
-    finally:
-        surely(put_back)

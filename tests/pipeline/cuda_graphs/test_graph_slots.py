@@ -87,7 +87,7 @@ def test_two_captures_at_a_time(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
-    with ops_graphs._one_at_a_time:
+    with ops_graphs._one_at_a_time.one():
         train(pipe, x, y, record)
         assert slots(pipe) == [0] * 4
     train(pipe, x, y, record)
@@ -221,7 +221,7 @@ def test_copies_have_graphs_of_their_own(device: torch.device, record: Record) -
 
 def references_to_slots(pipe: Pipe) -> list[weakref.ref]:
     """Some: a test of what becomes of slots is one of slots that there were."""
-    found = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots]
+    found = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots()]
     assert found
     return found
 
@@ -382,12 +382,8 @@ def two_streams(place: torch.device) -> None:
         made.synchronize()
 
 
-def gives_back(lease: Any, slot: Any, signature: Any) -> None:
-    lend(lease, slot, signature)
-    signature.free.append(slot)
-
-
-lend = graph_slots.Lease.__init__
+def gives_back(lease: Any, slot: Any) -> None:
+    lease.slot = slot
 
 
 def keeps_aliases(task: Any, grads: Any) -> None:

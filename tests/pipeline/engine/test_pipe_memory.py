@@ -143,17 +143,47 @@ def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[Run
     assert [run() for run in runs] == [None, None]
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("when", ["forward", "backward", "forward of a step", "backward of a step"])
 def test_what_a_failed_mini_batch_needs_goes_with_its_exception(
-    way: Way, runs: list[weakref.ref[Run]]
+    when: str,
+    checkpoint: str,
+    error: type[BaseException],
+    way: Way,
+    runs: list[weakref.ref[Run]],
 ) -> None:
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
     class Fails(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ZeroDivisionError
+            y = x * 1
+            tensors.extend((weakref.ref(x), weakref.ref(y)))
+            if when.startswith("forward"):
+                raise error
+            if y.requires_grad:
+                y.register_hook(fail)
+            return y
 
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Fails()), [1, 1], devices=["cpu"] * 2, chunks=2)
-    with contextlib.suppress(ZeroDivisionError):
-        pipe(torch.randn(4, 4))
+    def fail(grad: torch.Tensor) -> None:
+        tensors.append(weakref.ref(grad))
+        raise error
+
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(4, 4), Fails()), [1, 1], devices=["cpu"] * 2, chunks=2,
+        checkpoint=checkpoint,
+    )  # fmt: skip
+
+    def run() -> None:
+        if "step" in when:
+            pipe.train_step(torch.randn(4, 4), None, torch.sum)
+        else:
+            pipe(torch.randn(4, 4)).sum().backward()
+
+    with contextlib.suppress(error):
+        run()
     assert [run() for run in runs] == [None]
+    assert len(tensors) > 1 and not any(tensor() is not None for tensor in tensors)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_processes
+import torch.distributed as dist
+from support.ranks import leaves_the_group, run_processes
 from support.spmd_cases import LIMIT, WIDTH, assert_equals_sequential, line, randn, run, stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -140,6 +144,42 @@ def bad_arguments(comm: Communicator) -> None:
     if comm.rank == 1:
         with pytest.raises(ValueError, match="rank 1 is not in the mesh"):
             run(module, x, elsewhere, 1)
+
+
+def threads_of_gloo() -> list[str]:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def ended(comm: Communicator, fails: bool) -> None:
+    """Of a pipeline's group nothing is left when it is destroyed, while its output, its module and the
+    exception's last frame are: Gloo's threads must not live when the interpreter ends (pytorch#190489)."""
+    import torch._dynamo  # noqa: F401 - leaves the frames of its callers in a reference cycle.
+
+    gc.collect()
+    gc.disable()
+    mesh = line(comm)
+    stage = PipelineModule("pipe", 3, nn.Tanh, mesh=mesh)
+    output = None
+    if fails:
+        with contextlib.suppress(KeyError, RuntimeError):
+            run(Failing(1) if comm.rank == 1 else nn.Tanh(), randn(6, WIDTH), mesh, 3)
+    else:
+        output = stage(randn(6, WIDTH).requires_grad_())
+        output.sum().backward()
+    del mesh
+    assert threads_of_gloo()
+    dist.destroy_process_group()
+    assert not threads_of_gloo()
+    if not fails:
+        with pytest.raises(RuntimeError, match="process group"):
+            stage(randn(6, WIDTH))
+
+
+@leaves_the_group
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pipeline_leaves_the_group(fails: bool) -> None:
+    run_processes(3, ended, fails, limit=LIMIT)
 
 
 def test_bad_arguments() -> None:

@@ -1,0 +1,220 @@
+"""Changes to the process, a thread or a model that are taken back whatever ends them, Ctrl-C included.
+
+KeyboardInterrupt may be raised after any call. So it may come between the change that an ``__enter__``
+makes and the body of its ``with``, or at the beginning of an ``__exit__`` that has done nothing yet:
+nested context managers alone lose changes (https://github.com/python/cpython/issues/74174). Here each
+change is in a list of its thread until it is taken back (:class:`restoring`). When an exception leaves
+the outermost function (:func:`restore_despite_interrupt`), it takes back what is left there, and sets
+what torch keeps per thread to what it was.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.utils._device
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class _Changes(threading.local):
+    def __init__(self) -> None:
+        self.made: list[restoring] = []
+
+
+_changes = _Changes()
+
+
+class restoring:
+    """Calls ``put_back`` at the end of the body, in which the change is made.
+
+    Args:
+        put_back: takes the change back, however much of it was made. Where Ctrl-C interrupts it, it is
+            called again.
+    """
+
+    def __init__(self, put_back: Callable[[], object]) -> None:
+        self.put_back = put_back
+
+    def __enter__(self) -> None:
+        _changes.made.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        if self in _changes.made:
+            _take_back(_changes.made.index(self))
+
+
+def _take_back(left: int) -> None:
+    """Take back all changes of the thread but the first ``left``, the latest first."""
+    made = _changes.made
+    while len(made) > left:
+        made[-1].put_back()
+        del made[-1]
+
+
+class FunctionModes:
+    """The calling thread's ``TorchFunctionMode`` objects and default device, to be brought back."""
+
+    def __init__(self) -> None:
+        self._modes = _function_modes()
+        self._device = torch.utils._device.CURRENT_DEVICE
+
+    def put_back(self) -> None:
+        torch.utils._device.CURRENT_DEVICE = self._device
+        now = _function_modes()
+        if len(now) == len(self._modes) and all(map(_is, now, self._modes)):
+            return
+        while torch._C._len_torch_function_stack() > 0:
+            torch._C._pop_torch_function_stack()
+        for mode in self._modes:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+@contextmanager
+def entered(mode: AbstractContextManager[T]) -> Iterator[T]:
+    """As ``with mode``, a function mode or default device, but what comes back are the modes that there
+    were, not all but the last: a generator may end late."""
+    with restoring(FunctionModes().put_back):
+        yield mode.__enter__()
+
+
+class Autocast(NamedTuple):
+    """Autocast of a thread, by value."""
+
+    enabled: dict[str, bool]
+    """By device type, as in ``dtypes``."""
+    dtypes: dict[str, torch.dtype]
+    caches: bool
+
+    @classmethod
+    def now(cls) -> Autocast:
+        """That of the calling thread."""
+        return cls(
+            {kind: torch.is_autocast_enabled(kind) for kind in _AUTOCAST_DEVICES},
+            {kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST_DEVICES},
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def set(self) -> None:
+        """Make it that of the calling thread."""
+        for kind in _AUTOCAST_DEVICES:
+            torch.set_autocast_enabled(kind, self.enabled[kind])
+            torch.set_autocast_dtype(kind, self.dtypes[kind])
+        torch.set_autocast_cache_enabled(self.caches)
+
+
+class _Nesting:
+    """One level of nested autocasts. With the outermost of them torch drops the casts that it keeps."""
+
+    def __init__(self) -> None:
+        self._inside = False
+
+    # Ctrl-C comes up behind a call, not before: the flag tells whether the call was made.
+
+    def enter(self) -> None:
+        self._inside = True
+        torch.autocast_increment_nesting()
+
+    def leave(self) -> None:
+        if self._inside:
+            self._inside = False
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+@contextmanager
+def autocast_as(wanted: Autocast) -> Iterator[None]:
+    """Have ``wanted`` on the calling thread in the body."""
+    before = Autocast.now()
+    if wanted == before:
+        yield
+        return
+    nesting = _Nesting()
+    with restoring(nesting.leave), restoring(before.set):
+        nesting.enter()
+        wanted.set()
+        yield
+
+
+def at_end(work: Callable[[], object]) -> Iterator[None]:
+    """An object that calls ``work`` when it is gone. Ctrl-C that comes meanwhile is not lost, as it would be
+    in a ``__del__``, where Python does no more than print it: ``work`` is called again, and then the
+    interrupt comes up wherever the main thread has got to.
+    """
+    # A generator, as its end begins inside its `try`; Ctrl-C may come before the first line of a function.
+    generator = _call_at_end(work)
+    next(generator)
+    return generator
+
+
+def _call_at_end(work: Callable[[], object]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        try:
+            work()
+        except KeyboardInterrupt:
+            work()
+            # Not by this thread: it would come up here once more.
+            _thread.start_new_thread(_thread.interrupt_main, ())
+
+
+def _end_contexts(error: BaseException) -> None:
+    """End generators that ``error`` has left suspended, coming up in ``contextlib``'s own code: torch has such
+    that put a mode back, which they must not do when the traceback is dropped."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename == contextlib.__file__:
+            generator = getattr(frame.f_locals.get("self"), "gen", None)
+            if generator is not None:
+                generator.close()
+        trace = trace.tb_next
+
+
+def restore_despite_interrupt(function: Function) -> Function:
+    """Have ``function`` restore, before an exception leaves it, what it has changed by
+    :class:`restoring`, and of what torch keeps per thread: function modes, grad mode and autocast. Retry
+    the restore if KeyboardInterrupt hits it, then re-raise."""
+
+    @functools.wraps(function)
+    def restores(*args: Any, **kwargs: Any) -> Any:
+        changes = len(_changes.made)
+        modes, autocast, grad = FunctionModes(), Autocast.now(), torch.is_grad_enabled()
+
+        def restore(error: BaseException) -> None:
+            _end_contexts(error)
+            _take_back(changes)
+            modes.put_back()
+            autocast.set()
+            torch.set_grad_enabled(grad)
+
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            try:
+                restore(error)
+            except BaseException:
+                restore(error)
+                raise
+            raise
+
+    return restores  # type: ignore[return-value]
