@@ -23,11 +23,7 @@ from pipekernels.pipeline import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from pipekernels.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    tensor_parallelize,
-)
+from pipekernels.tensor_parallel import ColumnParallelLinear, RowParallelLinear, tensor_parallelize
 
 __all__ = [
     "CollectiveBarrier",

@@ -33,9 +33,7 @@ from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
 from bench.report import duration, markdown, svg
 from pipekernels import ops
 from pipekernels.kernels import table as tables
-from pipekernels.local_ops.sharded_gemm import (
-    has_triton,
-)
+from pipekernels.local_ops.sharded_gemm import has_triton
 from pipekernels.tensor_parallel import overlap
 from pipekernels.tensor_parallel.functional import row_linear
 

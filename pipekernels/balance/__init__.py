@@ -32,12 +32,7 @@ from pipekernels.pipeline.planning.profile import (
     measure_bytes,
     measure_seconds,
 )
-from pipekernels.pipeline.stage.partition import (
-    check_partitions,
-    check_sequential,
-    layers,
-    solve,
-)
+from pipekernels.pipeline.stage.partition import check_partitions, check_sequential, layers, solve
 
 __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]
 

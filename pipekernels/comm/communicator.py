@@ -27,18 +27,8 @@ from pipekernels.comm.end import DeviceEnd, End, HostEnd
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, HostsEnd
 from pipekernels.comm.hosts.cuda import HostsCudaEnd
-from pipekernels.comm.join.bootstrap import (
-    join_processes,
-    problem_of,
-    raise_join_failure,
-)
-from pipekernels.comm.join.rendezvous import (
-    Rendezvous,
-    meet,
-    of_color,
-    over_group,
-    over_store,
-)
+from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
+from pipekernels.comm.join.rendezvous import Rendezvous, meet, of_color, over_group, over_store
 from pipekernels.comm.shared_memory import SharedMemoryEnd
 from pipekernels.comm.tensors import check_not_quantized
 

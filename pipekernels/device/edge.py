@@ -34,12 +34,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.device import streams
-from pipekernels.device.streams import (
-    DONE,
-    HOST,
-    Event,
-    Stream,
-)
+from pipekernels.device.streams import DONE, HOST, Event, Stream
 
 SLOT_BYTES = 4 << 20
 

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipekernels.kernels import table
-from pipekernels.local_ops.sharded_gemm import (
-    TRITON_REMEDY,
-    gemm_into,
-    has_triton,
-)
+from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, gemm_into, has_triton
 
 if TYPE_CHECKING:
     from pipekernels.kernels.launch import Product

@@ -1,9 +1,7 @@
 """Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
 time."""
 
-from pipekernels.pipeline.pipe import (
-    Pipe,
-)
+from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.placement.device_map import (
     get_device,
     move_to_device,
@@ -20,10 +18,7 @@ from pipekernels.pipeline.spmd.execute import (
     execute_pipeline_step,
 )
 from pipekernels.pipeline.stage.checkpoint import is_checkpointing, is_recomputing
-from pipekernels.pipeline.stages import (
-    PipelineParallel,
-    PipelineStage,
-)
+from pipekernels.pipeline.stages import PipelineParallel, PipelineStage
 from pipekernels.pipeline.values.structure import NoChunk
 
 __all__ = [

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from pipekernels._arguments import integer
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
-from pipekernels.pipeline.engine.outputs import Losses, LossFunction
+from pipekernels.pipeline.engine.execution import EXECUTIONS
+from pipekernels.pipeline.engine.losses import Losses, LossFunction
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.spmd.torch_stage import torch_stage
@@ -32,16 +34,8 @@ from pipekernels.pipeline.stage.partition import (
     split_module,
 )
 from pipekernels.pipeline.stage.skip import verify_skippables
-from pipekernels.pipeline.values.micro_batch import (
-    Batch,
-    Scatter,
-    rows_of,
-)
-from pipekernels.pipeline.values.structure import (
-    LONE,
-    Arguments,
-    take_apart,
-)
+from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of
+from pipekernels.pipeline.values.structure import LONE, Arguments, take_apart
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -118,8 +112,14 @@ class Pipe(nn.Module):
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
-        cuda_graphs: launch the work of each stage on a CUDA device as CUDA graphs, captured in the
-            third mini-batch of a kind; stages elsewhere run as ever. Python in layers is run while they
+        execution: how mini-batches run on CPUs; results do not depend on it. ``'auto'``: the fastest of
+            the others, measured for each kind of mini-batch; the first of a kind runs inline, and is
+            watched for random numbers that threads could not keep apart. ``'inline'``: on the calling
+            thread. ``'threads'``: each lane of the schedule on a thread of its own. ``'split'``: likewise,
+            and the backward of ``pipe(x)`` computes gradients of inputs first, those of parameters later,
+            where the graphs allow it. Stages that share layers or have collectives run inline.
+        cuda_graphs: experimental, no GPU has run it yet: launch the work of each stage on a CUDA device as
+            CUDA graphs, captured in the third mini-batch of a kind; stages elsewhere run as ever. Python in layers is run while they
             are captured only, so what it does must follow from the shapes of a stage's input, its
             layers' attributes, and constants. A stage that cannot be captured runs without, and a
             warning says why. Parameters must not be modified between a forward and its backward.
@@ -144,6 +144,7 @@ class Pipe(nn.Module):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
         batch_dim: int = 0,
+        execution: str = "auto",
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
@@ -157,6 +158,10 @@ class Pipe(nn.Module):
         modes = [mode for mode in MODES if mode in (checkpoint, str(checkpoint))]
         if not modes:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
+        if execution not in EXECUTIONS:
+            raise ValueError(
+                f"execution is {execution!r}; it must be one of {', '.join(EXECUTIONS)}"
+            )
         if any(nn.parameter.is_lazy(p) for p in module.parameters()):
             raise ValueError(
                 "module has parameters whose shape is not known yet; run it once before piping it"
@@ -174,6 +179,7 @@ class Pipe(nn.Module):
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
         self.checkpoint = modes[0]
+        self.execution = execution
         self.cuda_graphs = bool(cuda_graphs)
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
@@ -301,9 +307,7 @@ class Pipe(nn.Module):
                     f"along dimension {self.batch_dim} and must agree in it"
                 )
 
-        def losses(sizes: Sequence[int]) -> Losses:
-            return Losses(loss_fn, targets, structure, sizes, loss_reduction == "mean")
-
+        losses = partial(Losses, loss_fn, targets, structure, loss_reduction == "mean")
         return self._engine.train(
             batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
         )
@@ -314,7 +318,7 @@ class Pipe(nn.Module):
                 "a Pipe does not run inside the transforms of torch.func, such as vmap or grad; "
                 "transform the bare module, pipe.to_sequential()"
             )
-        if self._engine.stages != list(self.partitions):
+        if self._engine.stages.modules != list(self.partitions):
             raise RuntimeError(
                 "an entry of the pipe's partitions has been replaced, and the pipe would run the former "
                 "one; replace layers in it instead, pipe.partitions[i][j] = layer, or make a new pipe"
@@ -331,11 +335,8 @@ class Pipe(nn.Module):
         """Record what runs when, on which stage, while the body runs. A timeline around this one
         does not record meanwhile."""
         timeline = Timeline()
-        outer, self._engine.timeline = self._engine.timeline, timeline
-        try:
+        with self._engine.recorded_by(timeline):
             yield timeline
-        finally:
-            self._engine.timeline = outer
 
     def to_sequential(self) -> nn.Sequential:
         """The wrapped model again: its layers, under their own names, on the devices where they are
@@ -466,6 +467,7 @@ class Pipe(nn.Module):
             self._partitions(),
             self.devices,
             cuda_graphs=self.cuda_graphs,
+            execution=self.execution,
         )
 
     def _partitions(self) -> Sequence[nn.Sequential]:

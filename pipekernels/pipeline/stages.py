@@ -79,6 +79,7 @@ class PipelineParallel(Pipe):
         stages: in any order; their indices are 0 to n - 1.
         num_micro_batches: the most micro-batches per input.
         checkpoint: which micro-batches are recomputed in the backward; see ``Pipe``.
+        execution: how mini-batches run; see ``Pipe``.
 
     Raises:
         TypeError: a stage is no :class:`PipelineStage`, or has more than its layers, such as hooks.
@@ -95,6 +96,7 @@ class PipelineParallel(Pipe):
         num_micro_batches: int,
         *,
         checkpoint: str = "never",
+        execution: str = "auto",
     ) -> None:
         ordered = _in_order(stages)
         chunks = integer("num_micro_batches", num_micro_batches)
@@ -107,6 +109,7 @@ class PipelineParallel(Pipe):
             devices=_devices(ordered),
             chunks=chunks,
             checkpoint=checkpoint,
+            execution=execution,
         )
         for stage in ordered:
             stage._complete = True

@@ -38,13 +38,7 @@ from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.once import check_differentiated_once
-from pipekernels.local_ops.sharded_gemm import (
-    ALGORITHMS,
-    gemm_into,
-    gpu_of,
-    measured,
-    sharded_gemm,
-)
+from pipekernels.local_ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.tensor_parallel.overlap import gemm_all_reduce, plan_for
 

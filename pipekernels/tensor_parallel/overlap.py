@@ -21,12 +21,7 @@ from pipekernels.comm import Communicator
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
-from pipekernels.local_ops.sharded_gemm import (
-    Chosen,
-    choose,
-    gpu_of,
-    tf32_allowed,
-)
+from pipekernels.local_ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allowed
 
 # Fewer blocks of rows hide less, more of them wait more often.
 ROW_BLOCKS = 8

@@ -12,13 +12,7 @@ from support.devices import on
 from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
-from pipekernels import (
-    ColumnParallelLinear,
-    Communicator,
-    RowParallelLinear,
-    ops,
-    reference,
-)
+from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, ops, reference
 from pipekernels.tensor_parallel import functional as tp
 
 WORLD_SIZES = [1, 2, 3, 4]

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "distributed": {"comm"},
     "tensor_parallel": {"comm"},
     "pipeline.values": {"local_ops", "_arguments"},
-    "pipeline.schedule": {"_arguments"},
+    "pipeline.schedule": {"_arguments", "device"},
     "pipeline.stage": {"pipeline.values", "comm"},
     "pipeline.cuda_graphs": {"pipeline.stage"},
     "pipeline.engine": {"pipeline.cuda_graphs", "pipeline.schedule"},

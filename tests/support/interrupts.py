@@ -28,11 +28,7 @@ from pipekernels.batchnorm import DeferredBatchNorm
 from pipekernels.device import restoring
 from pipekernels.pipeline.engine import engine, lanes
 from pipekernels.pipeline.engine.pace import Pace
-from pipekernels.pipeline.stage import (
-    checkpoint,
-    random_state,
-    skip,
-)
+from pipekernels.pipeline.stage import checkpoint, random_state, skip
 from support.skip_layers import Pop, Stash
 
 WIDTH = 4

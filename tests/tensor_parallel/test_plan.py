@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 
-from pipekernels import (
-    ColumnParallelLinear,
-    Communicator,
-    RowParallelLinear,
-    tensor_parallelize,
-)
+from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, tensor_parallelize
 from pipekernels.tensor_parallel import full_state_dict
 
 FEATURES, HEADS = 12, 4

@@ -13,12 +13,7 @@ from pipekernels.comm.end import HostEnd
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.call import Call
 from pipekernels.comm.hosts.layout import Layout
-from pipekernels.comm.hosts.link import (
-    GONE,
-    LATE,
-    Link,
-    LinkError,
-)
+from pipekernels.comm.hosts.link import GONE, LATE, Link, LinkError
 
 
 class _Failure(NamedTuple):

@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels.comm.hosts.link import (
-    GONE,
-    LATE,
-    Link,
-    LinkError,
-)
+from pipekernels.comm.hosts.link import GONE, LATE, Link, LinkError
 from pipekernels.comm.hosts.memory import MappedWord, as_integers
 from pipekernels.device import streams
 

@@ -24,11 +24,7 @@ from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.hosts.layout import Layout
 from pipekernels.comm.hosts.route import Route
-from pipekernels.comm.join.rendezvous import (
-    Rendezvous,
-    late,
-    of_color,
-)
+from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
 
 _RETRY = 0.002  # Seconds until another attempt to connect to a socket that too many try to reach.
 

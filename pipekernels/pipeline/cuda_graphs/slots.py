@@ -11,12 +11,7 @@ import torch
 from torch import nn
 
 from pipekernels.device.graphs import Graph
-from pipekernels.pipeline.stage.task import (
-    Activation,
-    Grads,
-    Tape,
-    Task,
-)
+from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
 from pipekernels.pipeline.values.structure import Structure
 
 

@@ -29,12 +29,7 @@ from typing import Any
 import torch
 
 from pipekernels.device import graphs
-from pipekernels.pipeline.cuda_graphs.checks import (
-    Layout,
-    torch_settings,
-    unfit,
-    watched,
-)
+from pipekernels.pipeline.cuda_graphs.checks import Layout, torch_settings, unfit, watched
 from pipekernels.pipeline.cuda_graphs.slots import (
     Backward,
     Lease,
@@ -47,13 +42,7 @@ from pipekernels.pipeline.cuda_graphs.slots import (
 )
 from pipekernels.pipeline.stage.parameters import StageParameters, installed
 from pipekernels.pipeline.stage.split_backward import WeightBackward
-from pipekernels.pipeline.stage.task import (
-    Activation,
-    Grads,
-    Randomness,
-    Tape,
-    Task,
-)
+from pipekernels.pipeline.stage.task import Activation, Grads, Randomness, Tape, Task
 
 LIMIT = 128
 """Most signatures that a stage knows, and most slots that it keeps."""

@@ -1,4 +1,4 @@
-"""Whether a pass runs inline or on lanes, and there with backwards whole or in two parts: measured,
+"""Whether a pass runs inline or on threads, and there with backwards whole or in two parts: measured,
 not guessed.
 
 With tiny layers, lanes hand the interpreter lock back and forth on every operation, which costs
@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 from pipekernels.pipeline.schedule.program import Schedule
 
-Way = Literal["inline", "lanes", "split"]
-"""On the calling thread; on lanes; on lanes with backwards in two parts."""
+Way = Literal["inline", "threads", "split"]
+"""On the calling thread; on a thread per lane; likewise, with backwards in two parts."""
 
 RECENT = 3
 """Passes of each way that are tried at first, and that are remembered; the best of them counts."""
@@ -37,9 +37,9 @@ class Kind(NamedTuple):
     """Length, in bits, of the number of elements of a micro-batch."""
     grad: bool
     training: tuple[bool, ...]
-    """Which layers are."""
+    """Training flag of each layer."""
     recomputed: int
-    """How many micro-batches are."""
+    """How many micro-batches are recomputed."""
     may_split: bool
 
 
@@ -107,12 +107,12 @@ class Pass:
     Args:
         pace: what is known of passes.
         kind: its kind.
-        ways: those that are possible for this kind; always the same.
     """
 
-    def __init__(self, pace: Pace, kind: Kind, ways: Sequence[Way]) -> None:
+    def __init__(self, pace: Pace, kind: Kind) -> None:
         self.is_first = pace.is_new(kind)
-        self.way = pace.choose(kind, ways)
+        ways: list[Way] = ["inline", "threads"]
+        self.way = pace.choose(kind, [*ways, "split"] if kind.may_split else ways)
         self._pace = pace
         self._kind = kind
         self._seconds = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pipekernels.pipeline.engine.transport import Receiver, Transport
-from pipekernels.pipeline.stage.skip import Key, SkipLayout
+from pipekernels.pipeline.stage.skip import Key, SkipRoutes
 
 Skips = Mapping[Key, tuple[torch.Tensor, bool]]
 """Tensors, and whether each wants a gradient."""
@@ -19,12 +19,12 @@ class SkipTable:
     waits.
 
     Args:
-        layout: which there are.
+        routes: which there are.
         devices: of the stages.
     """
 
-    def __init__(self, layout: SkipLayout, devices: Sequence[torch.device]) -> None:
-        self._layout = layout
+    def __init__(self, routes: SkipRoutes, devices: Sequence[torch.device]) -> None:
+        self._routes = routes
         self._devices = devices
         self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
         self._versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
@@ -35,7 +35,7 @@ class SkipTable:
     def leave(self, skips: Skips, m: int, transport: Transport) -> None:
         """Leave those of micro-batch ``m`` for the stages that pop them."""
         for key, (skip, wants) in skips.items():
-            receiver = self._layout.receiver[key]
+            receiver = self._routes.receiver[key]
             device = self._devices[receiver]
             if skip.device != device:
                 self._homes[key, m] = skip.device
@@ -71,7 +71,7 @@ class SkipTable:
         for key, grad in zip(keys, grads, strict=True):
             home = self._homes.get((key, m))
             if home is not None:
-                sender = Receiver(self._layout.sender[key], m, backward=True)
+                sender = Receiver(self._routes.sender[key], m, backward=True)
                 (grad,) = transport.send([grad], [home], sender)
             self._grads[key, m] = grad
 

@@ -18,19 +18,10 @@ import torch
 from torch import Tensor
 
 from pipekernels.device import streams
-from pipekernels.device.edge import (
-    Arrival,
-    Edge,
-    edge,
-    settle_all,
-)
+from pipekernels.device.edge import Arrival, Edge, edge, settle_all
 from pipekernels.device.restoring import at_end, restoring
 from pipekernels.device.streams import Stream
-from pipekernels.pipeline.schedule.timeline import (
-    Clock,
-    HostClock,
-    StreamClock,
-)
+from pipekernels.pipeline.schedule.timeline import Clock, HostClock, StreamClock
 
 
 class Receiver(NamedTuple):

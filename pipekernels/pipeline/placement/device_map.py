@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer
-from pipekernels.device.streams import (
-    has_streams,
-    usable,
-    with_index,
-)
+from pipekernels.device.streams import has_streams, usable, with_index
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.placement.chunked import forward_in_chunks, whole
 from pipekernels.pipeline.placement.override import Override

@@ -11,11 +11,7 @@ from functools import cache
 from itertools import accumulate, compress, pairwise
 from math import ceil
 
-from pipekernels.pipeline.schedule.program import (
-    Action,
-    ActionKind,
-    Program,
-)
+from pipekernels.pipeline.schedule.program import Action, ActionKind, Program
 from pipekernels.pipeline.stage.checkpoint import checkpointed
 
 

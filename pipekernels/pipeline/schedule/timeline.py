@@ -15,12 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pipekernels.device.restoring import restoring
-from pipekernels.pipeline.schedule.program import (
-    Action,
-    ActionKind,
-    Program,
-    simulate,
-)
+from pipekernels.pipeline.schedule.program import Action, ActionKind, Program, simulate
 
 _COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"

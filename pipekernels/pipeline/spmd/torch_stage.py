@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipekernels.device.streams import usable
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.partition import layers
-from pipekernels.pipeline.stage.skip import SkipLayout
+from pipekernels.pipeline.stage.skip import SkipRoutes
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -88,7 +88,7 @@ def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
 def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
     """Raises where stages that are processes of their own would compute something else."""
     home: dict[int, int] = {}
-    received = SkipLayout(partitions).received
+    received = SkipRoutes(partitions).received
     for index, partition in enumerate(partitions):
         for name, parameter in partition.named_parameters():
             if home.setdefault(id(parameter), index) != index:

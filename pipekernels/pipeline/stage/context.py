@@ -11,12 +11,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from pipekernels.device.restoring import (
-    Autocast,
-    autocast_as,
-    entered,
-    restoring,
-)
+from pipekernels.device.restoring import Autocast, autocast_as, entered, restoring
 from pipekernels.local_ops.dispatch import is_observed
 
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
 from pipekernels.device.restoring import restoring
@@ -204,59 +202,11 @@ def accumulated(
         for key, (_, alias) in stage.pairs.items():
             grad, alias.grad = alias.grad, None
             if grad is not None:
-                total[key] = _sum(total[key], grad) if key in total else grad
+                total[key] = add_gradients(total[key], grad) if key in total else grad
     return [total.get(id(parameter)) for parameter in parameters]
 
 
-def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Their sum, for sparse ones too."""
     # Sparse tensors can be added to dense ones, not the other way round.
     return other.add(one) if one.is_sparse else one.add(other)
-
-
-class Aside:
-    """Gradients that another graph than the stages', a loss's, has for their parameters. Stages accumulate
-    into the aliases meanwhile, so there the order, and the last bits of the sum, would be left to timing.
-
-    Args:
-        stages: whose aliases are in place.
-    """
-
-    def __init__(self, stages: Sequence[StageParameters]) -> None:
-        self._keys = {id(alias): key for stage in stages for key, (_, alias) in stage.pairs.items()}
-        self._grads: dict[int, torch.Tensor] = {}  # by id of the parameter
-
-    def divert(self, root: Node | None) -> None:
-        """Have the gradients of aliases in the graph of ``root`` come here."""
-        stack = [] if root is None else [root]
-        seen = set(stack)
-        while stack:
-            node = stack.pop()
-            for i, (child, _) in enumerate(node.next_functions):
-                if child is None or child in seen:
-                    continue
-                key = self._keys.get(id(getattr(child, "variable", None)))
-                if key is not None and not child.next_functions:
-                    node.register_hook(partial(self._take, key, i))
-                else:
-                    seen.add(child)
-                    stack.append(child)
-
-    def _take(
-        self, key: int, i: int, grads: tuple[torch.Tensor | None, ...], _: object
-    ) -> tuple[torch.Tensor | None, ...]:
-        grad = grads[i]
-        if grad is not None:
-            self._grads[key] = _sum(self._grads[key], grad) if key in self._grads else grad
-        return (*grads[:i], None, *grads[i + 1 :])
-
-    def added_to(
-        self, grads: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """``grads``, those of ``parameters``, with what came here."""
-        own = [self._grads.get(id(parameter)) for parameter in parameters]
-        return tuple(
-            [
-                a if b is None else b if a is None else _sum(a, b)
-                for a, b in zip(grads, own, strict=True)
-            ]
-        )

@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 from pipekernels.device.restoring import restoring
-from pipekernels.pipeline.stage.parameters import (
-    StageParameters,
-    frozen_again,
-    installed,
-)
+from pipekernels.pipeline.stage.parameters import StageParameters, frozen_again, installed
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -218,7 +218,7 @@ def _checked(layer: Any, result: Any, open_stashes: Iterable[str], open_pops: It
     return result
 
 
-class SkipLayout:
+class SkipRoutes:
     """Which skips travel between stages.
 
     Args:

@@ -17,17 +17,9 @@ from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Entry
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.recomputation import FoundBuffer, versions
-from pipekernels.pipeline.stage.skip import (
-    Key,
-    carried,
-    skips_of,
-)
+from pipekernels.pipeline.stage.skip import Key, carried, skips_of
 from pipekernels.pipeline.stage.split_backward import WeightBackward, backward_of_inputs
-from pipekernels.pipeline.values.structure import (
-    Arguments,
-    Structure,
-    take_apart,
-)
+from pipekernels.pipeline.values.structure import Arguments, Structure, take_apart
 
 Grads = tuple[torch.Tensor | None, ...]
 

@@ -23,15 +23,9 @@ from torch.nn import functional as F
 from pipekernels import Pipe
 from pipekernels.device import graphs as ops_graphs
 from pipekernels.ops import p2p_copy
-from pipekernels.pipeline.cuda_graphs import (
-    checks as graph_checks,
-)
-from pipekernels.pipeline.cuda_graphs import (
-    slots as graph_slots,
-)
-from pipekernels.pipeline.cuda_graphs import (
-    stage_graphs as graphs,
-)
+from pipekernels.pipeline.cuda_graphs import checks as graph_checks
+from pipekernels.pipeline.cuda_graphs import slots as graph_slots
+from pipekernels.pipeline.cuda_graphs import stage_graphs as graphs
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.pipeline.stage.checkpoint import MODES
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 
-import interrupts
 import pytest
+from support import interrupts
 
 from pipekernels.device.restoring import at_end
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipekernels.pipeline.engine.pace import (
-    COST,
-    RARELY,
-    RECENT,
-    Pace,
-    Way,
-)
+from pipekernels.pipeline.engine.pace import COST, RARELY, RECENT, Pace, Way
 
-WAYS: list[Way] = ["inline", "lanes", "split"]
+WAYS: list[Way] = ["inline", "threads", "split"]
 
 
 def drive(pace: Pace, passes: int, seconds: dict[Way, float]) -> list[Way]:
@@ -31,17 +25,17 @@ def test_the_first_pass_warms_up_inline_and_is_not_counted() -> None:
     assert pace.choose("other", WAYS[::-1]) == "inline"
     pace.record("key", "inline", 1e-9)
     assert not pace.is_new("key")
-    ways = drive(pace, 3 * RECENT, {"inline": 2.0, "lanes": 1.0, "split": 1.5})
+    ways = drive(pace, 3 * RECENT, {"inline": 2.0, "threads": 1.0, "split": 1.5})
     assert all(ways.count(way) == RECENT for way in WAYS)
-    assert pace.choose("key", WAYS) == "lanes"
+    assert pace.choose("key", WAYS) == "threads"
 
 
 def test_only_the_possible_ways_are_tried() -> None:
     pace = Pace()
     for _ in range(100):
-        way = pace.choose("key", ["inline", "lanes"])
-        assert way in ("inline", "lanes")
-        pace.record("key", way, {"inline": 2.0, "lanes": 1.0}[way])
+        way = pace.choose("key", ["inline", "threads"])
+        assert way in ("inline", "threads")
+        pace.record("key", way, {"inline": 2.0, "threads": 1.0}[way])
 
 
 @pytest.mark.parametrize("fastest", WAYS)
@@ -61,7 +55,7 @@ def test_the_fastest_way_is_kept_and_trials_are_cheap(fastest: Way, ratio: float
 
 def test_a_choice_made_under_load_is_mended() -> None:
     pace = Pace()
-    drive(pace, 1 + 3 * RECENT, {"inline": 1.0, "lanes": 1.5, "split": 1.5})
-    ways = drive(pace, 200, {"inline": 1.0, "lanes": 0.6, "split": 0.8})
-    assert ways[0] == "inline" and ways[-1] == "lanes"
+    drive(pace, 1 + 3 * RECENT, {"inline": 1.0, "threads": 1.5, "split": 1.5})
+    ways = drive(pace, 200, {"inline": 1.0, "threads": 0.6, "split": 0.8})
+    assert ways[0] == "inline" and ways[-1] == "threads"
     assert ways.count("inline") <= max(RARELY, 0.5 / COST) + 5

@@ -20,19 +20,9 @@ from pipekernels import Pipe
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.planning import planner, profile
-from pipekernels.pipeline.planning.cost import (
-    Affine,
-    CostModel,
-    LayerCost,
-    Setting,
-)
+from pipekernels.pipeline.planning.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.planning.planner import choose, plan_pipeline
-from pipekernels.pipeline.schedule.program import (
-    SCHEDULES,
-    Action,
-    gpipe,
-    simulate,
-)
+from pipekernels.pipeline.schedule.program import SCHEDULES, Action, gpipe, simulate
 from pipekernels.pipeline.stage.checkpoint import MODES, checkpointed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

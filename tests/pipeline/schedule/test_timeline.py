@@ -12,11 +12,7 @@ from torch import nn
 
 from pipekernels import Pipe
 from pipekernels.pipeline.schedule.program import Action, gpipe
-from pipekernels.pipeline.schedule.timeline import (
-    Event,
-    Phase,
-    Timeline,
-)
+from pipekernels.pipeline.schedule.timeline import Event, Phase, Timeline
 
 
 def test_bubble_is_the_idle_share() -> None:

@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipekernels.pipeline.stage.partition import (
-    balance_by_parameters,
-    cuts,
-    solve,
-    split_module,
-)
+from pipekernels.pipeline.stage.partition import balance_by_parameters, cuts, solve, split_module
 
 CPU = torch.device("cpu")
 

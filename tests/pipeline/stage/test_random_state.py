@@ -17,11 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pipekernels import Pipe
 from pipekernels.pipeline.engine.pace import Pace, Way
 from pipekernels.pipeline.stage import random_state
-from pipekernels.pipeline.stage.random_state import (
-    LaneRandom,
-    draws,
-    task_seed,
-)
+from pipekernels.pipeline.stage.random_state import LaneRandom, draws, task_seed
 
 
 class Noisy(nn.Module):

@@ -1,0 +1,146 @@
+"""Which way a mini-batch runs: chosen here, once, before the mini-batch exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipekernels.pipeline.cuda_graphs.stage_graphs import GraphedTask
+from pipekernels.pipeline.engine.findings import LayerFindings
+from pipekernels.pipeline.engine.pace import Kind, Pace, Pass, Way
+from pipekernels.pipeline.engine.randomness import Mode, TaskRandomness
+from pipekernels.pipeline.engine.stages import LayerTraits, Stages
+from pipekernels.pipeline.schedule.program import Program, Schedule
+from pipekernels.pipeline.stage.context import needs_this_thread
+from pipekernels.pipeline.stage.parameters import StageParameters
+from pipekernels.pipeline.stage.task import Task
+from pipekernels.pipeline.values.micro_batch import Scatter
+
+EXECUTIONS = ("auto", "inline", "threads", "split")
+"""The fastest way, measured; on the calling thread; on a thread per lane; likewise, with backwards in two
+parts where that is possible."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How one mini-batch runs."""
+
+    way: Way
+    tasks: Sequence[Task | GraphedTask]
+    """What runs the stages, of which a task has one or all."""
+    program: Program
+    """Who of ``tasks`` does what when."""
+    threads: int
+    """Intra-op threads of each task."""
+    randomness: TaskRandomness
+    in_backward: Callable[[], AbstractContextManager[Any]]
+    """Makes the context in which graphs are gone through backwards."""
+    timing: Pass | None
+    """Where the time that it takes is noted, if that is wanted."""
+
+
+class Chooser:
+    """Chooses for the mini-batches of one pipe.
+
+    Args:
+        stages: the pipe's.
+        findings: about their layers.
+        execution: one of ``EXECUTIONS``.
+    """
+
+    def __init__(self, stages: Stages, findings: LayerFindings, execution: str) -> None:
+        self._stages = stages
+        self._findings = findings
+        self._execution = execution
+        self._pace = Pace()
+
+    def choose(
+        self,
+        traits: LayerTraits,
+        schedule: Schedule,
+        scatter: Scatter,
+        parameters: Sequence[StageParameters] | None,
+        recomputed: int,
+        *,
+        may_split: bool,
+        has_timeline: bool,
+    ) -> Execution:
+        """How the next mini-batch runs.
+
+        Args:
+            traits: of the layers.
+            schedule: who runs what when.
+            scatter: the micro-batches.
+            parameters: the stages', None where no backward can follow.
+            recomputed: how many micro-batches are recomputed.
+            may_split: whether backwards, whole in the schedule, may be done in two parts where that is
+                faster. A schedule that the user has named runs as it is.
+            has_timeline: whether the stages are to be seen one by one.
+        """
+        stages = self._stages
+        micro_batches = len(scatter)
+        lanes = schedule.lanes(len(stages.tasks))  # Raises whatever way is taken.
+        grad = parameters is not None
+        may_split = may_split and grad and not recomputed
+        may_use_threads = (
+            traits.may_use_threads
+            and min(len(stages.tasks), micro_batches) > 1
+            and not needs_this_thread()
+        )
+        way, timing, mode = self._way(
+            may_use_threads,
+            may_split,
+            Kind(
+                schedule,
+                micro_batches,
+                scatter.elements(0).bit_length(),
+                grad,
+                traits.training,
+                recomputed,
+                may_split,
+            ),
+        )
+        if traits.draw_hidden_dropout() or self._findings.needs_one_thread():
+            way, mode = "inline", mode if mode == "audited" else "inline"
+        tasks: Sequence[Task | GraphedTask] = stages.tasks
+        if way == "inline" and stages.fused is not None and not has_timeline:
+            tasks = [stages.fused]
+        elif stages.graphs:
+            tasks = [self._graphed(index, parameters) for index in range(len(stages.tasks))]
+        program = schedule.program(len(tasks), micro_batches, split=way == "split")
+        if program.splits and mode == "inline":
+            mode = "hooks"
+        # Shared out alike on lanes and inline, so that the way taken cannot show in the bits.
+        threads = torch.get_num_threads()
+        if traits.may_use_threads:
+            threads = max(1, threads // min(lanes, micro_batches))
+        randomness = TaskRandomness(stages.devices, self._findings, mode)
+        return Execution(way, tasks, program, threads, randomness, randomness.in_backward, timing)
+
+    def _way(
+        self, may_use_threads: bool, may_split: bool, kind: Kind
+    ) -> tuple[Way, Pass | None, Mode]:
+        if not may_use_threads or self._execution == "inline":
+            return "inline", None, "inline"
+        if self._execution != "auto":
+            return (
+                "split" if self._execution == "split" and may_split else "threads",
+                None,
+                "threads",
+            )
+        timing = Pass(self._pace, kind)
+        if timing.is_first:
+            return timing.way, timing, "audited"
+        return timing.way, timing, "inline" if timing.way == "inline" else "threads"
+
+    def _graphed(
+        self, stage: int, parameters: Sequence[StageParameters] | None
+    ) -> Task | GraphedTask:
+        graphs = self._stages.graphs.get(stage)
+        if graphs is None:
+            return self._stages.tasks[stage]
+        return graphs.of_run(parameters[stage] if parameters else None)

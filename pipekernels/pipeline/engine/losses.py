@@ -1,0 +1,172 @@
+"""The loss inside the pipeline: that of each micro-batch, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from pipekernels.local_ops.p2p_copy import p2p_copy
+from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
+from pipekernels.pipeline.stage.task import Activation, Grads
+from pipekernels.pipeline.values.micro_batch import Scatter
+from pipekernels.pipeline.values.structure import Structure
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+class LossGradients:
+    """Gradients that a loss's own graph has for the stages' parameters, kept apart from theirs.
+
+    Stages accumulate into the aliases meanwhile: there the order, and so the last bits of the sum, would
+    be left to timing.
+
+    Args:
+        stages: whose aliases are in place.
+    """
+
+    def __init__(self, stages: Sequence[StageParameters]) -> None:
+        self._keys = {id(alias): key for stage in stages for key, (_, alias) in stage.pairs.items()}
+        self._grads: dict[int, torch.Tensor] = {}  # by id of the parameter
+
+    def capture(self, root: Node | None) -> None:
+        """Take the gradients that a backward from ``root`` has for aliases."""
+        stack = [] if root is None else [root]
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            for i, (child, _) in enumerate(node.next_functions):
+                if child is None or child in seen:
+                    continue
+                key = self._keys.get(id(getattr(child, "variable", None)))
+                if key is not None and not child.next_functions:
+                    node.register_hook(partial(self._take, key, i))
+                else:
+                    seen.add(child)
+                    stack.append(child)
+
+    def _take(
+        self, key: int, i: int, grads: tuple[torch.Tensor | None, ...], _: object
+    ) -> tuple[torch.Tensor | None, ...]:
+        grad = grads[i]
+        if grad is not None:
+            self._grads[key] = add_gradients(self._grads[key], grad) if key in self._grads else grad
+        return (*grads[:i], None, *grads[i + 1 :])
+
+    def added_to(
+        self, grads: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """``grads``, those of ``parameters``, with what was captured."""
+        own = [self._grads.get(id(parameter)) for parameter in parameters]
+        return tuple(
+            [
+                a if b is None else b if a is None else add_gradients(a, b)
+                for a, b in zip(grads, own, strict=True)
+            ]
+        )
+
+
+class Losses:
+    """Computes the loss of each micro-batch, weighted by its share of the batch.
+
+    Args:
+        loss: called with the outputs of a micro-batch, as the last stage returned them, and its
+            targets; returns a scalar.
+        targets: the tensors of the targets, None if ``loss`` takes none.
+        structure: how a micro-batch's targets are put together.
+        mean: whether ``loss`` is a mean over its rows, rather than a sum.
+        sizes: rows of each micro-batch.
+        randomness: entered for the loss of a micro-batch: gives it random numbers of its own.
+        gradients: takes the gradients that losses have for the pipe's parameters.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        targets: Scatter | None,
+        structure: Structure,
+        mean: bool,
+        sizes: Sequence[int],
+        randomness: Callable[[int], AbstractContextManager[Any]],
+        gradients: LossGradients,
+    ) -> None:
+        self._loss = loss
+        self._targets = targets
+        self._structure = structure
+        batch = max(1, sum(sizes))
+        self._weights = [size / batch if mean else 1.0 for size in sizes]
+        self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(sizes)
+        self._losses: list[torch.Tensor | None] = [None] * len(sizes)
+        self._values: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+        self._required_grad = False
+        self._randomness = randomness
+        self.gradients = gradients
+
+    def collect(self, m: int, outputs: Activation) -> None:
+        """Compute the loss of micro-batch ``m``.
+
+        Raises:
+            ValueError: the loss is no real scalar.
+            TypeError: it is no tensor.
+        """
+        leaves = [
+            tensor.detach().requires_grad_() if wants else None
+            for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
+        ]
+        tensors = [
+            tensor if leaf is None else Entry.apply(leaf)  # A loss may work in place.
+            for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
+        ]
+        arguments = [outputs.structure.build(tensors)]
+        if self._targets is not None:
+            device = outputs.tensors[0].device
+            parts: Sequence[torch.Tensor] = self._targets.take(m)
+            if any(part.device != device for part in parts):
+                parts = p2p_copy(parts, device)
+            arguments.append(self._structure.on(device).build(parts))
+        with self._randomness(m):
+            loss = self._loss(*arguments)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss_fn returned {type(loss).__name__}; it must return a tensor")
+        if loss.dim() != 0 or loss.is_complex():
+            raise ValueError(
+                f"loss_fn returned a {loss.dtype} of shape {tuple(loss.shape)}; it must return a real "
+                "scalar, the mean or the sum over its micro-batch"
+            )
+        self._values[m] = loss.detach()
+        if loss.requires_grad:
+            self.gradients.capture(loss.grad_fn)
+            self._losses[m], self._leaves[m] = loss, leaves
+            self._required_grad = True
+
+    def grads(self, m: int) -> Grads:
+        loss, self._losses[m] = self._losses[m], None
+        leaves, self._leaves[m] = self._leaves[m], ()
+        if loss is None:
+            return ()
+        torch.autograd.backward(loss, loss.new_full((), self._weights[m]))
+        return tuple(None if leaf is None else leaf.grad for leaf in leaves)
+
+    def check(self) -> None:
+        """Whether there was anything to go through backwards, when all is done.
+
+        Raises:
+            RuntimeError: no loss required a gradient.
+        """
+        if not self._required_grad:
+            raise RuntimeError(
+                "no loss requires a gradient, so nothing can be trained: all parameters are frozen, "
+                "loss_fn returns what does not depend on them, or torch.inference_mode() is on; to "
+                "only evaluate, use loss_fn(pipe(input), target)"
+            )
+
+    def total(self) -> torch.Tensor:
+        """The loss of the whole batch: micro-batches summed in their order."""
+        weighted = [v * w for v, w in zip(self._values, self._weights, strict=True)]
+        return torch.stack(weighted).sum()

@@ -1,0 +1,125 @@
+"""The stages of a pipe: their layers, where they are, and what runs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipekernels.device.graphs import has_graphs
+from pipekernels.device.streams import has_streams
+from pipekernels.pipeline.cuda_graphs.stage_graphs import StageGraphs
+from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
+from pipekernels.pipeline.stage.partition import has_collectives
+from pipekernels.pipeline.stage.skip import SkipRoutes
+from pipekernels.pipeline.stage.task import Task
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """What can be seen of layers without running them, and decides how they may run."""
+
+    training: tuple[bool, ...]
+    """Training flag of each layer."""
+    has_deferred_batch_norm: bool
+    recurrent: tuple[nn.RNNBase, ...]
+    """Layers that draw their dropout inside one call with all else that they do."""
+    may_use_threads: bool
+    """Whether stages may run beside each other, as far as can be told without running them."""
+
+    def draw_hidden_dropout(self) -> bool:
+        """Whether random numbers are drawn where threads could not keep those of stages apart."""
+        return any(layer.dropout > 0 and layer.training for layer in self.recurrent)
+
+
+class Stages:
+    """What stays the same from mini-batch to mini-batch, unless layers change.
+
+    Args:
+        modules: the stages' layers.
+        devices: one per stage.
+        cuda_graphs: whether to capture the stages on CUDA devices.
+
+    Attributes:
+        modules, devices: as above.
+        skips: which skips go from stage to stage.
+        tasks: one per stage.
+        graphs: by stage, those that run as CUDA graphs.
+        fused: all stages as one task, where they may be run so on one thread.
+        with_streams: the devices whose work is issued to streams.
+        done_when_issued: stages whose work is done when the thread that runs them has issued it.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Sequential],
+        devices: Sequence[torch.device],
+        *,
+        cuda_graphs: bool,
+    ) -> None:
+        self.modules = list(modules)
+        self.devices = list(devices)
+        self.skips = SkipRoutes(modules)
+        self.tasks = [
+            Task([stage], index, device, self.skips.received[index], self.skips.sent[index])
+            for index, (stage, device) in enumerate(zip(modules, devices, strict=True))
+        ]
+        self.graphs: dict[int, StageGraphs] = {}
+        if cuda_graphs:
+            self.graphs = {
+                index: StageGraphs(task)
+                for index, task in enumerate(self.tasks)
+                if has_graphs(task.device)
+            }
+        # Fusing stages needs one seed per stage; a CUDA graph is seeded once.
+        may_fuse = len(set(devices)) == 1 and not self.graphs
+        self.fused = Task(modules, 0, devices[0]) if may_fuse else None
+        self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
+        self.done_when_issued = frozenset(
+            index for index, device in enumerate(devices) if not has_streams(device)
+        )
+
+    def look_at_layers(self) -> LayerTraits:
+        """Their traits now; to be called again whenever they have changed.
+
+        Raises:
+            ValueError: FSDP shards a layer.
+            RuntimeError: layers with skips were added or removed.
+        """
+        layers = [layer for stage in self.modules for layer in stage.modules()]
+        _refuse_fsdp(layers)
+        for task in (*self.tasks, *filter(None, [self.fused])):
+            task.look_at_layers()
+        return LayerTraits(
+            training=tuple(layer.training for layer in layers),
+            has_deferred_batch_norm=any(map(has_deferred_batch_norm, self.modules)),
+            recurrent=tuple(layer for layer in layers if isinstance(layer, nn.RNNBase)),
+            may_use_threads=(
+                all(device.type == "cpu" for device in self.devices)
+                and not self.graphs
+                # Stages that share a layer would run it, and accumulate into its parameters, in an
+                # order left to timing.
+                and len(layers) == len(set(layers))
+                # Ranks must call collectives in one order, and lanes know none between stages.
+                and not any(map(has_collectives, layers))
+            ),
+        )
+
+
+def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:
+    """FSDP puts the gathered parameters where the aliases are, and keeps gradients to itself until
+    a backward, as autograd knows it, has ended."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    sharded = next((type(layer).__name__ for layer in layers if isinstance(layer, kinds)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"FSDP shards {sharded}, a layer of the pipe; shard the pipe as a whole, "
+            "fully_shard(pipe), or have torch's schedules run stages of sharded layers "
+            "(pipe.to_torch_stage())"
+        )
