@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, compress, pairwise
-from math import ceil
+from itertools import accumulate, compress
+from math import ceil, inf
 
 from pipekernels.pipeline.schedule.program import Action, ActionKind, Program
 from pipekernels.pipeline.stage.checkpoint import checkpointed
@@ -166,34 +166,25 @@ class CostModel:
         )
 
     def least_step(self, setting: Setting) -> float:
-        """A lower bound of the step time, whatever the balance.
+        """A lower bound of the step time, whatever the balance: the lanes share all the work."""
+        work, _ = self._work_and_way(setting)
+        return work[-1] / len(setting.program.lanes)
 
-        All lanes do all the work; and if each has one stage, the bounds of :meth:`least_seconds`
-        are at their lowest, were layers divisible, where they are equal. That makes stages a
-        geometric series.
-        """
-        work, way = self._work_and_way(setting)
-        lanes = len(setting.program.lanes)
-        ratio = min(
-            (
-                (w1 - w0) / (v1 - v0)
-                for (w0, w1), (v0, v1) in zip(pairwise(way), pairwise(work), strict=True)
-                if v1 > v0
-            ),
-            default=0.0,
-        )
-        if setting.program.stages > lanes or ratio == 0.0:
-            return work[-1] / lanes
-        return work[-1] * ratio / (1.0 - (1.0 - ratio) ** lanes)
-
-    def least_seconds(self, setting: Setting) -> Callable[[int, int, int], float]:
+    def least_seconds(self, setting: Setting, limit: float) -> Callable[[int, int, int], float]:
         """A lower bound of the step time, from one stage: ``(stage, begin, end)``, its layers.
 
         Its lane does all of the stage's work, after a micro-batch has come down to it and before
-        its gradient has gone up again.
+        its gradient has gone up again. Infinite if the stage needs more than ``limit`` bytes.
         """
         work, way = self._work_and_way(setting)
-        return lambda stage, begin, end: way[begin] + work[end] - work[begin]
+        stage_bytes = self.stage_bytes(setting)
+
+        def compute(stage: int, begin: int, end: int) -> float:
+            if limit < inf and stage_bytes(stage, begin, end) > limit:
+                return inf
+            return way[begin] + work[end] - work[begin]
+
+        return compute
 
     def _work_and_way(self, setting: Setting) -> tuple[list[float], list[float]]:
         """Of the layers before each one, and of all: the seconds of their work on the mini-batch,

@@ -35,8 +35,8 @@ STAGES_PER_LANE = 2
 CHUNKS_PER_LANE = 4
 """How far chunks go by default: with as many the bubble is at most a fifth (Huang et al., 2019)."""
 CUTS = 16
-"""The most cuts to be tried for one setting. The most promising come first, and the search ends before
-as soon as no other can be better."""
+"""The most cuts to try for one setting, by time and then by memory. The most promising come first; the
+search ends earlier if no other cut can be better."""
 
 
 @dataclass(frozen=True)
@@ -304,41 +304,26 @@ def choose(
 def _candidates(
     model: CostModel, devices: Sequence[torch.device], setting: Setting, limit: float
 ) -> Iterator[tuple[float, int, list[int]]]:
-    """Cuts to be tried, those first that promise most; if none of them fits into ``limit`` bytes, the
-    one that needs least comes last.
+    """The cuts to try: those with the lowest bounds of the step time, best first, among the cuts whose
+    stages each fit into ``limit`` bytes; then, if none of these fits on the devices, the cuts that
+    need the least memory.
+
+    The first of the latter needs the least of all if each device has one stage, or one device has
+    all stages.
 
     Yields:
         (lower bound of the step time, peak of the device that needs most, length of each stage).
     """
-    stage_bytes = model.stage_bytes(setting)
-    seconds = model.least_seconds(setting)
-    if limit < inf:
-        seconds = _where(stage_bytes, limit, seconds)
+    n, stages, stage_bytes = len(model.layers), setting.program.stages, model.stage_bytes(setting)
     fits = False
-    for bound, lengths in islice(cuts(len(model.layers), setting.program.stages, seconds), CUTS):
+    for bound, lengths in islice(cuts(n, stages, model.least_seconds(setting, limit)), CUTS):
         peak = max(_peaks(devices, setting, lengths, stage_bytes).values())
         fits |= peak <= limit
         yield bound, peak, lengths
     if not fits:
-        yield 0.0, *_smallest(model, devices, setting)
-
-
-def _smallest(
-    model: CostModel, devices: Sequence[torch.device], setting: Setting
-) -> tuple[int, list[int]]:
-    """The smallest peak of the device that needs most, and its cut.
-
-    Exact where each device has one stage, or one device has all: then the first cut is the one."""
-    stage_bytes = model.stage_bytes(setting)
-    combine: Callable[[float, float], float] = operator.add if len(set(devices)) == 1 else max
-    found: list[tuple[int, list[int]]] = []
-    for bound, lengths in islice(
-        cuts(len(model.layers), setting.program.stages, stage_bytes, combine), CUTS
-    ):
-        if found and bound >= min(found)[0]:
-            break
-        found.append((max(_peaks(devices, setting, lengths, stage_bytes).values()), lengths))
-    return min(found)
+        combine = operator.add if len(set(devices)) == 1 else max
+        for _, lengths in islice(cuts(n, stages, stage_bytes, combine), CUTS):
+            yield 0.0, max(_peaks(devices, setting, lengths, stage_bytes).values()), lengths
 
 
 def _peaks(
@@ -353,19 +338,6 @@ def _peaks(
         device = devices[setting.program.lane_of[stage]]
         peaks[device] = peaks.get(device, 0) + stage_bytes(stage, begin, end)
     return peaks
-
-
-def _where(
-    stage_bytes: Callable[[int, int, int], float],
-    limit: float,
-    seconds: Callable[[int, int, int], float],
-) -> Callable[[int, int, int], float]:
-    """``seconds`` of stages that fit into ``limit`` bytes, ``inf`` of others."""
-
-    def within(stage: int, begin: int, end: int) -> float:
-        return seconds(stage, begin, end) if stage_bytes(stage, begin, end) <= limit else inf
-
-    return within
 
 
 def _predicted(
