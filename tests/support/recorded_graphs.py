@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipekernels.device import graphs
-from pipekernels.pipeline.engine import engine
+from pipekernels.pipeline.engine import stages
 from support.recorded_streams import Agent, Machine
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -244,5 +244,5 @@ def recorded(machine: Machine | None = None) -> Iterator[Record]:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
         patch.setattr(graphs, "_recorders", {})
         if machine is None:
-            patch.setattr(engine, "has_graphs", lambda device: True)
+            patch.setattr(stages, "has_graphs", lambda device: True)
         yield record

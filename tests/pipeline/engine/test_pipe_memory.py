@@ -14,7 +14,7 @@ from torch import nn
 
 from pipekernels import Pipe
 from pipekernels.pipeline.engine import engine
-from pipekernels.pipeline.engine.mini_batch import Run
+from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.pace import Way
 
 
@@ -107,16 +107,16 @@ def test_outputs_are_written_in_place(place: torch.device, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Run]]]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[MiniBatch]]]:
     """Of all pipes, while nobody looks for reference cycles."""
-    found: list[weakref.ref[Run]] = []
+    found: list[weakref.ref[MiniBatch]] = []
 
-    class Noted(Run):
+    class Noted(MiniBatch):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)  # type: ignore[arg-type]
             found.append(weakref.ref(self))
 
-    monkeypatch.setattr(engine, "Run", Noted)
+    monkeypatch.setattr(engine, "MiniBatch", Noted)
     gc.disable()
     yield found
     gc.enable()
@@ -130,14 +130,14 @@ def run_twice(schedule: str, place: torch.device) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_what_a_mini_batch_needs_goes_with_it(
-    schedule: str, place: torch.device, runs: list[weakref.ref[Run]]
+    schedule: str, place: torch.device, runs: list[weakref.ref[MiniBatch]]
 ) -> None:
     """And not some time later, as what is in a reference cycle would."""
     run_twice(schedule, place)
     assert [run() for run in runs] == [None, None]
 
 
-def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[Run]]) -> None:
+def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[MiniBatch]]) -> None:
     """In which the pipe looks for random numbers that a lane could not keep apart."""
     run_twice("1f1b", torch.device("cpu"))
     assert [run() for run in runs] == [None, None]
@@ -151,7 +151,7 @@ def test_what_a_failed_mini_batch_needs_goes_with_its_exception(
     checkpoint: str,
     error: type[BaseException],
     way: Way,
-    runs: list[weakref.ref[Run]],
+    runs: list[weakref.ref[MiniBatch]],
 ) -> None:
     tensors: list[weakref.ref[torch.Tensor]] = []
 

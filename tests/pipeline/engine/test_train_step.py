@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipekernels import Pipe
-from pipekernels.pipeline.engine import mini_batch as run
+from pipekernels.pipeline.engine import mini_batch
 from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.schedule.program import SCHEDULES
 
@@ -117,14 +117,14 @@ def test_accumulates_into_grad_and_calls_hooks_once(place: torch.device) -> None
 
 
 def test_gradients_are_not_copied(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulated, made = run.accumulated, []
+    accumulated, made = mini_batch.accumulated, []
 
     def noted(*args: Any) -> Any:
         grads = accumulated(*args)
         made.extend(grad.data_ptr() for grad in grads)
         return grads
 
-    monkeypatch.setattr(run, "accumulated", noted)
+    monkeypatch.setattr(mini_batch, "accumulated", noted)
     module = model()
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     pipe_of(module).train_step(x, y, F.mse_loss)
