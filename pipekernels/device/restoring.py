@@ -186,7 +186,8 @@ def _end_contexts(error: BaseException) -> None:
         if frame.f_code.co_filename == contextlib.__file__:
             generator = getattr(frame.f_locals.get("self"), "gen", None)
             if generator is not None:
-                generator.close()
+                with contextlib.suppress(Exception):  # It would not come up later either.
+                    generator.close()
         trace = trace.tb_next
 
 

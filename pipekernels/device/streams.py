@@ -123,15 +123,17 @@ def default(device: torch.device) -> Stream:
 
 
 def currents(devices: Iterable[torch.device]) -> list[Stream]:
-    """The current streams of ``devices``, which have streams, and last that of the current device."""
-    return [*map(current, devices), torch.cuda.current_stream()]
+    """The current streams of those of ``devices`` that have some, and last that of the current device."""
+    found = [stream for stream in map(current, devices) if stream is not HOST]
+    return [*found, torch.cuda.current_stream()] if found else []
 
 
 def make_current(found: Iterable[Any]) -> None:
     """Make each of these streams the current one of its device, and that the current device."""
     for stream in found:
-        torch.cuda.set_device(stream.device)
-        torch.cuda.set_stream(stream)
+        if stream is not HOST:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)
 
 
 def new(device: torch.device) -> Stream:

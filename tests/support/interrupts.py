@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -35,6 +36,8 @@ WIDTH = 4
 Around = Callable[[], AbstractContextManager[object]]
 SIGNALS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
 """Operations that end with a look for signals, by how their names begin."""
+
+CONTEXTS = ("contextlib.py", "restoring.py", "overrides.py", "grad_mode.py")
 
 
 @cache
@@ -268,14 +271,18 @@ def cases() -> list[tuple[str, bool, str]]:
 
 
 def sweep(case: Case, operations: int, seed: int) -> None:
-    """Break a case off at so many operations, chosen at random. AssertionError says where, if something is
-    wrong afterwards."""
+    """Break a case off at so many operations, chosen at random, most of them where contexts begin and end.
+    AssertionError says where, if something is wrong afterwards."""
     injector = Injector(0)
     case.prepare()
     with case.forced():
         case.step(injector.active)
     rng = random.Random(seed)
-    for places in rng.sample(list(injector.places.values()), operations):
+    found: tuple[list[list[int]], list[list[int]]] = [], []
+    for (code, _), places in injector.places.items():
+        found[Path(code.co_filename).name in CONTEXTS].append(places)
+    rare = rng.sample(found[1], min(len(found[1]), operations * 3 // 4))
+    for places in rare + rng.sample(found[0], operations - len(rare)):
         injector = Injector(rng.choice(places))
         try:
             case.broken_off(injector.active)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer
+from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.engine.lanes import intra_op_threads
@@ -127,6 +128,7 @@ class Plan:
         return "\n".join(lines)
 
 
+@restore_despite_interrupt
 def plan_pipeline(
     module: nn.Sequential,
     sample: Any,

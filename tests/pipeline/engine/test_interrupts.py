@@ -5,11 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 from support import interrupts
+from torch.overrides import _pop_mode_temporarily
 
-from pipekernels.device.restoring import at_end
+from pipekernels.device.restoring import (
+    at_end,
+    entered,
+    restore_despite_interrupt,
+    restoring,
+)
+from pipekernels.pipeline.stage.random_state import HookWatch
 
 OPERATIONS = 10
 SECONDS = 3
@@ -29,6 +39,64 @@ def test_signals_at_any_time() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) > 0
+
+
+def test_contexts_in_a_function_that_restores() -> None:
+    """All places in contexts of each kind, while the traceback keeps generators from ending."""
+    open_: list[int] = []
+    changed: list[int] = []
+
+    @contextmanager
+    def late() -> Iterator[None]:
+        """As torch has some, to put a mode back in the end."""
+        try:
+            open_.append(1)
+            yield
+        finally:
+            open_.pop()
+
+    @restore_despite_interrupt
+    def contexts() -> None:
+        with late(), restoring(changed.clear):
+            changed.append(1)
+            with entered(HookWatch()), HookWatch(), torch.no_grad(), late():
+                torch.ones(1)
+            # Popped, as torch does meanwhile where a mode calls a function in Python.
+            with entered(HookWatch()), _pop_mode_temporarily():
+                pass
+
+    at, kept = 0, None
+    while at == 0 or kept is not None:
+        at, kept = at + 1, None
+        try:
+            with interrupts.Injector(at).active():
+                contexts()
+        except KeyboardInterrupt as error:
+            kept = error
+        assert not open_ and not changed and torch.is_grad_enabled()
+        assert torch._C._len_torch_function_stack() == 0
+        if kept is not None:
+            kept = KeyboardInterrupt()  # The traceback goes.
+        assert not open_ and torch._C._len_torch_function_stack() == 0
+    assert at > 50
+
+
+def test_an_interrupted_restore_is_retried() -> None:
+    calls: list[int] = []
+
+    def put_back() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    @restore_despite_interrupt
+    def fails() -> None:
+        with restoring(put_back):
+            raise ZeroDivisionError
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+    assert len(calls) == 2
 
 
 def test_an_interrupt_of_a_destructor_is_not_lost() -> None:
