@@ -50,8 +50,12 @@ class restoring:
         _changes.made.append(self)
 
     def __exit__(self, *error: object) -> None:
-        if self in _changes.made:
-            _take_back(_changes.made.index(self))
+        made = _changes.made
+        if made and made[-1] is self:  # As good as always.
+            self.put_back()
+            del made[-1]
+        elif self in made:
+            _take_back(made.index(self))
 
 
 def _take_back(left: int) -> None:

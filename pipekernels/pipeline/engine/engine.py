@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -233,7 +232,7 @@ class Engine:
             has_timeline=self._timeline is not None,
         )
         if trains and stages.with_streams:
-            execution = replace(execution, in_backward=lambda: self._unlocked)
+            execution = execution._replace(in_backward=lambda: self._unlocked)
         if stages.with_streams and not grad:
             self._spare.append(parameters)
         return MiniBatch(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +24,7 @@ EXECUTIONS = ("auto", "inline", "threads", "split")
 parts where that is possible."""
 
 
-@dataclass(frozen=True)
-class Execution:
+class Execution(NamedTuple):
     """How one mini-batch runs."""
 
     way: Way
@@ -91,21 +89,33 @@ class Chooser:
             and min(len(stages.tasks), micro_batches) > 1
             and not needs_this_thread()
         )
-        way, timing, mode = self._way(
-            may_use_threads,
-            may_split,
-            Kind(
-                schedule,
-                micro_batches,
-                scatter.elements(0).bit_length(),
-                grad,
-                traits.training,
-                recomputed,
-                may_split,
-            ),
-        )
-        if traits.draw_hidden_dropout() or self._findings.needs_one_thread():
-            way, mode = "inline", mode if mode == "audited" else "inline"
+        way: Way = "inline"
+        mode: Mode = "inline"
+        timing: Pass | None = None
+        if may_use_threads and self._execution == "auto":
+            size_bits = scatter.elements(0).bit_length()
+            timing = Pass(
+                self._pace,
+                Kind(
+                    schedule,
+                    micro_batches,
+                    size_bits,
+                    grad,
+                    traits.training,
+                    recomputed,
+                    may_split,
+                ),
+            )
+            way = timing.way
+            if timing.is_first:
+                mode = "audited"
+        elif may_use_threads and self._execution != "inline":
+            way = "split" if self._execution == "split" and may_split else "threads"
+        if way != "inline":
+            if traits.draw_hidden_dropout() or self._findings.needs_one_thread():
+                way = "inline"
+            else:
+                mode = "threads"
         tasks: Sequence[Task | GraphedTask] = stages.tasks
         if way == "inline" and stages.fused is not None and not has_timeline:
             tasks = [stages.fused]
@@ -120,22 +130,6 @@ class Chooser:
             threads = max(1, threads // min(lanes, micro_batches))
         randomness = TaskRandomness(stages.devices, self._findings, mode)
         return Execution(way, tasks, program, threads, randomness, randomness.in_backward, timing)
-
-    def _way(
-        self, may_use_threads: bool, may_split: bool, kind: Kind
-    ) -> tuple[Way, Pass | None, Mode]:
-        if not may_use_threads or self._execution == "inline":
-            return "inline", None, "inline"
-        if self._execution != "auto":
-            return (
-                "split" if self._execution == "split" and may_split else "threads",
-                None,
-                "threads",
-            )
-        timing = Pass(self._pace, kind)
-        if timing.is_first:
-            return timing.way, timing, "audited"
-        return timing.way, timing, "inline" if timing.way == "inline" else "threads"
 
     def _graphed(
         self, stage: int, parameters: Sequence[StageParameters] | None

@@ -46,18 +46,23 @@ class CallerContext:
         return autocast_as(self.autocast._replace(enabled=disabled))
 
 
-@contextmanager
-def cast_cache(enabled: bool) -> Iterator[None]:
+class cast_cache(restoring):
     """Whether autocast keeps the casts of parameters while the body runs.
 
     Uses of a parameter that share a cast sum up their gradients in its dtype, if autograd goes through
     them in one call. The cache belongs to the process: a lane that leaves autocast empties it for all.
     So what a cast is shared by would depend on the way that a pipe takes, and on timing.
     """
-    before = torch.is_autocast_cache_enabled()
-    with restoring(partial(torch.set_autocast_cache_enabled, before)):
-        torch.set_autocast_cache_enabled(enabled)
-        yield
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(
+            partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        )
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        torch.set_autocast_cache_enabled(self._enabled)
 
 
 def default_device() -> torch.device:
