@@ -24,8 +24,6 @@ import torch.utils._device
 Function = TypeVar("Function", bound=Callable[..., Any])
 T = TypeVar("T")
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
-
 
 class _Changes(threading.local):
     def __init__(self) -> None:
@@ -103,25 +101,29 @@ def entered(mode: AbstractContextManager[T]) -> Iterator[T]:
 class Autocast(NamedTuple):
     """Autocast of a thread, by value."""
 
-    enabled: dict[str, bool]
-    """By device type, as in ``dtypes``."""
-    dtypes: dict[str, torch.dtype]
+    on_cpu: bool
+    on_cuda: bool
+    cpu_dtype: torch.dtype
+    cuda_dtype: torch.dtype
     caches: bool
 
     @classmethod
     def now(cls) -> Autocast:
         """That of the calling thread."""
         return cls(
-            {kind: torch.is_autocast_enabled(kind) for kind in _AUTOCAST_DEVICES},
-            {kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST_DEVICES},
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cpu"),
+            torch.get_autocast_dtype("cuda"),
             torch.is_autocast_cache_enabled(),
         )
 
     def set(self) -> None:
         """Make it that of the calling thread."""
-        for kind in _AUTOCAST_DEVICES:
-            torch.set_autocast_enabled(kind, self.enabled[kind])
-            torch.set_autocast_dtype(kind, self.dtypes[kind])
+        torch.set_autocast_enabled("cpu", self.on_cpu)
+        torch.set_autocast_enabled("cuda", self.on_cuda)
+        torch.set_autocast_dtype("cpu", self.cpu_dtype)
+        torch.set_autocast_dtype("cuda", self.cuda_dtype)
         torch.set_autocast_cache_enabled(self.caches)
 
 

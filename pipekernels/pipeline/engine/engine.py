@@ -101,7 +101,8 @@ class Engine:
     def _run(
         self, around: tuple[Engine, ...], batch: Batch, checkpoint: str
     ) -> tuple[Outputs, Sequence[torch.Tensor]]:
-        with self._running_in(around):
+        with restoring(partial(_running.set, around)):
+            _running.set((*around, self))
             mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
             outputs = Outputs(mini_batch.sizes, batch.dim)
             with self._committed():
@@ -148,7 +149,12 @@ class Engine:
         schedule: Schedule,
     ) -> tuple[Losses, torch.Tensor | None]:
         """The losses, and what a backward of hands all gradients to what they are of."""
-        with self._running_in(around), restoring(self._unlocked.lock_again), torch.enable_grad():
+        with (
+            restoring(partial(_running.set, around)),
+            restoring(self._unlocked.lock_again),
+            torch.enable_grad(),
+        ):
+            _running.set((*around, self))
             mini_batch = self._start(schedule, batch, checkpoint, trains=True)
             captured = LossGradients(mini_batch.parameters)
             losses = make_losses(mini_batch.sizes, mini_batch.loss_randomness, captured)
@@ -184,12 +190,6 @@ class Engine:
                 "module that it is to call"
             )
         return around
-
-    @contextmanager
-    def _running_in(self, around: tuple[Engine, ...]) -> Iterator[None]:
-        with restoring(partial(_running.set, around)):
-            _running.set((*around, self))
-            yield
 
     def _committed(self) -> AbstractContextManager[None]:
         deferred = self._traits.has_deferred_batch_norm

@@ -88,6 +88,8 @@ class Chooser:
             traits.may_use_threads
             and min(len(stages.tasks), micro_batches) > 1
             and not needs_this_thread()
+            and not traits.draw_hidden_dropout()
+            and not self._findings.needs_one_thread()
         )
         way: Way = "inline"
         mode: Mode = "inline"
@@ -107,15 +109,10 @@ class Chooser:
                 ),
             )
             way = timing.way
-            if timing.is_first:
-                mode = "audited"
+            mode = "audited" if timing.is_first else "inline" if way == "inline" else "threads"
         elif may_use_threads and self._execution != "inline":
             way = "split" if self._execution == "split" and may_split else "threads"
-        if way != "inline":
-            if traits.draw_hidden_dropout() or self._findings.needs_one_thread():
-                way = "inline"
-            else:
-                mode = "threads"
+            mode = "threads"
         tasks: Sequence[Task | GraphedTask] = stages.tasks
         if way == "inline" and stages.fused is not None and not has_timeline:
             tasks = [stages.fused]

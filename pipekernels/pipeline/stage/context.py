@@ -42,8 +42,7 @@ class CallerContext:
 
     def without_autocast(self) -> AbstractContextManager[None]:
         """Run the body, on the thread that made this object, without its autocast."""
-        disabled = dict.fromkeys(self.autocast.enabled, False)
-        return autocast_as(self.autocast._replace(enabled=disabled))
+        return autocast_as(self.autocast._replace(on_cpu=False, on_cuda=False))
 
 
 class cast_cache(restoring):
