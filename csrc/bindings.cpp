@@ -44,7 +44,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.def("use_tensors", &use_tensors);
   m.def("check_memory", &check_memory);
-  m.def("mark_changed", &mark_changed);
+  m.def("mark_changed", [](py::handle tensor) {
+    require_tensor(tensor);
+    mark_changed(tensor);
+  });
   bind_micro_batches(m);
   bind_collectives(m);
 #ifdef PIPEKERNELS_WITH_CUDA

@@ -12,10 +12,33 @@
 
 namespace pipekernels::python {
 
+// Apart from the checks, which are part of short calls.
+[[noreturn, gnu::cold, gnu::noinline]] inline void reject(const std::string& name,
+                                                          const std::string& wanted,
+                                                          const std::string& got) {
+  throw std::invalid_argument(name + " must be " + wanted + ", got " + got);
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void reject_range(const char* name, int64_t value,
+                                                                int64_t least, int64_t most) {
+  reject(name, "in " + std::to_string(least) + ".." + std::to_string(most), std::to_string(value));
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void reject_count(size_t count, DType dtype,
+                                                                int parts, size_t most) {
+  reject(
+      "count",
+      "at most " + std::to_string(most) + " for " + std::to_string(parts) + " x " + name_of(dtype),
+      std::to_string(count));
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void reject_address(const char* name,
+                                                                  uintptr_t pointer, size_t bytes) {
+  reject(name, "the address of " + std::to_string(bytes) + " bytes", std::to_string(pointer));
+}
+
 inline void check_in_range(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value >= least && value <= most) return;
-  throw std::invalid_argument(std::string(name) + " must be in " + std::to_string(least) + ".." +
-                              std::to_string(most) + ", got " + std::to_string(value));
+  if (value < least || value > most) reject_range(name, value, least, most);
 }
 
 inline DType dtype_of_code(int code) {
@@ -47,16 +70,13 @@ inline void* address(uintptr_t pointer) { return reinterpret_cast<void*>(pointer
 // Where `parts` times `count` elements begin. Throws std::invalid_argument if they can lie nowhere.
 inline void* address_of(const char* name, uintptr_t pointer, size_t count, DType dtype,
                         int parts = 1) {
-  const size_t part_bytes = size_of(dtype) * parts;
-  if (count > kMostBytes / part_bytes) {
-    throw std::invalid_argument("count must be at most " + std::to_string(kMostBytes / part_bytes) +
-                                " for " + std::to_string(parts) + " x " + name_of(dtype) +
-                                ", got " + std::to_string(count));
+  const size_t unit = size_of(dtype) * parts;
+  size_t bytes;
+  if (__builtin_mul_overflow(count, unit, &bytes) || bytes > kMostBytes) {
+    reject_count(count, dtype, parts, kMostBytes / unit);
   }
-  if (count > 0 && (pointer == 0 || pointer > UINTPTR_MAX - count * part_bytes)) {
-    throw std::invalid_argument(std::string(name) + " must be the address of " +
-                                std::to_string(count * part_bytes) + " bytes, got " +
-                                std::to_string(pointer));
+  if (bytes > 0 && (pointer == 0 || pointer > UINTPTR_MAX - bytes)) {
+    reject_address(name, pointer, bytes);
   }
   return address(pointer);
 }

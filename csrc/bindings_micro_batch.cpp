@@ -34,6 +34,11 @@ struct ElementKind {
   }
 };
 
+struct Kinds {
+  ElementKind whole;
+  ElementKind part = {};  // that of the first micro-batch
+};
+
 Cast cast(const ElementKind& from, const ElementKind& to) {
   if (from.dtype < 0 || to.dtype < 0) {
     throw std::invalid_argument(
@@ -65,9 +70,8 @@ MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
   MicroBatchCopy request;
   request.direction = split ? Direction::kSplit : Direction::kConcat;
   request.dim = dim;
-  std::vector<ElementKind> kinds;       // of the whole tensors
-  std::vector<ElementKind> part_kinds;  // of the tensors of the first micro-batch
-  int device = 0;                       // that of the first tensor
+  std::vector<Kinds> kinds;  // of each whole tensor and its parts
+  int device = 0;            // that of the first tensor
   const auto look_at = [&](py::handle tensor) {
     TensorView view = view_of(tensor);
     if (kinds.empty()) device = view.device;
@@ -84,7 +88,7 @@ MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
     check_in_range("dim", dim, 0, static_cast<int64_t>(view.shape.size()) - 1);
     request.wholes.push_back(
         {view.data, view.item_size, std::move(view.shape), std::move(view.strides)});
-    kinds.push_back({view.dtype, view.item_size});
+    kinds.push_back({{view.dtype, view.item_size}});
   }
   if (request.wholes.empty()) throw std::invalid_argument("there are 0 tensors; give at least one");
   size_t t = 0;  // Which of the tensors of a micro-batch is next.
@@ -95,11 +99,12 @@ MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
     const int64_t size = view.shape[dim];
     if (t == 0) request.sizes.push_back(size);
     const ElementKind kind{view.dtype, view.item_size};
-    if (part_kinds.size() == t) {
-      part_kinds.push_back(kind);
-      if (kind != kinds[t]) whole.cast = split ? cast(kinds[t], kind) : cast(kind, kinds[t]);
+    auto& [whole_kind, part_kind] = kinds[t];
+    if (request.sizes.size() == 1) {
+      part_kind = kind;
+      if (kind != whole_kind) whole.cast = split ? cast(whole_kind, kind) : cast(kind, whole_kind);
     }
-    if (kind != part_kinds[t]) {
+    if (kind != part_kind) {
       throw std::invalid_argument("micro-batch " + std::to_string(request.sizes.size() - 1) +
                                   " differs in dtype from the first one");
     }

@@ -110,7 +110,6 @@ inline bool holds_elements(py::handle tensor, const dlpack::Tensor& described) {
 
 // Lets autograd see that a tensor has changed in place, in case it was saved for a backward.
 inline void mark_changed(py::handle tensor) {
-  require_tensor(tensor);
   const py::tuple changed = py::make_tuple(tensor);
   const auto done =
       py::reinterpret_steal<py::object>(PyObject_CallOneArg(increment_version, changed.ptr()));
