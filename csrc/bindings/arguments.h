@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "pipekernels/call.h"
-#include "pipekernels/dtype.h"
+#include "pipekernels/collectives/call.h"
+#include "pipekernels/elements/dtype.h"
 
 namespace pipekernels::python {
 

@@ -14,18 +14,18 @@
 #include <utility>
 #include <vector>
 
+#include "arguments.h"
 #include "bindings.h"
-#include "bindings_arguments.h"
-#include "bindings_gil.h"
-#include "bindings_tensor.h"
-#include "pipekernels/all_gather.h"
-#include "pipekernels/all_reduce.h"
-#include "pipekernels/broadcast.h"
-#include "pipekernels/communicator.h"
-#include "pipekernels/dlpack.h"
-#include "pipekernels/dlpack_tensor.h"
-#include "pipekernels/process.h"
-#include "pipekernels/reduce_scatter.h"
+#include "gil.h"
+#include "pipekernels/collectives/all_gather.h"
+#include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/collectives/broadcast.h"
+#include "pipekernels/collectives/communicator.h"
+#include "pipekernels/collectives/reduce_scatter.h"
+#include "pipekernels/host/dlpack.h"
+#include "pipekernels/host/dlpack_tensor.h"
+#include "pipekernels/shared_memory/process.h"
+#include "tensor.h"
 
 namespace pipekernels::python {
 namespace {

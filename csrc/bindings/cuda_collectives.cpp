@@ -12,15 +12,15 @@
 #include <tuple>
 #include <utility>
 
+#include "arguments.h"
 #include "bindings.h"
-#include "bindings_arguments.h"
-#include "bindings_gil.h"
-#include "pipekernels/all_gather.h"
-#include "pipekernels/all_reduce.h"
-#include "pipekernels/broadcast.h"
-#include "pipekernels/cuda_communicator.h"
-#include "pipekernels/dlpack.h"
-#include "pipekernels/reduce_scatter.h"
+#include "gil.h"
+#include "pipekernels/collectives/all_gather.h"
+#include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/collectives/broadcast.h"
+#include "pipekernels/collectives/cuda_communicator.h"
+#include "pipekernels/collectives/reduce_scatter.h"
+#include "pipekernels/host/dlpack.h"
 
 namespace pipekernels::python {
 namespace {

@@ -1,5 +1,7 @@
 // Micro-batches in Python.
 
+#include "pipekernels/micro_batch/micro_batch.h"
+
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -10,13 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "arguments.h"
 #include "bindings.h"
-#include "bindings_arguments.h"
-#include "bindings_gil.h"
-#include "bindings_tensor.h"
-#include "pipekernels/dlpack.h"
-#include "pipekernels/dlpack_tensor.h"
-#include "pipekernels/micro_batch.h"
+#include "gil.h"
+#include "pipekernels/host/dlpack.h"
+#include "pipekernels/host/dlpack_tensor.h"
+#include "tensor.h"
 
 namespace pipekernels::python {
 namespace {

@@ -1,15 +1,14 @@
-// Python module pipekernels._C. This file and its kin, bindings_*, alone know Python.
+// Python module pipekernels._C. The files of this folder alone know Python.
 //
 // Tensors arrive as they are where a call has to be short, else as integer addresses and sizes.
 // Arguments that fit nothing are refused, as ValueError or TypeError; std::invalid_argument becomes
 // ValueError. What copies or waits runs without the GIL, but for sums of few bytes, which give it
 // up when they have to wait.
 
-#include "bindings.h"
-
 #include <pybind11/pybind11.h>
 
-#include "bindings_tensor.h"
+#include "bindings.h"
+#include "tensor.h"
 
 namespace py = pybind11;
 using namespace pipekernels::python;

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "pipekernels/dlpack.h"
-#include "pipekernels/dlpack_tensor.h"
-#include "pipekernels/dtype.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/host/dlpack.h"
+#include "pipekernels/host/dlpack_tensor.h"
 
 namespace pipekernels::python {
 

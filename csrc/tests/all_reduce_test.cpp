@@ -1,6 +1,6 @@
 // The collectives on threads and on processes: values, order, mismatches, and ranks that are lost.
 
-#include "pipekernels/all_reduce.h"
+#include "pipekernels/collectives/all_reduce.h"
 
 #include <algorithm>
 #include <atomic>
@@ -9,11 +9,11 @@
 #include <cstring>
 #include <random>
 
-#include "pipekernels/all_gather.h"
-#include "pipekernels/broadcast.h"
-#include "pipekernels/fuzz.h"
-#include "pipekernels/reduce.h"
-#include "pipekernels/reduce_scatter.h"
+#include "pipekernels/collectives/all_gather.h"
+#include "pipekernels/collectives/broadcast.h"
+#include "pipekernels/collectives/reduce_scatter.h"
+#include "pipekernels/elements/reduce.h"
+#include "pipekernels/host/fuzz.h"
 #include "ranks.h"
 #include "values.h"
 

@@ -1,6 +1,6 @@
 // Conversions between floating-point types: every instruction set gives what device code computes,
 // that is right, and nothing beside the elements is touched.
-#include "pipekernels/cast.h"
+#include "pipekernels/elements/cast.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "pipekernels/elements.h"
+#include "pipekernels/elements/elements.h"
 
 namespace {
 

@@ -7,14 +7,14 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include "../cuda/communicator.cu"
-#include "../cuda/symmetric_heap.cu"
+#include "../cuda/collectives/communicator.cu"
+#include "../cuda/shared_memory/symmetric_heap.cu"
 #include "device_team.h"
-#include "pipekernels/all_gather.cuh"
-#include "pipekernels/all_reduce.cuh"
-#include "pipekernels/all_reduce.h"
-#include "pipekernels/broadcast.cuh"
-#include "pipekernels/reduce_scatter.cuh"
+#include "pipekernels/collectives/all_gather.cuh"
+#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/collectives/broadcast.cuh"
+#include "pipekernels/collectives/reduce_scatter.cuh"
 #include "ranks.h"
 
 namespace pipekernels {

@@ -1,15 +1,15 @@
 // What the CUDA collectives compute without meeting anybody: how tensors are cut into chunks, how
 // elements are rounded, which algorithm is taken.
 
-#include "pipekernels/device_chunks.h"
+#include "pipekernels/collectives/device_chunks.h"
 
 #include <algorithm>
 #include <random>
 
 #include "check.h"
-#include "pipekernels/all_reduce.cuh"
-#include "pipekernels/device_elements.h"
-#include "pipekernels/reduce.h"
+#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/elements/device_elements.h"
+#include "pipekernels/elements/reduce.h"
 
 namespace {
 

@@ -5,10 +5,10 @@
 #include <random>
 
 #include "device_team.h"
-#include "pipekernels/all_gather.cuh"
-#include "pipekernels/all_reduce.cuh"
-#include "pipekernels/broadcast.cuh"
-#include "pipekernels/reduce_scatter.cuh"
+#include "pipekernels/collectives/all_gather.cuh"
+#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/broadcast.cuh"
+#include "pipekernels/collectives/reduce_scatter.cuh"
 #include "values.h"
 
 namespace {

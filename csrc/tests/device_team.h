@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "check.h"
-#include "pipekernels/device_meeting.h"
-#include "pipekernels/fuzz.h"
+#include "pipekernels/collectives/device_meeting.h"
+#include "pipekernels/host/fuzz.h"
 
 namespace pipekernels {
 

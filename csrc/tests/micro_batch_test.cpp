@@ -1,6 +1,6 @@
 // Splitting and concatenating against an element-by-element oracle, over random shapes, strides and
 // alignments, with and without casts; the tiles that CUDA blocks take as well.
-#include "pipekernels/micro_batch.h"
+#include "pipekernels/micro_batch/micro_batch.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,9 +12,9 @@
 
 #include "check.h"
 #include "openmp.h"
-#include "pipekernels/elements.h"
-#include "pipekernels/micro_batch_plan.h"
-#include "pipekernels/micro_batch_tile.h"
+#include "pipekernels/elements/elements.h"
+#include "pipekernels/micro_batch/micro_batch_plan.h"
+#include "pipekernels/micro_batch/micro_batch_tile.h"
 
 namespace {
 

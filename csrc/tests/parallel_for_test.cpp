@@ -1,5 +1,5 @@
 // Loops on torch's threads: every piece once, several at once, alone after a fork.
-#include "pipekernels/parallel_for.h"
+#include "pipekernels/host/parallel_for.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "check.h"
-#include "pipekernels/communicator.h"
+#include "pipekernels/collectives/communicator.h"
 
 namespace pipekernels {
 

@@ -1,6 +1,6 @@
 // The reduction kernels of every instruction set at hand, against plain scalar code.
 
-#include "pipekernels/reduce.h"
+#include "pipekernels/elements/reduce.h"
 
 #include <cmath>
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The ring's schedule: every step once and in order, and no deadlock for any size it allows.
 
-#include "pipekernels/ring_schedule.h"
+#include "pipekernels/collectives/ring_schedule.h"
 
 #include <algorithm>
 #include <map>

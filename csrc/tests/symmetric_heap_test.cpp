@@ -1,6 +1,6 @@
 // The symmetric heap: blocks never overlap, what is freed is used again, and pages are returned.
 
-#include "pipekernels/symmetric_heap.h"
+#include "pipekernels/shared_memory/symmetric_heap.h"
 
 #include <sys/mman.h>
 #include <sys/wait.h>

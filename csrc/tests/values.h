@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
-#include "pipekernels/dtype.h"
-#include "pipekernels/reduce.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/elements/reduce.h"
 
 namespace pipekernels {
 

@@ -1,4 +1,4 @@
-"""The codes of csrc/include/pipekernels/dtype.h."""
+"""The codes of csrc/include/pipekernels/elements/dtype.h."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-#include "pipekernels/all_gather.h"
+#include "pipekernels/collectives/all_gather.h"
 
-#include "pipekernels/copy.h"
-#include "pipekernels/slices.h"
+#include "pipekernels/collectives/slices.h"
+#include "pipekernels/elements/copy.h"
 
 namespace pipekernels {
 

@@ -1,12 +1,12 @@
-#include "pipekernels/all_reduce.h"
+#include "pipekernels/collectives/all_reduce.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "pipekernels/copy.h"
-#include "pipekernels/reduce.h"
-#include "pipekernels/ring_schedule.h"
-#include "pipekernels/slices.h"
+#include "pipekernels/collectives/ring_schedule.h"
+#include "pipekernels/collectives/slices.h"
+#include "pipekernels/elements/copy.h"
+#include "pipekernels/elements/reduce.h"
 
 namespace pipekernels {
 namespace {

@@ -1,10 +1,10 @@
-#include "pipekernels/broadcast.h"
+#include "pipekernels/collectives/broadcast.h"
 
 #include <stdexcept>
 #include <string>
 
-#include "pipekernels/copy.h"
-#include "pipekernels/slices.h"
+#include "pipekernels/collectives/slices.h"
+#include "pipekernels/elements/copy.h"
 
 namespace pipekernels {
 

@@ -1,4 +1,4 @@
-#include "pipekernels/call.h"
+#include "pipekernels/collectives/call.h"
 
 namespace pipekernels {
 

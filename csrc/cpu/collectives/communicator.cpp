@@ -1,4 +1,4 @@
-#include "pipekernels/communicator.h"
+#include "pipekernels/collectives/communicator.h"
 
 #include <poll.h>
 #include <sched.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "pipekernels/process.h"
+#include "pipekernels/shared_memory/process.h"
 
 namespace pipekernels {
 namespace {

@@ -1,10 +1,10 @@
-#include "pipekernels/reduce_scatter.h"
+#include "pipekernels/collectives/reduce_scatter.h"
 
 #include <vector>
 
-#include "pipekernels/copy.h"
-#include "pipekernels/reduce.h"
-#include "pipekernels/slices.h"
+#include "pipekernels/collectives/slices.h"
+#include "pipekernels/elements/copy.h"
+#include "pipekernels/elements/reduce.h"
 
 namespace pipekernels {
 

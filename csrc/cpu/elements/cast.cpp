@@ -1,4 +1,4 @@
-#include "pipekernels/cast.h"
+#include "pipekernels/elements/cast.h"
 
 namespace pipekernels {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "pipekernels/cast.h"
+#include "pipekernels/elements/cast.h"
 #include "vectors.h"
 
 namespace pipekernels {

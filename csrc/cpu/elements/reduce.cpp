@@ -1,4 +1,4 @@
-#include "pipekernels/reduce.h"
+#include "pipekernels/elements/reduce.h"
 
 #include <stdexcept>
 #include <string>

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "pipekernels/reduce.h"
+#include "pipekernels/elements/reduce.h"
 #include "vectors.h"
 
 namespace pipekernels {

@@ -1,4 +1,4 @@
-#include "pipekernels/isa.h"
+#include "pipekernels/host/isa.h"
 
 #include <cstring>
 #include <string>

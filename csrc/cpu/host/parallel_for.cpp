@@ -1,4 +1,4 @@
-#include "pipekernels/parallel_for.h"
+#include "pipekernels/host/parallel_for.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

@@ -1,12 +1,12 @@
-#include "pipekernels/micro_batch.h"
+#include "pipekernels/micro_batch/micro_batch.h"
 
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
-#include "pipekernels/cast.h"
-#include "pipekernels/micro_batch_plan.h"
-#include "pipekernels/parallel_for.h"
+#include "pipekernels/elements/cast.h"
+#include "pipekernels/host/parallel_for.h"
+#include "pipekernels/micro_batch/micro_batch_plan.h"
 
 namespace pipekernels {
 namespace {

@@ -1,4 +1,4 @@
-#include "pipekernels/micro_batch_plan.h"
+#include "pipekernels/micro_batch/micro_batch_plan.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "pipekernels/free_list.h"
+#include "pipekernels/shared_memory/free_list.h"
 
 #include <algorithm>
 #include <iterator>

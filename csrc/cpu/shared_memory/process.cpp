@@ -1,4 +1,4 @@
-#include "pipekernels/process.h"
+#include "pipekernels/shared_memory/process.h"
 
 #include <pthread.h>
 #include <sys/syscall.h>

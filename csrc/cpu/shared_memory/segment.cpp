@@ -1,4 +1,4 @@
-#include "pipekernels/segment.h"
+#include "pipekernels/shared_memory/segment.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-#include "pipekernels/signal.h"
+#include "pipekernels/shared_memory/signal.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>

@@ -1,4 +1,4 @@
-#include "pipekernels/symmetric_heap.h"
+#include "pipekernels/shared_memory/symmetric_heap.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "pipekernels/process.h"
+#include "pipekernels/shared_memory/process.h"
 
 namespace pipekernels {
 namespace {

@@ -1,6 +1,6 @@
 #include "device_team.cuh"
-#include "pipekernels/all_gather.cuh"
-#include "pipekernels/all_gather.h"
+#include "pipekernels/collectives/all_gather.cuh"
+#include "pipekernels/collectives/all_gather.h"
 
 namespace pipekernels {
 namespace {

@@ -1,7 +1,7 @@
 #include "device_team.cuh"
-#include "pipekernels/all_reduce.cuh"
-#include "pipekernels/all_reduce.h"
-#include "pipekernels/reduce.h"
+#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/elements/reduce.h"
 
 namespace pipekernels {
 namespace {

@@ -1,6 +1,6 @@
 #include "device_team.cuh"
-#include "pipekernels/broadcast.cuh"
-#include "pipekernels/broadcast.h"
+#include "pipekernels/collectives/broadcast.cuh"
+#include "pipekernels/collectives/broadcast.h"
 
 namespace pipekernels {
 namespace {

@@ -7,12 +7,12 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "owned_memory.cuh"
-#include "pipekernels/all_gather.h"
-#include "pipekernels/communicator.h"
-#include "pipekernels/cuda_communicator.h"
-#include "pipekernels/process.h"
-#include "runtime.cuh"
+#include "host/runtime.cuh"
+#include "pipekernels/collectives/all_gather.h"
+#include "pipekernels/collectives/communicator.h"
+#include "pipekernels/collectives/cuda_communicator.h"
+#include "pipekernels/shared_memory/process.h"
+#include "shared_memory/owned_memory.cuh"
 
 namespace pipekernels {
 namespace {
@@ -23,7 +23,7 @@ constexpr uint32_t kSetBytes = 128 << 10;
 constexpr uint32_t kSlotBytes = 16 << 10;
 constexpr uint32_t kLeastBytes = 16 << 10;  // Of a chunk: two packs for each thread.
 
-// How long a thread that watches sleeps, as kSlice in csrc/cpu/communicator.cpp.
+// How long a thread that watches sleeps, as kSlice in csrc/cpu/collectives/communicator.cpp.
 constexpr std::chrono::milliseconds kSlice{20};
 // A rank that leaves has sent its last signals to all, but may have seen those of a third rank
 // before this rank does: kernels go on waiting for so long.

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include "pipekernels/cuda_communicator.h"
-#include "pipekernels/device_meeting.h"
+#include "pipekernels/collectives/cuda_communicator.h"
+#include "pipekernels/collectives/device_meeting.h"
 
 namespace pipekernels {
 

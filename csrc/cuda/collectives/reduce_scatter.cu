@@ -1,7 +1,7 @@
 #include "device_team.cuh"
-#include "pipekernels/reduce.h"
-#include "pipekernels/reduce_scatter.cuh"
-#include "pipekernels/reduce_scatter.h"
+#include "pipekernels/collectives/reduce_scatter.cuh"
+#include "pipekernels/collectives/reduce_scatter.h"
+#include "pipekernels/elements/reduce.h"
 
 namespace pipekernels {
 namespace {

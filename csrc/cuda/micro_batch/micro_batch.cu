@@ -4,9 +4,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "pipekernels/micro_batch.h"
-#include "pipekernels/micro_batch_plan.h"
-#include "pipekernels/micro_batch_tile.h"
+#include "pipekernels/micro_batch/micro_batch.h"
+#include "pipekernels/micro_batch/micro_batch_plan.h"
+#include "pipekernels/micro_batch/micro_batch_tile.h"
 
 namespace pipekernels {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "pipekernels/segment.h"
+#include "pipekernels/shared_memory/segment.h"
 
 namespace pipekernels {
 

@@ -4,10 +4,10 @@
 #include <mutex>
 #include <vector>
 
+#include "host/runtime.cuh"
 #include "owned_memory.cuh"
-#include "pipekernels/cuda_communicator.h"
-#include "pipekernels/process.h"
-#include "runtime.cuh"
+#include "pipekernels/collectives/cuda_communicator.h"
+#include "pipekernels/shared_memory/process.h"
 
 namespace pipekernels {
 namespace {

@@ -1,10 +1,10 @@
 // all_gather() on CUDA: what each thread block does, for a Team of device_meeting.h. The protocol
-// is that of csrc/cpu/all_gather.cpp.
+// is that of csrc/cpu/collectives/all_gather.cpp.
 #pragma once
 
-#include "pipekernels/device_chunks.h"
-#include "pipekernels/device_elements.h"
-#include "pipekernels/device_meeting.h"
+#include "pipekernels/collectives/device_chunks.h"
+#include "pipekernels/collectives/device_meeting.h"
+#include "pipekernels/elements/device_elements.h"
 
 namespace pipekernels {
 

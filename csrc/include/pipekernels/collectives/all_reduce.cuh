@@ -1,14 +1,14 @@
 // all_reduce() on CUDA: what each thread block does, for a Team of device_meeting.h.
 //
 // The protocols, and the arguments why two sets of inputs, three of results and kDeviceRingDepth
-// slots suffice, are those of csrc/cpu/all_reduce.cpp and ring_schedule.h, held by the blocks of
-// each number among themselves.
+// slots suffice, are those of csrc/cpu/collectives/all_reduce.cpp and ring_schedule.h, held by the
+// blocks of each number among themselves.
 #pragma once
 
-#include "pipekernels/device_chunks.h"
-#include "pipekernels/device_elements.h"
-#include "pipekernels/device_meeting.h"
-#include "pipekernels/ring_schedule.h"
+#include "pipekernels/collectives/device_chunks.h"
+#include "pipekernels/collectives/device_meeting.h"
+#include "pipekernels/collectives/ring_schedule.h"
+#include "pipekernels/elements/device_elements.h"
 
 namespace pipekernels {
 

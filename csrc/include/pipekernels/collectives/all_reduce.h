@@ -3,9 +3,9 @@
 
 #include <cstddef>
 
-#include "pipekernels/communicator.h"
-#include "pipekernels/device_memory.h"
-#include "pipekernels/dtype.h"
+#include "pipekernels/collectives/communicator.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/shared_memory/device_memory.h"
 
 namespace pipekernels {
 

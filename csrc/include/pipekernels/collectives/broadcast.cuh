@@ -1,10 +1,10 @@
 // broadcast() on CUDA: what each thread block does, for a Team of device_meeting.h. The protocol is
-// that of csrc/cpu/broadcast.cpp.
+// that of csrc/cpu/collectives/broadcast.cpp.
 #pragma once
 
-#include "pipekernels/device_chunks.h"
-#include "pipekernels/device_elements.h"
-#include "pipekernels/device_meeting.h"
+#include "pipekernels/collectives/device_chunks.h"
+#include "pipekernels/collectives/device_meeting.h"
+#include "pipekernels/elements/device_elements.h"
 
 namespace pipekernels {
 

@@ -3,8 +3,8 @@
 
 #include <cstddef>
 
-#include "pipekernels/communicator.h"
-#include "pipekernels/dtype.h"
+#include "pipekernels/collectives/communicator.h"
+#include "pipekernels/elements/dtype.h"
 
 namespace pipekernels {
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <string>
 
-#include "pipekernels/dtype.h"
-#include "pipekernels/errors.h"
-#include "pipekernels/host_device.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/host/errors.h"
+#include "pipekernels/host/host_device.h"
 
 namespace pipekernels {
 

@@ -22,10 +22,10 @@
 #include <string>
 #include <vector>
 
-#include "pipekernels/errors.h"
-#include "pipekernels/isa.h"
-#include "pipekernels/segment.h"
-#include "pipekernels/symmetric_heap.h"
+#include "pipekernels/host/errors.h"
+#include "pipekernels/host/isa.h"
+#include "pipekernels/shared_memory/segment.h"
+#include "pipekernels/shared_memory/symmetric_heap.h"
 
 namespace pipekernels {
 

@@ -20,9 +20,9 @@
 #include <thread>
 #include <vector>
 
-#include "pipekernels/communicator.h"
-#include "pipekernels/device_memory.h"
-#include "pipekernels/free_list.h"
+#include "pipekernels/collectives/communicator.h"
+#include "pipekernels/shared_memory/device_memory.h"
+#include "pipekernels/shared_memory/free_list.h"
 
 namespace pipekernels {
 

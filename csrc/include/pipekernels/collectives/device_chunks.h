@@ -3,8 +3,8 @@
 
 #include <cstddef>
 
-#include "pipekernels/device_memory.h"
-#include "pipekernels/host_device.h"
+#include "pipekernels/host/host_device.h"
+#include "pipekernels/shared_memory/device_memory.h"
 
 namespace pipekernels {
 

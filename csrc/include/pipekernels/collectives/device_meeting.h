@@ -25,7 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "pipekernels/device_memory.h"
+#include "pipekernels/shared_memory/device_memory.h"
 
 namespace pipekernels {
 

@@ -1,10 +1,10 @@
 // reduce_scatter() on CUDA: what each thread block does, for a Team of device_meeting.h. The
-// protocol is that of csrc/cpu/reduce_scatter.cpp.
+// protocol is that of csrc/cpu/collectives/reduce_scatter.cpp.
 #pragma once
 
-#include "pipekernels/device_chunks.h"
-#include "pipekernels/device_elements.h"
-#include "pipekernels/device_meeting.h"
+#include "pipekernels/collectives/device_chunks.h"
+#include "pipekernels/collectives/device_meeting.h"
+#include "pipekernels/elements/device_elements.h"
 
 namespace pipekernels {
 

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "pipekernels/host_device.h"
+#include "pipekernels/host/host_device.h"
 
 namespace pipekernels {
 

@@ -6,8 +6,8 @@
 
 #include <cstddef>
 
-#include "pipekernels/dtype.h"
-#include "pipekernels/isa.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/host/isa.h"
 
 namespace pipekernels {
 

@@ -7,9 +7,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "pipekernels/dtype.h"
-#include "pipekernels/elements.h"
-#include "pipekernels/host_device.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/elements/elements.h"
+#include "pipekernels/host/host_device.h"
 
 namespace pipekernels {
 

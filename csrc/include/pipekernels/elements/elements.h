@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "pipekernels/dtype.h"
-#include "pipekernels/host_device.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/host/host_device.h"
 
 namespace pipekernels {
 

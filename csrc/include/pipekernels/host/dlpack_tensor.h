@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "pipekernels/dlpack.h"
-#include "pipekernels/dtype.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/host/dlpack.h"
 
 namespace pipekernels::dlpack {
 

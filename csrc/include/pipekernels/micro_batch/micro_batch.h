@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "pipekernels/dtype.h"
+#include "pipekernels/elements/dtype.h"
 
 namespace pipekernels {
 

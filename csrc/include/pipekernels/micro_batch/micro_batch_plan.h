@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "pipekernels/dtype.h"
-#include "pipekernels/host_device.h"
-#include "pipekernels/micro_batch.h"
+#include "pipekernels/elements/dtype.h"
+#include "pipekernels/host/host_device.h"
+#include "pipekernels/micro_batch/micro_batch.h"
 
 namespace pipekernels {
 

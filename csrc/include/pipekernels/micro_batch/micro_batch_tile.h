@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "pipekernels/host_device.h"
-#include "pipekernels/micro_batch_plan.h"
-#include "pipekernels/micro_batch_unit.h"
+#include "pipekernels/host/host_device.h"
+#include "pipekernels/micro_batch/micro_batch_plan.h"
+#include "pipekernels/micro_batch/micro_batch_unit.h"
 
 namespace pipekernels {
 

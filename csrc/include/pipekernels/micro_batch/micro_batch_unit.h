@@ -5,9 +5,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "pipekernels/elements.h"
-#include "pipekernels/host_device.h"
-#include "pipekernels/micro_batch_plan.h"
+#include "pipekernels/elements/elements.h"
+#include "pipekernels/host/host_device.h"
+#include "pipekernels/micro_batch/micro_batch_plan.h"
 
 namespace pipekernels {
 

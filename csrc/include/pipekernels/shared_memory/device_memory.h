@@ -14,8 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "pipekernels/call.h"
-#include "pipekernels/host_device.h"
+#include "pipekernels/collectives/call.h"
+#include "pipekernels/host/host_device.h"
 
 namespace pipekernels {
 

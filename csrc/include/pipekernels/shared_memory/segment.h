@@ -13,8 +13,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "pipekernels/call.h"
-#include "pipekernels/signal.h"
+#include "pipekernels/collectives/call.h"
+#include "pipekernels/shared_memory/signal.h"
 
 namespace pipekernels {
 

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "pipekernels/fuzz.h"
+#include "pipekernels/host/fuzz.h"
 
 namespace pipekernels {
 

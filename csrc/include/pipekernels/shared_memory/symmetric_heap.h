@@ -5,8 +5,8 @@
 #include <memory>
 #include <mutex>
 
-#include "pipekernels/free_list.h"
-#include "pipekernels/segment.h"
+#include "pipekernels/shared_memory/free_list.h"
+#include "pipekernels/shared_memory/segment.h"
 
 namespace pipekernels {
 
