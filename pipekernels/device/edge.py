@@ -34,7 +34,13 @@ import torch
 from torch import Tensor
 
 from pipekernels.device import streams
-from pipekernels.device.streams import DONE, HOST, Event, Stream
+from pipekernels.device.restoring import holding
+from pipekernels.device.streams import (
+    DONE,
+    HOST,
+    Event,
+    Stream,
+)
 
 SLOT_BYTES = 4 << 20
 
@@ -125,7 +131,7 @@ class Edge:
         """
         if not self._overlaps:
             return [t.detach().to(self.target) for t in tensors], Arrival(self.target, DONE)
-        with self._lock:
+        with holding(self._lock):
             origin = streams.current(self.source)
             sources = [_dense(t) for t in tensors]
             if snapshot and origin is not HOST and self._arriving is not HOST:
@@ -159,7 +165,7 @@ class Edge:
         The streams that computed the sources are made to wait for their copies: what is issued
         afterwards may overwrite them.
         """
-        with self._lock:
+        with holding(self._lock):
             self._let_go_of_sources()
             self._take_back_buffers()
             self._take_back_buffers()
@@ -245,7 +251,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 # Edges belong to the process, as streams do: what a pipe leaves behind on one is taken back by the next
 # that uses it.
 _edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
-_edges_lock = threading.Lock()
+_edges_lock = threading.RLock()
 
 
 def edge(source: torch.device, target: torch.device, *, backward: bool = False) -> Edge:
@@ -257,7 +263,7 @@ def edge(source: torch.device, target: torch.device, *, backward: bool = False) 
         backward: whether it is for gradients, which have streams of their own.
     """
     key = (source, target, backward)
-    with _edges_lock:
+    with holding(_edges_lock):
         if key not in _edges:
             _edges[key] = Edge(source, target)
         return _edges[key]

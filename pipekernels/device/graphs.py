@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from pipekernels.device import streams
-from pipekernels.device.restoring import restoring
+from pipekernels.device.restoring import holding, restoring
 from pipekernels.device.streams import Stream
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Recorder:
         # Autograd stays on this thread: its own thread for the device may be waiting here.
         before = torch._C._is_multithreading_enabled()
         put_back = partial(torch.autograd.set_multithreading_enabled, before)
-        with self._alone, restoring(put_back):
+        with holding(self._alone), restoring(put_back):
             torch.autograd.set_multithreading_enabled(False)
             return work()
 
@@ -123,13 +123,13 @@ class _Turns:
 
 _one_at_a_time = _Turns()
 _recorders: dict[torch.device, Recorder] = {}
-_recorders_lock = threading.Lock()
+_recorders_lock = threading.RLock()
 
 
 def recorder(device: torch.device) -> Recorder:
     """The process's recorder for ``device``: the device's generator, and what its libraries keep per
     stream, are the process's too."""
-    with _recorders_lock:
+    with holding(_recorders_lock):
         if device not in _recorders:
             _recorders[device] = Recorder(device)
         return _recorders[device]

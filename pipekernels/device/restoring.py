@@ -24,6 +24,10 @@ import torch.utils._device
 Function = TypeVar("Function", bound=Callable[..., Any])
 T = TypeVar("T")
 
+# Whether function modes are called; torch 2.6 may not tell.
+_get_function_state = getattr(torch._C, "_get_torch_function_state", lambda: None)
+_set_function_state = getattr(torch._C, "_set_torch_function_state", lambda state: None)
+
 
 class _Changes(threading.local):
     def __init__(self) -> None:
@@ -56,6 +60,28 @@ class restoring:
             _take_back(made.index(self))
 
 
+class holding(restoring):
+    """Holds ``lock`` in the body. In Python 3.14 Ctrl-C may come between a ``with`` and its body for what
+    is written in C as well (https://github.com/python/cpython/issues/148874)."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        super().__init__(self._release)
+        self._lock: Any = lock
+        self._asked = False
+
+    # Ctrl-C comes up behind a call, not before: the flag is set if and only if the next line is reached.
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._asked = True
+        self._lock.acquire()
+
+    def _release(self) -> None:
+        if self._asked and self._lock._is_owned():  # Not if it was interrupted while it waited.
+            self._asked = False
+            self._lock.release()
+
+
 def _take_back(left: int) -> None:
     """Take back all changes of the thread but the first ``left``, the latest first."""
     made = _changes.made
@@ -65,13 +91,16 @@ def _take_back(left: int) -> None:
 
 
 class FunctionModes:
-    """The calling thread's ``TorchFunctionMode`` objects and default device, to be brought back."""
+    """The calling thread's ``TorchFunctionMode`` objects, whether they are called, and its default device,
+    to be brought back."""
 
     def __init__(self) -> None:
+        self._state = _get_function_state()
         self._modes = _function_modes()
         self._device = torch.utils._device.CURRENT_DEVICE
 
     def put_back(self) -> None:
+        _set_function_state(self._state)
         torch.utils._device.CURRENT_DEVICE = self._device
         now = _function_modes()
         if len(now) == len(self._modes) and all(map(_is, now, self._modes)):
@@ -133,7 +162,7 @@ class _Nesting:
     def __init__(self) -> None:
         self._inside = False
 
-    # Ctrl-C comes up behind a call, not before: the flag tells whether the call was made.
+    # As in `holding`: the flag tells whether the call was made.
 
     def enter(self) -> None:
         self._inside = True

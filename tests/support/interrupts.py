@@ -55,6 +55,7 @@ def _places(code: CodeType) -> frozenset[int]:
         after.offset
         for operation, after in pairwise(dis.get_instructions(code))
         if operation.opname.startswith(SIGNALS)
+        and not operation.opname.endswith("NO_INTERRUPT")
         and handler(operation.offset) == handler(after.offset)
     )
 
@@ -73,8 +74,10 @@ class Injector:
         code = frame.f_code
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            if "importlib" in code.co_filename:
-                return None  # Torch imports some modules late; half of one would stay.
+            # Torch imports some modules late; half of one would stay. And what ends a destructor comes up
+            # elsewhere.
+            if "importlib" in code.co_filename or code.co_name in ("_call_at_end", "settle_all"):
+                return None
             if (
                 code.co_flags & 0x20
             ):  # A generator may go on inside a `try`, which this event skips.
@@ -123,7 +126,8 @@ class Case:
     """A pipe, a way to run it, and what must hold whenever a pass has ended.
 
     Args:
-        way: of :data:`pipekernels.pipeline.engine.pace.Way`, or "first" for a pipe's first pass.
+        way: of :data:`pipekernels.pipeline.engine.pace.Way`, "first" for a pipe's first pass, or "devices" for
+            what is done where stages are on CUDA devices.
         checkpointed: whether stages are recomputed.
         pass_: "forward" without a graph, "backward" of a forward, "train_step", or "autocast" for one
             under autocast, whose backward is outside of it.
@@ -132,10 +136,13 @@ class Case:
     def __init__(self, way: str, checkpointed: bool, pass_: str) -> None:
         self.name = f"{way}, checkpointed={checkpointed}, {pass_}"
         self.way, self.pass_ = way, pass_
-        self.pipe = Pipe(
-            layers(), [3, 3, 3], devices=["cpu"] * 3, chunks=3,
-            checkpoint="always" if checkpointed else "never",
-        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "devices":
+                patch.setattr(engine, "has_streams", lambda device: True)
+            self.pipe = Pipe(
+                layers(), [3, 3, 3], devices=["cpu"] * 3, chunks=3,
+                checkpoint="always" if checkpointed else "never",
+            )  # fmt: skip
         self.x = torch.arange(24.0).reshape(6, WIDTH) / 24
         modules = list(self.pipe.modules())
         self.tensors = [
@@ -195,7 +202,7 @@ class Case:
     @contextmanager
     def forced(self) -> Iterator[None]:
         """Have passes go the way of this case."""
-        if self.way == "first":
+        if self.way in ("first", "devices"):
             yield
             return
         with pytest.MonkeyPatch.context() as patch:
@@ -244,7 +251,7 @@ class Case:
             random_state._generator_lock,
         ):
             assert not lock._is_owned(), "a lock is held"  # type: ignore[attr-defined]
-        assert not lanes._workers_lock.locked() and all(w.loan.over for w in lanes._workers)
+        assert not lanes._workers_lock._is_owned() and all(w.loan.over for w in lanes._workers)
         for owner, name, tensor in self.tensors:
             assert owner[name] is tensor, f"{name} is another tensor"
         assert all(module.training == mode for module, mode in self.modes)
@@ -270,25 +277,43 @@ def cases() -> list[tuple[str, bool, str]]:
     return [*found, *split, ("inline", True, "autocast"), ("lanes", True, "autocast")]
 
 
+def cases_of_devices() -> list[tuple[str, bool, str]]:
+    """Those with destructors, in which signals come up later."""
+    return [("devices", True, "backward"), ("devices", False, "train_step")]
+
+
 def sweep(case: Case, operations: int, seed: int) -> None:
     """Break a case off at so many operations, chosen at random, most of them where contexts begin and end.
     AssertionError says where, if something is wrong afterwards."""
+    rng = random.Random(seed)
+    found: tuple[list[list[int]], list[list[int]]] = [], []
+    for (code, _), places in places_of(case).items():
+        of_context = (
+            code.co_name in ("__enter__", "__exit__") or Path(code.co_filename).name in CONTEXTS
+        )
+        found[of_context].append(places)
+    rare = rng.sample(found[1], min(len(found[1]), operations * 3 // 4))
+    for places in rare + rng.sample(found[0], operations - len(rare)):
+        break_off(case, rng.choice(places))
+
+
+def places_of(case: Case) -> dict[tuple[CodeType, int], list[int]]:
+    """All places of a case, by the operation."""
     injector = Injector(0)
     case.prepare()
     with case.forced():
         case.step(injector.active)
-    rng = random.Random(seed)
-    found: tuple[list[list[int]], list[list[int]]] = [], []
-    for (code, _), places in injector.places.items():
-        found[Path(code.co_filename).name in CONTEXTS].append(places)
-    rare = rng.sample(found[1], min(len(found[1]), operations * 3 // 4))
-    for places in rare + rng.sample(found[0], operations - len(rare)):
-        injector = Injector(rng.choice(places))
-        try:
-            case.broken_off(injector.active)
-            case.check_again()
-        except AssertionError as error:
-            raise AssertionError(f"{case.name}, {injector.where}: {error}") from error
+    return injector.places
+
+
+def break_off(case: Case, place: int) -> None:
+    """Break a case off there. AssertionError if something is wrong afterwards."""
+    injector = Injector(place)
+    try:
+        case.broken_off(injector.active)
+        case.check_again()
+    except Exception as error:
+        raise AssertionError(f"{case.name}, {injector.where}: {error}") from error
 
 
 def signals(seconds: float, seed: int) -> tuple[int, int]:

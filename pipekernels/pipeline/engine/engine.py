@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.device.restoring import restore_despite_interrupt, restoring
+from pipekernels.device.restoring import holding, restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.execution import Chooser
 from pipekernels.pipeline.engine.findings import LayerFindings
 from pipekernels.pipeline.engine.losses import Losses, LossGradients
@@ -82,6 +82,7 @@ class Engine:
         # Of mini-batches that have ended.
         self._spare: list[list[StageParameters]] = []
 
+    @restore_despite_interrupt
     def run(self, batch: Batch, checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value.
 
@@ -91,28 +92,21 @@ class Engine:
         """
         # A step may wait for the thread of a backward, so that does not wait for the step.
         in_backward = torch._C._current_graph_task_id() != -1
-        turn = nullcontext() if in_backward else self._turns
-        around = self._around()
-        with turn, self._lock:
-            outputs, tensors = self._run(around, batch, checkpoint)
-        return outputs.build(tensors)
-
-    @restore_despite_interrupt
-    def _run(
-        self, around: tuple[Engine, ...], batch: Batch, checkpoint: str
-    ) -> tuple[Outputs, Sequence[torch.Tensor]]:
-        with restoring(partial(_running.set, around)):
-            _running.set((*around, self))
+        turn = nullcontext() if in_backward else holding(self._turns)
+        with self._as_running(), turn, holding(self._lock):
             mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
             outputs = Outputs(mini_batch.sizes, batch.dim)
             with self._committed():
-                if not mini_batch.grad:
-                    return outputs, mini_batch.forward(outputs, batch.tensors)
-                inputs = (*batch.tensors, *unique(self._parameters))
-                return outputs, PipeNode.apply(
-                    mini_batch, outputs, self._lock, self._recycle, *inputs
-                )
+                if mini_batch.grad:
+                    inputs = (*batch.tensors, *unique(self._parameters))
+                    tensors = PipeNode.apply(
+                        mini_batch, outputs, self._lock, self._recycle, *inputs
+                    )
+                else:
+                    tensors = mini_batch.forward(outputs, batch.tensors)
+        return outputs.build(tensors)
 
+    @restore_despite_interrupt
     def train(
         self,
         batch: Batch,
@@ -132,29 +126,13 @@ class Engine:
         Returns:
             The loss, a scalar without a graph.
         """
-        around = self._around()
-        with self._turns, self._lock:
-            losses, root = self._train(around, batch, make_losses, checkpoint, schedule)
-        if root is not None:
-            torch.autograd.backward(root)
-        return losses.total()
-
-    @restore_despite_interrupt
-    def _train(
-        self,
-        around: tuple[Engine, ...],
-        batch: Batch,
-        make_losses: MakeLosses,
-        checkpoint: str,
-        schedule: Schedule,
-    ) -> tuple[Losses, torch.Tensor | None]:
-        """The losses, and what a backward of hands all gradients to what they are of."""
         with (
-            restoring(partial(_running.set, around)),
+            self._as_running(),
+            holding(self._turns),
+            holding(self._lock),
             restoring(self._unlocked.lock_again),
             torch.enable_grad(),
         ):
-            _running.set((*around, self))
             mini_batch = self._start(schedule, batch, checkpoint, trains=True)
             captured = LossGradients(mini_batch.parameters)
             losses = make_losses(mini_batch.sizes, mini_batch.loss_randomness, captured)
@@ -169,7 +147,10 @@ class Engine:
                 target for target, grad in zip(targets, grads, strict=True) if grad is not None
             ]
             # Through autograd, so that hooks are called.
-            return losses, Given.apply(grads, *wanted) if wanted else None
+            root = Given.apply(grads, *wanted) if wanted else None
+        if root is not None:
+            torch.autograd.backward(root)
+        return losses.total()
 
     @contextmanager
     def recorded_by(self, timeline: Timeline) -> Iterator[None]:
@@ -180,16 +161,19 @@ class Engine:
         finally:
             self._timeline = outer
 
-    def _around(self) -> tuple[Engine, ...]:
-        """Those whose layers call this one. Not itself: on a lane they would wait for a lock that the caller
-        of the pipe holds, who waits for them."""
+    @contextmanager
+    def _as_running(self) -> Iterator[None]:
+        """Be one whose layers run. It must not be one already: on a lane they would wait for a lock that the
+        caller of the pipe holds, who waits for them."""
         around = _running.get()
         if self in around:
             raise RuntimeError(
                 "a layer of a pipe calls the pipe that it is in; give the layer, in place of the pipe, the "
                 "module that it is to call"
             )
-        return around
+        with restoring(partial(_running.set, around)):
+            _running.set((*around, self))
+            yield
 
     def _committed(self) -> AbstractContextManager[None]:
         deferred = self._traits.has_deferred_batch_norm

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import torch
 
-from pipekernels.device.restoring import restoring
+from pipekernels.device.restoring import holding, restoring
 
 Job = Callable[[], None]
 
@@ -51,14 +51,14 @@ class _Worker:
 
 
 _workers: list[_Worker] = []
-_workers_lock = threading.Lock()
+_workers_lock = threading.RLock()
 
 
 def _forget_workers() -> None:
     """Threads do not survive a fork: the child starts with none."""
     global _workers_lock
     _workers.clear()
-    _workers_lock = threading.Lock()
+    _workers_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_workers)
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 def _borrow(loan: _Loan) -> _Worker:
     """One that is no other's until ``loan`` is over."""
-    with _workers_lock:
+    with holding(_workers_lock):
         for worker in _workers:
             if worker.loan.over:
                 worker.loan = loan

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipekernels.device.restoring import restore_despite_interrupt, restoring
+from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.cuda_graphs.stage_graphs import GraphedTask
 from pipekernels.pipeline.engine import executor
 from pipekernels.pipeline.engine.execution import Execution
@@ -130,7 +130,6 @@ class MiniBatch:
         whole = outputs.take()
         return whole if len(self.sizes) > 1 else apart(whole, given)
 
-    @restore_despite_interrupt
     def backward(
         self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
     ) -> tuple[Grads, Grads]:

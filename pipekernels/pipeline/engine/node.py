@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from pipekernels.device.restoring import holding, restore_despite_interrupt
 from pipekernels.device.streams import has_streams
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.transforms import deny_batched
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.outputs import Outputs
+from pipekernels.pipeline.stage.task import Grads
 
 
 class PipeNode(torch.autograd.Function):
@@ -31,7 +33,7 @@ class PipeNode(torch.autograd.Function):
         ctx: Any,
         mini_batch: MiniBatch,
         outputs: Outputs,
-        lock: AbstractContextManager[Any],
+        lock: threading.RLock,
         recycle: Callable[[MiniBatch], None],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -49,11 +51,16 @@ class PipeNode(torch.autograd.Function):
         check_differentiated_once("a pipe")
         deny_batched("a pipe", grads)
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        with ctx.lock:
-            input_grads, parameter_grads = ctx.mini_batch.backward(ctx.outputs, grads, keep_graph)
-            if not keep_graph:
-                ctx.recycle(ctx.mini_batch)
-        return (None, None, None, None, *input_grads, *parameter_grads)
+        return (None, None, None, None, *_backward(ctx, grads, keep_graph))
+
+
+@restore_despite_interrupt
+def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool) -> Grads:
+    with holding(ctx.lock):
+        inputs, parameters = ctx.mini_batch.backward(ctx.outputs, grads, keep_graph)
+        if not keep_graph:
+            ctx.recycle(ctx.mini_batch)
+    return (*inputs, *parameters)
 
 
 class Given(torch.autograd.Function):

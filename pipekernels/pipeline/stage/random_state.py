@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipekernels.device.restoring import restoring
+from pipekernels.device.restoring import holding, restoring
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -224,7 +224,7 @@ class LaneRandom(HookWatch):
             return func(*args, **kwargs)
         self.drew = True
         generator = torch.default_generator
-        with _generator_lock:
+        with holding(_generator_lock):
             if self._audit:
                 self._check()
             elif self._state is None:

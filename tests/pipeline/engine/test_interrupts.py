@@ -19,17 +19,30 @@ from pipekernels.device.restoring import (
     restore_despite_interrupt,
     restoring,
 )
+from pipekernels.pipeline.engine.engine import _Unlocked
 from pipekernels.pipeline.stage.random_state import HookWatch
 
 OPERATIONS = 10
 SECONDS = 3
 
 
-@pytest.mark.parametrize("arguments", interrupts.cases(), ids=str)
+@pytest.mark.parametrize(
+    "arguments", [*interrupts.cases(), *interrupts.cases_of_devices()], ids=str
+)
 def test_an_interrupt_after_any_operation(
     arguments: tuple[str, bool, str], one_thread: None
 ) -> None:
     interrupts.sweep(interrupts.Case(*arguments), OPERATIONS, seed=0)
+
+
+def test_an_interrupt_where_a_step_lets_others_in(one_thread: None) -> None:
+    case = interrupts.Case("devices", False, "train_step")
+    functions = (_Unlocked.__enter__, _Unlocked.__exit__, _Unlocked.lock_again)
+    codes = {function.__code__ for function in functions}
+    found = [places for (code, _), places in interrupts.places_of(case).items() if code in codes]
+    assert len(found) > 3
+    for places in found:
+        interrupts.break_off(case, places[0])
 
 
 def test_signals_at_any_time() -> None:

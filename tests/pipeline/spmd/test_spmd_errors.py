@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -174,6 +175,25 @@ def ended(comm: Communicator, fails: bool) -> None:
     if not fails:
         with pytest.raises(RuntimeError, match="process group"):
             stage(randn(6, WIDTH))
+
+
+def ended_at_exit(comm: Communicator) -> None:
+    """A cycle that the program, or torch, has made is gone before the interpreter begins to end."""
+    gc.disable()
+    mesh = line(comm)
+    run(nn.Tanh(), randn(6, WIDTH), mesh, 3)
+    cycle: list[Any] = [mesh]
+    cycle.append(cycle)
+    del mesh, cycle
+    dist.destroy_process_group()
+    assert threads_of_gloo()
+    atexit._run_exitfuncs()
+    assert not threads_of_gloo()
+
+
+@leaves_the_group
+def test_a_group_in_a_cycle_ends_before_the_interpreter() -> None:
+    run_processes(2, ended_at_exit, limit=LIMIT)
 
 
 @leaves_the_group
