@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import pipes
 from support.clocked_layers import Clock
 from support.graph_cases import CudaRecord
 from support.ranks import run_in_group, run_processes
@@ -18,7 +19,7 @@ from support.recorded_graphs import Record, recorded
 from pipekernels import _backend
 from pipekernels.kernels import table
 from pipekernels.pipeline.cuda_graphs import slots as graph_slots
-from pipekernels.pipeline.engine.pace import Pace, Way
+from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.planning import profile
 
 # Several ranks on one GPU need a queue of its own for each of their streams; read when CUDA starts.
@@ -103,31 +104,19 @@ def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
     return run
 
 
-@pytest.fixture
-def force_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
-    """Makes every pipe run one way, whatever the clock says; lanes where it cannot run split."""
-
-    def force(way: Way) -> None:
-        monkeypatch.setattr(Pace, "choose", lambda self, key, ways: way if way in ways else "lanes")
-        monkeypatch.setattr(Pace, "is_new", lambda self, key: False)
-        monkeypatch.setattr(Pace, "record", lambda self, key, way, seconds: None)
-
-    return force
-
-
-@pytest.fixture(params=["inline", "lanes", "split"])
-def way(request: pytest.FixtureRequest, force_way: Callable[[Way], None]) -> Way:
-    """Every way to run a pipe."""
-    force_way(request.param)
+@pytest.fixture(params=["inline", "threads", "split"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """Every way to run a pipe: that of the pipes that :mod:`support.pipes` makes."""
+    monkeypatch.setattr(pipes, "execution", request.param)
     return request.param
 
 
-@pytest.fixture(params=["inline", "lanes", "split", pytest.param("cuda", marks=pytest.mark.cuda)])
-def place(request: pytest.FixtureRequest, force_way: Callable[[Way], None]) -> torch.device:
-    """Where all stages of a pipe are: on the CPU, for every way to run it, or on a CUDA device; that is
-    then the device of new tensors and layers."""
+@pytest.fixture(params=["inline", "threads", "split", pytest.param("cuda", marks=pytest.mark.cuda)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where all stages of a pipe are: on the CPU, for every way to run those that :mod:`support.pipes`
+    makes, or on a CUDA device; that is then the device of new tensors and layers."""
     if request.param != "cuda":
-        force_way(request.param)
+        monkeypatch.setattr(pipes, "execution", request.param)
         return torch.device("cpu")
     reason = _why_no_cuda()
     if reason is not None:

@@ -8,9 +8,10 @@ import weakref
 
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 
-from pipekernels import Pipe, is_checkpointing, is_recomputing
+from pipekernels import is_checkpointing, is_recomputing
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.engine.pace import Way
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 
-from pipekernels import NoChunk, Pipe, PipelineParallel, PipelineStage
+from pipekernels import NoChunk, PipelineParallel, PipelineStage
 
 
 def mlp() -> nn.Sequential:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.pipes import Pipe
 from support.ranks import run_processes
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipekernels import Communicator, Pipe
+from pipekernels import Communicator
 from pipekernels.pipeline.engine.pace import Way
 
 
@@ -108,15 +109,16 @@ def test_a_thousand_pipes_leave_nothing_behind(way: Way) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_backward_in_autocast(checkpoint: str, force_way: Callable[[Way], None]) -> None:
+def test_a_backward_in_autocast(checkpoint: str) -> None:
     """It is autocast whatever thread runs it; the forward that it repeats is not."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     x, grads = torch.randn(8, 8), []
-    for way in ("inline", "lanes"):
+    for way in ("inline", "threads"):
         for mode in ("never", checkpoint):
-            force_way(way)
-            pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+            pipe = Pipe(
+                module, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode, execution=way
+            )
             module.zero_grad()
             loss = pipe(x).square().sum()
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -127,14 +129,15 @@ def test_a_backward_in_autocast(checkpoint: str, force_way: Callable[[Way], None
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_forward_in_autocast(checkpoint: str, force_way: Callable[[Way], None]) -> None:
+def test_a_forward_in_autocast(checkpoint: str) -> None:
     """Micro-batches that shared the cast of a parameter would sum up its gradient in bfloat16."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     x, grads = torch.randn(64, 8), []
-    for way in ("inline", "lanes", "split"):
-        force_way(way)
-        pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=8, checkpoint=checkpoint)
+    for way in ("inline", "threads", "split"):
+        pipe = Pipe(
+            module, [1, 1, 1], devices=["cpu"] * 3, chunks=8, checkpoint=checkpoint, execution=way
+        )
         module.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = pipe(x).float().square().sum()

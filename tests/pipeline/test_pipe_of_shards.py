@@ -3,7 +3,7 @@ have to meet in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
 from pipekernels import Communicator, Pipe, tensor_parallelize
-from pipekernels.pipeline.engine.pace import Pace, Way
 
 
 def model() -> nn.Sequential:
@@ -38,8 +37,14 @@ def by_torch(comm: Communicator) -> nn.Sequential:
     return parallelize_module(model(), mesh, plan)
 
 
+def piped(layers: nn.Sequential, comm: Communicator) -> Pipe:
+    """On each rank another way, as ranks that measure may choose."""
+    way = ("inline", "threads")[comm.rank]
+    return Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6, execution=way)
+
+
 def after_it_was_made(comm: Communicator) -> nn.Sequential:
-    pipe = Pipe(model(), [2, 2, 2], devices=["cpu"] * 3, chunks=6)
+    pipe = piped(model(), comm)
     plan = {f"partitions.*.{i}": "row" if i % 2 else "column" for i in range(6)}
     return tensor_parallelize(pipe, plan, comm)
 
@@ -56,16 +61,8 @@ def pipe_on_rank(
     expected = plain(x).square().mean()
     expected.backward()
 
-    choose = Pace.choose
-
-    def unlike_the_other_rank(self: Pace, key: Hashable, ways: Sequence[Way]) -> Way:
-        choose(self, key, ways)
-        return ways[comm.rank]
-
-    Pace.choose = unlike_the_other_rank  # type: ignore[method-assign]
     layers = shard(comm)
-    made = isinstance(layers, Pipe)
-    pipe = layers if made else Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6)
+    pipe = layers if isinstance(layers, Pipe) else piped(layers, comm)
     for _ in range(5):
         pipe.zero_grad()
         if schedule is None:

@@ -13,7 +13,6 @@ from support.skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import Pipe
-from pipekernels.pipeline.engine.pace import Pace
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.skip import Namespace
@@ -91,7 +90,7 @@ def models(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
     return module, [b - a for a, b in pairwise([0, *sorted(cuts), len(layers)])]
 
 
-@pytest.mark.parametrize("way", ["inline", "lanes", "split"])
+@pytest.mark.parametrize("way", ["inline", "threads", "split"])
 @settings(
     max_examples=50,
     deadline=None,
@@ -112,29 +111,26 @@ def test_equals_the_unwrapped_module(
     module, balance = model
     reference = copy.deepcopy(module).to(device)
     pipe = Pipe(
-        module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=checkpoint
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "choose", lambda self, key, ways: way if way in ways else "lanes")
-        patch.setattr(Pace, "is_new", lambda self, key: False)
-        patch.setattr(Pace, "record", lambda self, key, way, seconds: None)
-        x = torch.randn(batch, WIDTH, dtype=torch.float64, device=device)
-        target = torch.randn(batch, 2, dtype=torch.float64, device=device)
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        expected = nn.functional.mse_loss(reference(a), target)
-        expected.backward()
-        if schedule is None:
-            loss = nn.functional.mse_loss(pipe(b), target)
-            loss.backward()
-        else:
-            lanes = next(n for n in (3, 2, 1) if len(balance) % n == 0)
-            loss = pipe.train_step(
-                b,
-                target,
-                nn.functional.mse_loss,
-                schedule=schedule,
-                lanes=lanes if schedule == "interleaved" else None,
-            )
+        module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=checkpoint,
+        execution=way,
+    )  # fmt: skip
+    x = torch.randn(batch, WIDTH, dtype=torch.float64, device=device)
+    target = torch.randn(batch, 2, dtype=torch.float64, device=device)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = nn.functional.mse_loss(reference(a), target)
+    expected.backward()
+    if schedule is None:
+        loss = nn.functional.mse_loss(pipe(b), target)
+        loss.backward()
+    else:
+        lanes = next(n for n in (3, 2, 1) if len(balance) % n == 0)
+        loss = pipe.train_step(
+            b,
+            target,
+            nn.functional.mse_loss,
+            schedule=schedule,
+            lanes=lanes if schedule == "interleaved" else None,
+        )
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10, check_layout=False)
     torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
     for p, q in zip(module.parameters(), reference.parameters(), strict=True):

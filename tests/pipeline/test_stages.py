@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.pipes import PipelineParallel
 from torch import nn
 
-from pipekernels import Pipe, PipelineParallel, PipelineStage
+import pipekernels
+from pipekernels import PipelineStage
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
 
@@ -146,7 +148,7 @@ def test_a_tuple_travels_between_stages() -> None:
 
 def test_it_is_a_pipe() -> None:
     pipeline = PipelineParallel(stages(), 4, checkpoint="except_last")
-    assert isinstance(pipeline, Pipe)
+    assert isinstance(pipeline, pipekernels.Pipe)
     assert (pipeline.balance, pipeline.chunks) == ([2, 1, 2], 4)
     assert pipeline.checkpoint == "except_last"
     with pytest.raises(TypeError, match="cannot be moved"):

@@ -74,7 +74,7 @@ def pipe_of(
 
 def slots(pipe: Pipe) -> list[int]:
     """How many micro-batches have graphs, by stage."""
-    return [len(stage.slots()) for stage in pipe._engine.graphs.values()]
+    return [len(stage.slots()) for stage in pipe._engine.stages.graphs.values()]
 
 
 class Held:

@@ -1,7 +1,7 @@
 """Passes that Ctrl-C ends at any moment, and what must be as before then.
 
 ``Injector`` raises at the n-th place where Python looks for signals. Run as a script, signals come for
-some seconds: ``python tests/interrupts.py SECONDS [SEED]``.
+some seconds: ``cd tests && python -m support.interrupts SECONDS [SEED]``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from pipekernels import Pipe
 from pipekernels.batchnorm import DeferredBatchNorm
 from pipekernels.device import restoring
-from pipekernels.pipeline.engine import engine, lanes
+from pipekernels.pipeline.engine import engine, lanes, stages
 from pipekernels.pipeline.engine.pace import Pace
 from pipekernels.pipeline.stage import checkpoint, random_state, skip
 from support.skip_layers import Pop, Stash
@@ -135,13 +135,14 @@ class Case:
 
     def __init__(self, way: str, checkpointed: bool, pass_: str) -> None:
         self.name = f"{way}, checkpointed={checkpointed}, {pass_}"
-        self.way, self.pass_ = way, pass_
+        self.pass_ = pass_
         with pytest.MonkeyPatch.context() as patch:
             if way == "devices":
-                patch.setattr(engine, "has_streams", lambda device: True)
+                patch.setattr(stages, "has_streams", lambda device: True)
             self.pipe = Pipe(
                 layers(), [3, 3, 3], devices=["cpu"] * 3, chunks=3,
                 checkpoint="always" if checkpointed else "never",
+                execution="auto" if way in ("first", "devices") else way,
             )  # fmt: skip
         self.x = torch.arange(24.0).reshape(6, WIDTH) / 24
         modules = list(self.pipe.modules())
@@ -188,39 +189,25 @@ class Case:
             for key, value in self.pipe.state_dict().items():
                 value.copy_(self.saved[key])
         self.pipe.zero_grad()
-        self.pipe._engine.pace = Pace()
+        self.pipe._engine._chooser._pace = Pace()  # As before a first pass.
         torch.set_rng_state(self.states[0])
 
     def run(self) -> list[torch.Tensor | None]:
         self.prepare()
-        with self.forced():
-            output = self.step()
+        output = self.step()
         grads = [None if p.grad is None else p.grad.clone() for p in self.pipe.parameters()]
         buffers = [buffer.clone() for buffer in self.pipe.buffers()]
         return [output.clone(), *grads, *buffers]
-
-    @contextmanager
-    def forced(self) -> Iterator[None]:
-        """Have passes go the way of this case."""
-        if self.way in ("first", "devices"):
-            yield
-            return
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Pace, "choose", lambda _, key, ways: self.way)
-            patch.setattr(Pace, "is_new", lambda _, key: False)
-            patch.setattr(Pace, "record", lambda _, key, way, seconds: None)
-            yield
 
     def broken_off(self, around: Around) -> bool:
         """Run the pass, which ``around`` may break off anywhere, and check what is left. Returns whether it
         was broken off."""
         self.prepare()
         kept = None
-        with self.forced():
-            try:
-                self.step(around)
-            except KeyboardInterrupt as error:
-                kept = error  # As interactive interpreters do: no generator ends yet.
+        try:
+            self.step(around)
+        except KeyboardInterrupt as error:
+            kept = error  # As interactive interpreters do: no generator ends yet.
         self.check()
         interrupted = kept is not None
         del kept
@@ -246,7 +233,7 @@ class Case:
         assert engine._running.get() == (), "the pipe is taken for running"
         assert restoring._changes.made == [], "changes are not taken back"
         for lock in (
-            self.pipe._engine.lock,
+            self.pipe._engine._lock,
             self.pipe._engine._turns,
             random_state._generator_lock,
         ):
@@ -269,12 +256,12 @@ def cases() -> list[tuple[str, bool, str]]:
     """What tells cases apart."""
     found = [
         (way, checkpointed, pass_)
-        for way in ("first", "inline", "lanes")
+        for way in ("first", "inline", "threads")
         for checkpointed in (False, True)
         for pass_ in ("backward", "train_step")
     ]
-    split = [("split", False, "backward"), ("lanes", False, "forward")]
-    return [*found, *split, ("inline", True, "autocast"), ("lanes", True, "autocast")]
+    split = [("split", False, "backward"), ("threads", False, "forward")]
+    return [*found, *split, ("inline", True, "autocast"), ("threads", True, "autocast")]
 
 
 def cases_of_devices() -> list[tuple[str, bool, str]]:
@@ -301,8 +288,7 @@ def places_of(case: Case) -> dict[tuple[CodeType, int], list[int]]:
     """All places of a case, by the operation."""
     injector = Injector(0)
     case.prepare()
-    with case.forced():
-        case.step(injector.active)
+    case.step(injector.active)
     return injector.places
 
 

@@ -58,7 +58,7 @@ def test_who_gets_no_turn_runs_without_graphs(device: torch.device, record: Reco
     other = pipe_of(copy.deepcopy(module), balance, device, cuda_graphs=False)
     pipe = pipe_of(module, balance, device)
     x, _ = data(device)
-    recorder = pipe._engine.graphs[0].recorder
+    recorder = pipe._engine.stages.graphs[0].recorder
     for _ in range(STEPS):
         record.spoil()
         for of in (pipe, other):
@@ -97,7 +97,7 @@ def test_a_backward_without_a_turn_waits_for_a_capture(
     x, y = data(device)
     train(pipe, x, y, record)
     loss = pipe(x).square().sum()
-    recorder = pipe._engine.graphs[0].recorder
+    recorder = pipe._engine.stages.graphs[0].recorder
     cell = torch.zeros((), device=device)
     begun, may_end = threading.Event(), threading.Event()
     ended: list[str] = []
@@ -180,7 +180,7 @@ def test_most_slots_and_signatures(
         "its layers have had 4 different settings",
         "its layers' tensors or attributes are others in every mini-batch",
     ]
-    assert len(pipe._engine.graphs[0]._settings) == 4
+    assert len(pipe._engine.stages.graphs[0]._settings) == 4
 
 
 @torch.no_grad()
@@ -215,7 +215,9 @@ def test_copies_have_graphs_of_their_own(device: torch.device, record: Record) -
 
 def references_to_slots(pipe: Pipe) -> list[weakref.ref]:
     """Some: a test of what becomes of slots is one of slots that there were."""
-    found = [weakref.ref(slot) for stage in pipe._engine.graphs.values() for slot in stage.slots()]
+    found = [
+        weakref.ref(slot) for stage in pipe._engine.stages.graphs.values() for slot in stage.slots()
+    ]
     assert found
     return found
 
@@ -247,7 +249,7 @@ def test_memory_of_parameters_that_were_replaced(device: torch.device, record: R
 def test_on_the_cpu_nothing_is_captured() -> None:
     module, balance = model(torch.device("cpu"))
     pipe = pipe_of(module, balance, torch.device("cpu"))
-    assert pipe.cuda_graphs and not pipe._engine.graphs
+    assert pipe.cuda_graphs and not pipe._engine.stages.graphs
     x, y = data(torch.device("cpu"))
     train(pipe, x, y)
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,8 +48,8 @@ def test_an_interrupt_where_a_step_lets_others_in(one_thread: None) -> None:
 
 def test_signals_at_any_time() -> None:
     done = subprocess.run(
-        [sys.executable, interrupts.__file__, str(SECONDS)],
-        check=False, capture_output=True, text=True, timeout=100,
+        [sys.executable, "-m", "support.interrupts", str(SECONDS)],
+        cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) > 0

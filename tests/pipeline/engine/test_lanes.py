@@ -11,17 +11,18 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 
-from pipekernels import Pipe
-from pipekernels.pipeline.engine import engine, lanes
+from pipekernels.pipeline.engine import lanes, mini_batch, stages
 from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.engine.pace import Way
+from pipekernels.pipeline.engine.transport import Transport
 
 
 class Fails(nn.Module):
@@ -113,9 +114,6 @@ def run_script(body: str, **kwargs: object) -> subprocess.Popen[str]:
         import torch
         from torch import nn
         from pipekernels import Pipe
-        from pipekernels.pipeline.pace import Pace
-        Pace.choose = lambda self, key, ways: "lanes"
-        Pace.record = lambda self, key, way, seconds: None
         """
     ) + textwrap.dedent(body)
     return subprocess.Popen(
@@ -147,7 +145,8 @@ def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
 
         layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
         layers.insert({slow_stage} * 2, Slow())
-        pipe = Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=100)
+        pipe = Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=100,
+                    execution="threads")
         begin = time.monotonic()
         try:
             pipe(torch.ones(100, 2))
@@ -172,7 +171,7 @@ def test_the_interpreter_exits_and_lanes_are_few() -> None:
             before = threading.active_count()
             for _ in range(50):
                 pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)),
-                            [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+                            [1, 1, 1], devices=["cpu"] * 3, chunks=2, execution="threads")
                 pipe(torch.ones(4, 2)).sum().backward()
             print(threading.active_count() - before)
             """
@@ -186,7 +185,7 @@ def test_a_forked_child_starts_lanes_of_its_own() -> None:
         run_script(
             """
             pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1],
-                        devices=["cpu"] * 2, chunks=2)
+                        devices=["cpu"] * 2, chunks=2, execution="threads")
             with torch.no_grad():
                 pipe(torch.ones(4, 2))
                 child = os.fork()
@@ -245,7 +244,16 @@ def test_a_backward_beside_training_steps(place: torch.device) -> None:
 
 def test_a_forward_in_the_midst_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA device, where the step lets others in while it waits for autograd's thread."""
-    monkeypatch.setattr(engine, "has_streams", lambda device: True)
+
+    class WithoutStreams(Transport):
+        def __init__(self, devices: list[torch.device]) -> None:
+            super().__init__([])
+
+        def phase(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    monkeypatch.setattr(stages, "has_streams", lambda device: True)
+    monkeypatch.setattr(mini_batch, "Transport", WithoutStreams)
     pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
     x, parameters = torch.randn(8, 4), list(pipe.parameters())
     expected = torch.autograd.grad(pipe(x).sum(), parameters)
@@ -273,15 +281,14 @@ def test_a_forward_in_the_midst_of_a_training_step(monkeypatch: pytest.MonkeyPat
         assert torch.equal(grad, other) and torch.equal(parameter.grad, other)
 
 
-def test_lanes_really_run_at_the_same_time(force_way: Callable[[Way], None]) -> None:
-    force_way("lanes")
-
+def test_lanes_really_run_at_the_same_time() -> None:
     class Sleep(nn.Module):
         def forward(self, x):
             time.sleep(0.02)
             return x
 
-    pipe = Pipe(nn.Sequential(Sleep(), Sleep()), [1, 1], devices=["cpu"] * 2, chunks=8)
+    layers = nn.Sequential(Sleep(), Sleep())
+    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=8, execution="threads")
     with pipe.timeline() as timeline:
         pipe(torch.ones(8, 2))
     (phase,) = timeline.phases
@@ -337,10 +344,7 @@ def test_lanes_share_the_intra_op_threads(chunks: int, share: int, way: Way) -> 
     assert seen == [share] * 3 * chunks
 
 
-def test_ctrl_c_while_work_is_handed_out(
-    force_way: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    force_way("lanes")
+def test_ctrl_c_while_work_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     submit, calls = lanes._Worker.submit, []
 
     def interrupted(self: lanes._Worker, *args: Any) -> None:
@@ -350,8 +354,8 @@ def test_ctrl_c_while_work_is_handed_out(
         submit(self, *args)
 
     monkeypatch.setattr(lanes._Worker, "submit", interrupted)
-    layers = [nn.Linear(2, 2) for _ in range(3)]
-    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    layers = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    pipe = Pipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, execution="threads")
     caught: list[BaseException] = []
 
     def work() -> None:

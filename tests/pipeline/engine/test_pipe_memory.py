@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 
-from pipekernels import Pipe
 from pipekernels.pipeline.engine import engine
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.pace import Way

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 from torch.nn import functional as F
 
-from pipekernels import Pipe
 from pipekernels.pipeline.engine import mini_batch
 from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.schedule.program import SCHEDULES
@@ -28,9 +28,11 @@ def model(seed: int = 0) -> nn.Sequential:
     ).double()
 
 
-def pipe_of(module: nn.Sequential, chunks: int = 4, checkpoint: str = "never") -> Pipe:
+def pipe_of(
+    module: nn.Sequential, chunks: int = 4, checkpoint: str = "never", **options: Any
+) -> Pipe:
     devices = [torch.get_default_device()] * 4
-    return Pipe(module, [2] * 4, devices=devices, chunks=chunks, checkpoint=checkpoint)
+    return Pipe(module, [2] * 4, devices=devices, chunks=chunks, checkpoint=checkpoint, **options)
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
@@ -56,13 +58,13 @@ def test_equals_the_unwrapped_model(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bits_do_not_depend_on_the_way(schedule: str, force_way: Any) -> None:
+def test_bits_do_not_depend_on_the_way(schedule: str) -> None:
     x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
     results = []
-    for way in ("inline", "lanes"):
-        force_way(way)
+    for way in ("inline", "threads"):
         piped = model()
-        loss = pipe_of(piped).train_step(x, y, F.mse_loss, **LANES[schedule])
+        pipe = pipe_of(piped, execution=way)
+        loss = pipe.train_step(x, y, F.mse_loss, **LANES[schedule])
         results.append([loss, *gradients(piped)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -198,28 +200,24 @@ def test_a_loss_with_parameters_and_tuples_of_targets(place: torch.device) -> No
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_dropout_repeats_with_the_seed_whatever_the_way(force_way: Any) -> None:
+def test_dropout_repeats_with_the_seed_whatever_the_way() -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     results = []
-    for way in ("inline", "lanes"):
+    for way in ("inline", "threads"):
         for checkpoint in ("never", "always"):
-            force_way(way)
             module = model()
             module[1] = nn.Dropout(0.4)
             module[3] = nn.Dropout(0.4)
             torch.manual_seed(3)
-            loss = pipe_of(module, checkpoint=checkpoint).train_step(
-                x, y, F.mse_loss, schedule="zb-h1"
-            )
+            pipe = pipe_of(module, checkpoint=checkpoint, execution=way)
+            loss = pipe.train_step(x, y, F.mse_loss, schedule="zb-h1")
             results.append([loss, *gradients(module)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("options", LANES.values(), ids=LANES)
-def test_random_numbers_of_the_loss_do_not_depend_on_the_way(
-    options: dict[str, Any], force_way: Any
-) -> None:
+def test_random_numbers_of_the_loss_do_not_depend_on_the_way(options: dict[str, Any]) -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     drawn: set[float] = set()
 
@@ -229,11 +227,10 @@ def test_random_numbers_of_the_loss_do_not_depend_on_the_way(
         return F.mse_loss(F.dropout(output, 0.4), target) * noise
 
     results = []
-    for way in ("inline", "lanes", "lanes"):
-        force_way(way)
+    for way in ("inline", "threads", "threads"):
         module = model()
         module[1] = nn.Dropout(0.4)
-        pipe = pipe_of(module)
+        pipe = pipe_of(module, execution=way)
         torch.manual_seed(3)
         losses = [pipe.train_step(x, y, loss_fn, **options) for _ in range(2)]
         results.append([*losses, *gradients(module)])
@@ -254,9 +251,8 @@ def test_deferred_batch_norm_is_committed_once(place: torch.device) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lanes_run_their_program_in_order(schedule: str, force_way: Any) -> None:
-    force_way("lanes")
-    with (pipe := pipe_of(model())).timeline() as timeline:
+def test_lanes_run_their_program_in_order(schedule: str) -> None:
+    with (pipe := pipe_of(model(), execution="threads")).timeline() as timeline:
         pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **LANES[schedule])
     (phase,) = timeline.phases
     assert phase.lanes == LANES[schedule].get("lanes", 4)
@@ -295,7 +291,7 @@ def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch
         ({"schedule": "interleaved"}, ValueError, "needs a number of lanes"),
         ({"schedule": "1f1b", "lanes": 2}, ValueError, "have one lane per stage"),
         ({"schedule": "interleaved", "lanes": 0}, ValueError, "an integer of at least 1"),
-        ({"schedule": "interleaved", "lanes": 2.0}, ValueError, "the number of lanes is 2.0;"),
+        ({"schedule": "interleaved", "lanes": 2.5}, ValueError, "the number of lanes is 2.5;"),
         ({"schedule": "interleaved", "lanes": 3}, ValueError, "multiple"),
         ({"loss_reduction": "median"}, ValueError, "'mean' or 'sum'"),
         ({"target": torch.randn(3, 3)}, ValueError, "must agree"),
@@ -324,16 +320,17 @@ class Precise(nn.Linear):
             return super().forward(input.float())
 
 
-def test_backwards_do_without_the_callers_autocast(force_way: Any) -> None:
+def test_backwards_do_without_the_callers_autocast() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Precise(8, 8), Precise(8, 8))
     x = torch.randn(8, 8)
     module(x).square().sum().backward()
     expected = gradients(module)
-    for way in ("inline", "lanes"):
-        force_way(way)
+    for way in ("inline", "threads"):
         module.zero_grad()
-        pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+        pipe = Pipe(
+            module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution=way
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             pipe.train_step(x, None, lambda y: y.square().sum(), loss_reduction="sum")
         for a, b in zip(gradients(module), expected, strict=True):
@@ -341,7 +338,7 @@ def test_backwards_do_without_the_callers_autocast(force_way: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bits_of_a_loss_that_uses_the_parameters(schedule: str, force_way: Any) -> None:
+def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, output: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -367,12 +364,11 @@ def test_bits_of_a_loss_that_uses_the_parameters(schedule: str, force_way: Any) 
     plain[3] = Late()
     penalised(plain, plain(x), y).backward()
     results = []
-    for way, seconds in (("inline", 0.0), ("lanes", 0.0), ("lanes", 0.02)):
-        force_way(way)
+    for way, seconds in (("inline", 0.0), ("threads", 0.0), ("threads", 0.02)):
         Late.seconds = seconds
         module = model().float()
         module[3] = Late()
-        late = pipe_of(module)
+        late = pipe_of(module, execution=way)
         late.train_step(x, y, partial(penalised, late), **LANES[schedule])
         results.append(gradients(module))
     torch.testing.assert_close(results[0], gradients(plain))

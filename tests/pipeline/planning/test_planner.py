@@ -5,7 +5,7 @@ Nothing here looks at a clock: costs are made up, or those of layers that move a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from math import inf
 
@@ -19,7 +19,6 @@ from torch import nn
 import pipekernels
 from pipekernels import Pipe
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.planning import planner, profile
 from pipekernels.pipeline.planning.cost import Affine, CostModel, LayerCost, Setting
 from pipekernels.pipeline.planning.planner import choose, plan_pipeline
@@ -334,11 +333,10 @@ def test_a_plan_builds_the_pipe_that_it_describes(schedule: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("chunks", "balance"), [(1, [4, 6]), (3, [9, 1]), (8, [4, 6])])
 def test_predicted_memory_covers_what_a_pipe_holds(
-    mode: str, chunks: int, balance: list[int], force_way: Callable[[Way], None]
+    mode: str, chunks: int, balance: list[int]
 ) -> None:
     """Predicted from above, by no more than what comes at another time: gradients of parameters,
     the stages' working memory, the output and its gradient, and the edge that both stages count."""
-    force_way("inline")  # On this thread, where storages are watched.
     width, batch = 64, 96
     blocks = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
     module = nn.Sequential(*blocks, nn.LayerNorm(width), nn.Tanh())
@@ -350,7 +348,10 @@ def test_predicted_memory_covers_what_a_pipe_holds(
     edges = list(pairwise([0, balance[0], sum(balance)]))
     predicted = sum(model.stage_bytes(setting)(s, *edge) for s, edge in enumerate(edges))
 
-    pipe = Pipe(module, balance, devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+    pipe = Pipe(
+        module, balance, devices=["cpu"] * 2, chunks=chunks, checkpoint=mode,
+        execution="inline",  # On this thread, where storages are watched.
+    )  # fmt: skip
     pipe(x).sum().backward()
     pipe.zero_grad()
     parameters = sum(p.nbytes for p in pipe.parameters())

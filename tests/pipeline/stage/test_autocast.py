@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support.error_bounds import gamma
+from support.pipes import Pipe
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipekernels import Pipe
 from pipekernels.pipeline.engine.pace import Way
 
 MODES = ["never", "except_last", "always"]

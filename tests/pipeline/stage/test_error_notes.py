@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 
-from pipekernels import Pipe
 from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
 

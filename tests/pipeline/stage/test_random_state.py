@@ -6,16 +6,14 @@ import copy
 import os
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pipes import Pipe
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipekernels import Pipe
-from pipekernels.pipeline.engine.pace import Pace, Way
 from pipekernels.pipeline.stage import random_state
 from pipekernels.pipeline.stage.random_state import LaneRandom, draws, task_seed
 
@@ -54,18 +52,23 @@ def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
     return [output, *grads, torch.rand(3)]
 
 
+def keeps_to_one_thread(pipe: Pipe) -> bool:
+    """Whether the pipe knows of random numbers that threads could not keep apart."""
+    engine = pipe._engine
+    return engine._traits.draw_hidden_dropout() or engine._findings.needs_one_thread()
+
+
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-def test_lanes_inline_and_every_repetition_agree(
-    mode: str, force_way: Callable[[Way], None]
-) -> None:
-    pipe = Pipe(build(), [2, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
-    force_way("inline")
-    expected = results(pipe, 5)
-    force_way("lanes")
+def test_lanes_inline_and_every_repetition_agree(mode: str) -> None:
+    inline, threads = (
+        Pipe(build(), [2, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode, execution=way)
+        for way in ("inline", "threads")
+    )
+    expected = results(inline, 5)
     for _ in range(5):
-        for value, other in zip(results(pipe, 5), expected, strict=True):
+        for value, other in zip(results(threads, 5), expected, strict=True):
             assert torch.equal(value, other)
-    assert not torch.equal(results(pipe, 6)[0], expected[0])
+    assert not torch.equal(results(threads, 6)[0], expected[0])
 
 
 def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
@@ -105,11 +108,9 @@ def test_the_mask_is_that_of_the_recomputation_wherever_the_input_lies(
         assert torch.equal(output, x * grad)
 
 
-def test_stages_and_micro_batches_have_masks_of_their_own(force_way: Callable[[Way], None]) -> None:
-    force_way("lanes")
-    pipe = Pipe(
-        nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=["cpu"] * 2, chunks=4
-    )
+def test_stages_and_micro_batches_have_masks_of_their_own() -> None:
+    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, execution="threads")
     output = pipe(torch.ones(64, 32))
     parts = output.ne(0).chunk(4)
     assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
@@ -153,12 +154,12 @@ def test_randomness_that_lanes_cannot_see_stays_inline(begins: str) -> None:
     if begins != "at once":
         pipe.train(begins == "with a probability")
         pipe(torch.ones(4, 3, 6))
-        assert not pipe._engine.has_hidden_randomness()
+        assert not keeps_to_one_thread(pipe)
         for layer in layers:
             layer.lstm.train().dropout = 0.5
     torch.manual_seed(1)
     first = pipe(torch.ones(4, 3, 6))
-    assert pipe._engine.has_hidden_randomness()
+    assert keeps_to_one_thread(pipe)
     first.sum().backward()
     for _ in range(4):
         torch.manual_seed(1)
@@ -178,29 +179,29 @@ def test_randomness_that_begins_in_training_mode_is_found_then() -> None:
     layers = [Sometimes(6, 6), Sometimes(6, 6)]
     pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2).eval()
     pipe(torch.ones(4, 6)).sum().backward()
-    assert not pipe._engine.has_hidden_randomness()
+    assert not keeps_to_one_thread(pipe)
     layers[1].train()
     pipe(torch.ones(4, 6)).sum().backward()
-    assert pipe._engine.has_hidden_randomness()
+    assert keeps_to_one_thread(pipe)
 
 
 def test_visible_randomness_may_use_lanes() -> None:
     pipe = Pipe(build(), [2, 3], devices=["cpu"] * 2, chunks=4)
     pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
-    assert not pipe._engine.has_hidden_randomness()
+    assert not keeps_to_one_thread(pipe)
 
 
-def test_attention_whose_dropout_is_given_by_position(force_way: Callable[[Way], None]) -> None:
+def test_attention_whose_dropout_is_given_by_position() -> None:
     class Attention(nn.Module):
         def forward(self, x):
             return F.scaled_dot_product_attention(x, x, x, None, 0.5)
 
     x = torch.randn(4, 1, 6, 8)
     outputs = []
-    for way in ("inline", "lanes"):
-        force_way(way)
+    for way in ("inline", "threads"):
         torch.manual_seed(0)
-        pipe = Pipe(nn.Sequential(Attention(), Attention()), [1, 1], devices=["cpu"] * 2, chunks=4)
+        layers = nn.Sequential(Attention(), Attention())
+        pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, execution=way)
         outputs.append(pipe(x))
     assert torch.equal(*outputs)
 
@@ -247,7 +248,7 @@ def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: b
 
     pipe(torch.ones(8, 8))  # Without a backward, in which it would be seen.
     runs = [gradients()]
-    assert pipe._engine.has_hidden_randomness()
+    assert keeps_to_one_thread(pipe)
     runs += [gradients() for _ in range(8)]
     for layer in module[1:]:
         layer.use_reentrant = None
@@ -272,10 +273,9 @@ class Between(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_layers_that_recompute_themselves_beside_random_numbers(
-    p: float, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+    p: float, use_reentrant: bool
 ) -> None:
     """To recompute they set the state of the process's generator, which lanes draw from."""
-    monkeypatch.setattr(Pace, "record", lambda self, key, way, seconds: None)
     module = nn.Sequential(*[Between(use_reentrant, p) for _ in range(4)])
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never")
     x = torch.randn(64, 256, requires_grad=True)
@@ -286,11 +286,9 @@ def test_layers_that_recompute_themselves_beside_random_numbers(
         y.backward()
         assert torch.equal(torch.get_rng_state(), state)
 
-    monkeypatch.setattr(Pace, "choose", lambda self, key, ways: "inline")
     step()
-    assert pipe._engine.has_hidden_randomness() == (p > 0)
-    monkeypatch.setattr(Pace, "choose", lambda self, key, ways: "lanes")
-    for _ in range(20):
+    assert keeps_to_one_thread(pipe) == (p > 0)
+    for _ in range(20):  # Some of them on threads, where those may be tried.
         step()
 
 
@@ -315,12 +313,13 @@ def test_dropout_draws_where_it_drops(p: float) -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
 def test_layers_that_begin_to_recompute_themselves(
-    schedule: str | None, use_reentrant: bool, force_way: Callable[[Way], None]
+    schedule: str | None, use_reentrant: bool
 ) -> None:
-    force_way("lanes")
     layers = [nn.Linear(8, 8), Recomputed(None), Recomputed(None)]
     module = nn.Sequential(*layers)
-    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+    pipe = Pipe(
+        module, [2, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution="threads"
+    )
     x = torch.linspace(-1, 1, 64).view(8, 8)
 
     def gradients() -> list[torch.Tensor]:
@@ -348,7 +347,7 @@ def test_a_pipe_within_a_pipe() -> None:
         layers = nn.Sequential(nn.Dropout(0.5), inner, nn.Linear(8, 8)).double()
         outer = Pipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2)
         runs.extend(results(outer, 3) for _ in range(8))
-        assert outer._engine.has_hidden_randomness()
+        assert keeps_to_one_thread(outer)
 
     runs: list[list[torch.Tensor]] = []
     thread = threading.Thread(target=work, daemon=True)
@@ -359,12 +358,11 @@ def test_a_pipe_within_a_pipe() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-def test_a_forked_child_has_random_numbers_though_a_lane_was_drawing(
-    force_way: Callable[[Way], None],
-) -> None:
-    force_way("lanes")
+def test_a_forked_child_has_random_numbers_though_a_lane_was_drawing() -> None:
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    pipe = Pipe(
+        layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never", execution="threads"
+    )
     drawing, forked = threading.Event(), threading.Event()
 
     def draw() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 from torch.nn.utils import prune
 
-from pipekernels import Pipe
 from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
@@ -310,13 +310,10 @@ def test_inputs_outlast_recomputations(
 
 
 @pytest.mark.parametrize("function", ["remove", "accumulated", "put_back"])
-def test_ctrl_c_while_a_run_is_cleaned_up(
-    function: str, force_way: Callable[[Way], None], one_thread: None
-) -> None:
+def test_ctrl_c_while_a_run_is_cleaned_up(function: str, one_thread: None) -> None:
     """Wherever in ``function``: the model has its parameters back, and no gradient stays behind."""
-    force_way("inline")
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=2, execution="inline")
     tensors = [*module.parameters(), *module.buffers()]
     x = torch.randn(6, 4, dtype=torch.float64)
     expected = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
@@ -350,11 +347,9 @@ def test_ctrl_c_while_a_run_is_cleaned_up(
     assert places > 9  # The last one lies behind the end.
 
 
-def test_a_pipe_that_was_broken_off_is_not_taken_for_running(
-    force_way: Callable[[Way], None], one_thread: None
-) -> None:
-    force_way("inline")
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2)
+def test_a_pipe_that_was_broken_off_is_not_taken_for_running(one_thread: None) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, execution="inline")
     left = 0
 
     def trace(frame: Any, event: str, arg: object) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.pipes import Pipe
 from support.skip_layers import Pop, Stash
 from torch import nn
 
-from pipekernels import Pipe
 from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -112,9 +112,8 @@ def test_under_every_schedule(name: str, schedule: str, place: torch.device) -> 
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
 
 
-def test_a_skip_takes_no_detour(force_way: Any) -> None:
+def test_a_skip_takes_no_detour() -> None:
     """The stages between see only what the layer before returns."""
-    force_way("lanes")
     seen: list[int] = []
 
     class Middle(nn.Module):
@@ -122,10 +121,10 @@ def test_a_skip_takes_no_detour(force_way: Any) -> None:
             seen.append(len(args))
             return args[0]
 
-    pipe = Pipe(
-        nn.Sequential(stashing(), Middle(), Pop()), [1, 1, 1], devices=["cpu"] * 3, chunks=2
-    )
-    pipe._engine.tasks[1]._call = _spy(pipe._engine.tasks[1]._call, seen)
+    layers = nn.Sequential(stashing(), Middle(), Pop())
+    pipe = Pipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, execution="threads")
+    task = pipe._engine.stages.tasks[1]
+    task._call = _spy(task._call, seen)
     pipe(torch.randn(4, 5)).sum().backward()
     assert set(seen) == {1}
 
@@ -270,7 +269,7 @@ def test_copies_of_a_namespace_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str, force_way: Any) -> None:
+def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str) -> None:
     """Where stages are cut apart, nobody knows that its gradient goes through who overwrote it."""
 
     @skippable(stash=["skip"])
@@ -279,11 +278,10 @@ def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str, force_way: Any) 
             yield stash("skip", x)
             return x
 
-    force_way("lanes")
     layers = [nn.Linear(5, 5), StashWhatItReturns(), nn.ReLU(inplace=True), Pop()]
     pipe = Pipe(
         nn.Sequential(*layers), [2, 1, 1], devices=["cpu"] * 3,
-        chunks=2, checkpoint=checkpoint,
+        chunks=2, checkpoint=checkpoint, execution="threads",
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="the skip 'skip' was modified in place by a stage betw"):
         pipe(torch.randn(4, 5))

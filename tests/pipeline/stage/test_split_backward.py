@@ -13,7 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 
 from pipekernels import Pipe
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.stage.entry import Entry
 from pipekernels.pipeline.stage.split_backward import backward_of_inputs
 from pipekernels.pipeline.stage.task import Task
@@ -157,7 +156,7 @@ def test_a_graph_keeps_no_gradient() -> None:
     assert kept() is None
 
 
-def test_a_stage_that_returns_its_parameter(force_way: Callable[[Way], None]) -> None:
+def test_a_stage_that_returns_its_parameter() -> None:
     class Lends(nn.Linear):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return super().forward(x), self.weight
@@ -171,13 +170,15 @@ def test_a_stage_that_returns_its_parameter(force_way: Callable[[Way], None]) ->
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
-    force_way("split")
-    Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint="never")(x).sum().backward()
+    pipe = Pipe(
+        model, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint="never", execution="split"
+    )
+    pipe(x).sum().backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
 
 
-def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> None:
+def test_hooks_on_tensors_are_called_once() -> None:
     calls: list[int] = []
 
     class Hooked(nn.Module):
@@ -202,20 +203,19 @@ def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> N
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     calls.clear()
-    options: dict[str, Any] = {"chunks": 4, "checkpoint": "never"}
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, **options)
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": "never"}
+    pipe = Pipe(model, [1, 1], **options)
     with pipe.timeline():  # In its first pass, too; stages stay apart on one thread.
         pipe.train_step(x, None, torch.sum, schedule="zb-h1", loss_reduction="sum")
     assert calls == [1] * 4
     calls.clear()
     model.zero_grad()
-    force_way("split")
-    pipe(x).sum().backward()
+    Pipe(model, [1, 1], **options, execution="split")(x).sum().backward()
     assert calls == [1] * 4
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, grad)
-    for way in ("inline", "lanes"):  # one thread and several, with backwards that could be split
-        force_way(way)
+    for way in ("inline", "threads"):  # one thread and several, with backwards that could be split
+        pipe = Pipe(model, [1, 1], **options, execution=way)
         calls.clear()
         model.zero_grad()
         with pipe.timeline():
@@ -224,7 +224,7 @@ def test_hooks_on_tensors_are_called_once(force_way: Callable[[Way], None]) -> N
 
 
 @pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
-def test_hooks_on_nodes_are_called_once(kind: str, force_way: Callable[[Way], None]) -> None:
+def test_hooks_on_nodes_are_called_once(kind: str) -> None:
     calls: list[str] = []
 
     def scale(grads: tuple[torch.Tensor, ...], *_: Any) -> tuple[torch.Tensor, ...]:
@@ -244,18 +244,16 @@ def test_hooks_on_nodes_are_called_once(kind: str, force_way: Callable[[Way], No
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     calls.clear()
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
-    force_way("split")
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution="split")
     pipe(x).sum().backward()
     assert calls == [kind] * 4
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, grad)
 
 
-def test_a_split_pass_has_both_parts_on_its_timeline(force_way: Callable[[Way], None]) -> None:
-    force_way("split")
+def test_a_split_pass_has_both_parts_on_its_timeline() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
         pipe(torch.randn(6, 6)).sum().backward()
     kinds = [(e.action.stage, e.action.kind) for e in timeline.phases[1].events]
@@ -263,18 +261,15 @@ def test_a_split_pass_has_both_parts_on_its_timeline(force_way: Callable[[Way], 
     assert all(kinds.count(kind) == 3 for kind in set(kinds))
 
 
-def test_a_named_schedule_runs_as_it_is(force_way: Callable[[Way], None]) -> None:
-    force_way("split")
+def test_a_named_schedule_runs_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="gpipe", loss_reduction="sum")
     assert {e.action.kind for e in timeline.phases[0].events} == {"F", "B"}
 
 
-def test_one_thread_splits_backwards_too(
-    force_way: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_thread_splits_backwards_too(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[bool] = []
     plain = Task.backward_of_inputs
 
@@ -284,9 +279,8 @@ def test_one_thread_splits_backwards_too(
         return result
 
     monkeypatch.setattr(Task, "backward_of_inputs", spying)
-    force_way("inline")
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3)
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, execution="inline")
     with pipe.timeline():  # Stages stay apart on one thread, too.
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="zb-h1", loss_reduction="sum")
     assert parts == [True] * 3

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.pipes import Pipe
 from torch import nn
 
-from pipekernels import NoChunk, Pipe
+from pipekernels import NoChunk
 
 MODES = ["never", "except_last", "always"]
 
