@@ -1,7 +1,8 @@
 """CUDA communicators over several hosts where there is no GPU: the real code, on CPU tensors.
 
 Only the two ends are pretended: the device that reduces inside a host, and NCCL. As the real ones, they
-say only later what has gone wrong.
+say only later what has gone wrong. This tests what we believe about CUDA and NCCL, not them: only tests
+on GPUs show whether they are so.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """CUDA graphs without CUDA: operations are recorded on tensors and repeated on the same memory.
 
+This tests what we believe about CUDA graphs, not CUDA: what a capture allows and a replay repeats is
+written down here from the documentation. Only tests on a GPU show whether it is so.
+
 As with a real graph, nothing that was there before has changed after a capture, what it allocated has
 no values yet, and a replay reads and writes the memory of the capture, whatever it holds by then. What
 nobody refers to after a replay is scratch memory, of other graphs from its pool too: it is spoilt. Those

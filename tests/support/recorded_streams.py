@@ -1,6 +1,9 @@
 """CUDA devices that are not there: values on the CPU, and a record of streams and events that tells
 races.
 
+This tests what we believe about CUDA, not CUDA: a rule that this module does not know, or has wrong, no
+test with it can find broken. Only tests on a GPU do.
+
 Tensors are the CPU's; a tag on their memory says which device they would be on. Every operation is
 given a stream, as torch would, and what it must come after: *happens-before*, by vector clocks over
 streams and the calling thread, as events order them. A :class:`Race` is raised where

@@ -4,6 +4,8 @@
 // waits until the device is idle, as cudaFree() does, and meanwhile keeps other threads out;
 // streams may share a queue, where one that has to wait holds up the others; every misuse ends the
 // test.
+//
+// This tests what we believe about CUDA, not CUDA: only tests on a GPU show whether it is so.
 #pragma once
 
 #include <fcntl.h>

@@ -161,8 +161,8 @@ def test_backwards_of_some_outputs(device: torch.device, record: Record) -> None
     plain = copy.deepcopy(module)
     pipe = pipe_of(module, [1, 1], device)
     x, _ = data(device)
-    for step in range(8):
-        which = (0, 1, slice(2))[step % 3 if step > 3 else 2]
+    both = slice(2)
+    for which in (both, both, both, both, 1, both, 0, 1):
         found = [of(x)[which] for of in (pipe, plain)]
         ours, others = (
             torch.autograd.grad(
@@ -431,9 +431,8 @@ def test_inputs_that_take_turns(device: torch.device, record: Record) -> None:
     """Of another dtype, with another number beside, or empty."""
     pipe = pipe_of(nn.Sequential(Numbers(), Times()), [1, 1], device, chunks=1)
     x, _ = data(device)
-    for step in range(6 * CAPTURED):
+    for step, given in enumerate([x, x.float(), x[:0]] * 2 * CAPTURED):
         record.spoil()
-        given = (x, x.float(), x[:0])[step % 3]
         number = pipe[0].number = 2.0 + step % 2
         with torch.no_grad():
             assert_equal([pipe(given)], [given.sin() * number])

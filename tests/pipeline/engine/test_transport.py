@@ -134,13 +134,29 @@ def run(
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize(("schedule", "checkpoint"), [(None, "except_last"), ("zb-h1", "never")])
 @pytest.mark.parametrize("devices", PLACEMENTS, ids=" ".join)
-def test_everything_is_ordered(devices: list[str], schedule: str | None) -> None:
-    # Every number of micro-batches, checkpointing, and with and without peer access, in turn.
-    case = PLACEMENTS.index(devices) + [None, *SCHEDULES].index(schedule)
-    home = (CPU, devices[0], devices[-1])[case // 3 % 3]
-    run(devices, 1 + case % 8, MODES[case % 3], schedule, home, machine(peers=case % 2 == 0))
+def test_placements(devices: list[str], schedule: str | None, checkpoint: str) -> None:
+    run(devices, 4, checkpoint, schedule, CPU, machine())
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_schedules(schedule: str | None, checkpoint: str) -> None:
+    run([GPU, CPU, OTHER, OTHER], 7, checkpoint, schedule, OTHER, machine())
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_schedules_without_peer_access(schedule: str | None) -> None:
+    run([GPU, OTHER, GPU, OTHER], 5, "always", schedule, GPU, machine(peers=False))
+
+
+@pytest.mark.parametrize(
+    ("home", "peers"), [(CPU, True), (GPU, True), (OTHER, True), (OTHER, False)]
+)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+def test_numbers_of_micro_batches(chunks: int, home: str, peers: bool) -> None:
+    run([GPU, GPU, OTHER], chunks, "except_last", "1f1b", home, machine(peers=peers))
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
