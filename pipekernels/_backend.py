@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipekernels._torch_private import increment_version
 from pipekernels._version import __version__
 
 if TYPE_CHECKING:  # The extension is built without torch, and loaded when it is first needed.
@@ -38,13 +39,14 @@ def load() -> ModuleType:
         raise ImportError(
             f"pipekernels._C was built for version {built}, the package is {__version__}. {_REMEDY}"
         )
-    module.use_tensors(torch.Tensor, torch.nn.Parameter, torch._C._increment_version)
+    module.use_tensors(torch.Tensor, torch.nn.Parameter, increment_version)
     return module
 
 
 def build_info() -> dict[str, str | bool]:
     """Version, compiler and CUDA settings that the extension was built with."""
-    return load().build_info()
+    info: dict[str, str | bool] = load().build_info()
+    return info
 
 
 def has_cuda() -> bool:

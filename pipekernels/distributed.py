@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.torch_version import TorchVersion
 
+from pipekernels._torch_private import register_backend
 from pipekernels.comm import Communicator
 from pipekernels.comm.codes import REDUCIBLE
 from pipekernels.comm.deadline import Deadline
@@ -151,10 +152,9 @@ class _Group(dist.ProcessGroup):
         gloo_store = dist.PrefixStore("gloo", store)
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For methods that this class overrides, but cannot serve.
-        self._gloo: Any = dist.ProcessGroup(gloo_store, rank, world_size)
+        self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
         for group in (self, self._gloo):
-            group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            register_backend(group, _CPU, backend)
         rendezvous = over_store(dist.PrefixStore("ranks", store), rank, world_size, deadline)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds))
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")

@@ -10,6 +10,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels._torch_private import in_backward
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.end import ReadyCounters
 from pipekernels.comm.shared_memory import SharedMemoryEnd
@@ -189,5 +190,4 @@ def _may_meet() -> bool:
     Autograd has one thread for each device, in which the backwards of all ranks take turns. In a
     backward with ``set_multithreading_enabled(False)`` it is the thread that has called it.
     """
-    in_backward = torch._C._current_graph_task_id() != -1
-    return not (in_backward and torch.autograd.is_multithreading_enabled())
+    return not (in_backward() and torch.autograd.is_multithreading_enabled())

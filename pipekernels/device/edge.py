@@ -33,6 +33,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipekernels._torch_private import storage_references
 from pipekernels.device import streams
 from pipekernels.device.restoring import holding
 from pipekernels.device.streams import (
@@ -79,7 +80,7 @@ class _Lent:
         return self._count() < self._references
 
     def _count(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        return storage_references(self._storage)
 
 
 class _Slot:

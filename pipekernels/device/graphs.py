@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from pipekernels._torch_private import end_capture_allocations
 from pipekernels.device import streams
 from pipekernels.device.restoring import holding, restoring
 from pipekernels.device.streams import Stream
@@ -95,7 +96,7 @@ class Recorder:
         the stream of captures, and it would become part of one.
         """
         # Autograd stays on this thread: its own thread for the device may be waiting here.
-        before = torch._C._is_multithreading_enabled()
+        before = torch.autograd.is_multithreading_enabled()
         put_back = partial(torch.autograd.set_multithreading_enabled, before)
         with holding(self._alone), restoring(put_back):
             torch.autograd.set_multithreading_enabled(False)
@@ -191,12 +192,9 @@ def _end(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any) -> None:
     """Do for a capture that CUDA declared invalid what torch does at the end of others only: have the
     allocator and the generator leave it."""
     _failed.append(graph)
-    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # until torch 2.6
-    end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
     # It may have failed before it had begun to allocate.
     with contextlib.suppress(RuntimeError):
-        end(stream.device.index, pool)
-        torch._C._cuda_releasePool(stream.device.index, pool)
+        end_capture_allocations(stream.device.index, pool)
     # The generator believes that it is being captured until a capture ends well.
     cell = torch.zeros((), device=stream.device)
     again = torch.cuda.CUDAGraph()

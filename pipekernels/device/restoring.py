@@ -19,14 +19,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.utils._device
+
+from pipekernels._torch_private import (
+    device_setting,
+    function_modes,
+    function_modes_state,
+    set_device_setting,
+    set_function_modes,
+    set_function_modes_state,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 T = TypeVar("T")
-
-# Whether function modes are called; torch 2.6 may not tell.
-_get_function_state = getattr(torch._C, "_get_torch_function_state", lambda: None)
-_set_function_state = getattr(torch._C, "_set_torch_function_state", lambda state: None)
 
 
 class _Changes(threading.local):
@@ -95,24 +99,16 @@ class FunctionModes:
     to be brought back."""
 
     def __init__(self) -> None:
-        self._state = _get_function_state()
-        self._modes = _function_modes()
-        self._device = torch.utils._device.CURRENT_DEVICE
+        self._state = function_modes_state()
+        self._modes = function_modes()
+        self._device = device_setting()
 
     def put_back(self) -> None:
-        _set_function_state(self._state)
-        torch.utils._device.CURRENT_DEVICE = self._device
-        now = _function_modes()
-        if len(now) == len(self._modes) and all(map(_is, now, self._modes)):
-            return
-        while torch._C._len_torch_function_stack() > 0:
-            torch._C._pop_torch_function_stack()
-        for mode in self._modes:
-            torch._C._push_on_torch_function_stack(mode)
-
-
-def _function_modes() -> list[Any]:
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        set_function_modes_state(self._state)
+        set_device_setting(self._device)
+        now = function_modes()
+        if len(now) != len(self._modes) or not all(map(_is, now, self._modes)):
+            set_function_modes(self._modes)
 
 
 def _is(one: object, other: object) -> bool:

@@ -8,9 +8,14 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from pipekernels import _backend
+from pipekernels._torch_private import (
+    dispatch_mode_count,
+    in_forward_mode,
+    is_profiler_enabled,
+    tangents_are_enabled,
+)
 
 
 def can_skip_dispatcher(tensors: list[Tensor]) -> bool:
@@ -22,14 +27,10 @@ def has_derivatives(tensors: Iterable[Tensor]) -> bool:
     """Whether gradients may be asked for, or tensors may have tangents (of forward-mode
     differentiation)."""
     return (torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), tensors))) or (
-        forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+        in_forward_mode() and tangents_are_enabled()
     )
 
 
 def is_observed() -> bool:
     """Whether a compiler, a mode or the profiler is to see which operations are called."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._autograd._profiler_enabled()
-    )
+    return torch.compiler.is_compiling() or dispatch_mode_count() > 0 or is_profiler_enabled()

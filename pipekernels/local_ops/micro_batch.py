@@ -12,9 +12,14 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from pipekernels import _backend
+from pipekernels._torch_private import (
+    below_autograd,
+    in_forward_mode,
+    is_functionalizing,
+    transforms_are_active,
+)
 from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
 
@@ -408,7 +413,7 @@ def _batched(
 def _mark_unwanted(ctx: Any, results: Sequence[Tensor]) -> None:
     """Have results require no gradient where their tensor, which ``ctx.wanted`` has an entry for,
     needs none. Where there are tangents, which tensors have one is left to torch."""
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         wanted = ctx.wanted
         ctx.mark_non_differentiable(
             *(result for i, result in enumerate(results) if not wanted[i % len(wanted)])
@@ -424,14 +429,6 @@ def _dtype_back(
     pairs = zip(tensors, wanted, strict=False)  # Those of the first micro-batch stand for all.
     given = {tensor.dtype for tensor, w in pairs if w and tensor.is_floating_point()}
     return given.pop() if len(given) == 1 else None
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is to see autograd functions instead of operations."""
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    transform = torch._C._functorch.peek_interpreter_stack().key()
-    return transform != torch._C._functorch.TransformType.Functionalize
 
 
 class _Operation:
@@ -459,13 +456,14 @@ class _Operation:
             _library.impl(name, kernel, device.upper())
         _library.impl(name, self._with_autograd, "Autograd")
         torch.library.register_fake(f"pipekernels::{name}", fake, lib=_library)
-        self._op = getattr(torch.ops.pipekernels, name).default
+        self._op: Callable[..., list[Tensor]] = getattr(torch.ops.pipekernels, name).default
 
     def __call__(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
         if not is_observed():
             if _backend.load().are_plain(tensors):
                 return self.directly(tensors, *args)
-            if _is_transformed():
+            # The transforms of torch.func are to see an autograd function instead of the operation.
+            if transforms_are_active() and not is_functionalizing():
                 return list(self._function.apply(*args, *tensors))
         return self._op(tensors, *args)
 
@@ -479,7 +477,7 @@ class _Operation:
         """The kernel of the Autograd key: records a node only where a gradient can be asked for."""
         if has_derivatives(tensors):
             return list(self._function.apply(*args, *tensors))
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return self._op(tensors, *args)
 
 

@@ -3,12 +3,13 @@ streams of the edge between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from pipekernels._torch_private import below_autograd
 from pipekernels.device import streams
 from pipekernels.device.edge import edge
 from pipekernels.local_ops.transforms import deny_tangents
@@ -68,7 +69,7 @@ def p2p_copy(
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")
 _library.define("p2p_copy(Tensor[] tensors, Device device, bool backward) -> Tensor[]")
-_op = torch.ops.pipekernels.p2p_copy.default
+_op: Callable[..., list[Tensor]] = torch.ops.pipekernels.p2p_copy.default
 
 
 def _copy(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
@@ -95,7 +96,7 @@ class _P2PCopy(torch.autograd.Function):
         ctx.sources = [tensor.device for tensor in tensors]
         ctx.is_backward = backward
         ctx.set_materialize_grads(False)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             copies = _op(list(tensors), device, backward)
         needed = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(c for c, n in zip(copies, needed, strict=True) if not n))
@@ -120,7 +121,7 @@ class _P2PCopy(torch.autograd.Function):
 def _with_autograd(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(_P2PCopy.apply(device, backward, *tensors))
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _op(tensors, device, backward)
 
 

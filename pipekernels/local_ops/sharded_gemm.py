@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
+from pipekernels._torch_private import scaled_mm
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
@@ -93,7 +94,7 @@ def sharded_gemm(
         residual = residual if residual is None else residual.to(dtype)
     deny_tangents("sharded_gemm", (t for t in (x, weight, bias, residual) if t is not None))
     rows, (n, k) = math.prod(x.shape[:-1]), weight.shape
-    y = torch.ops.pipekernels.sharded_gemm(
+    product: Tensor = torch.ops.pipekernels.sharded_gemm(
         x.reshape(rows, k),
         weight,
         bias,
@@ -103,7 +104,7 @@ def sharded_gemm(
         out_dtype,
         algorithm,
     )
-    return y.view(*x.shape[:-1], n)
+    return product.view(*x.shape[:-1], n)
 
 
 def gemm_into(
@@ -171,8 +172,8 @@ def tf32_allowed() -> bool:
     """Whether torch may round float32 operands of matrix products to TF32."""
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):  # From torch 2.9 on; the older name may raise there.
-        return matmul.fp32_precision == "tf32"
-    return matmul.allow_tf32
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
 
 
 def measured(device: torch.device) -> table.Table | None:
@@ -395,7 +396,7 @@ def _float8_product(
     if scale_a.numel() > 1 or scale_b.numel() > 1:  # Both per row, or both per tensor.
         scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
         scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
-    torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
+    scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
 
 
 def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:

@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pipekernels._torch_private import (
+    in_forward_mode,
+    is_batched,
+    is_wrapped,
+    tangents_are_enabled,
+    tracks_gradient,
+    transforms_are_active,
+    unwrapped,
+)
+
 
 def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:
     """Whether nothing differentiates ``tensors`` other than by a backward; ``name`` says what needs that.
@@ -17,11 +27,9 @@ def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:
         RuntimeError: one has a tangent (``torch.autograd.forward_ad``), or a transform of
             ``torch.func`` differentiates it.
     """
-    if forward_ad._current_level < 0 and (
-        torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
-    ):
+    if not in_forward_mode() and (torch.compiler.is_compiling() or not transforms_are_active()):
         return
-    if torch._C._is_fwd_grad_enabled() and any(map(_is_differentiated, tensors)):
+    if tangents_are_enabled() and any(map(_is_differentiated, tensors)):
         raise RuntimeError(
             f"{name} has a backward, but no forward-mode derivative, and torch.func cannot "
             "differentiate it; use backward() or torch.autograd.grad()"
@@ -34,12 +42,8 @@ def deny_batched(name: str, grads: Iterable[Tensor | None]) -> None:
     Raises:
         RuntimeError: vmap goes through it backwards.
     """
-    of_vmap = torch._C._functorch
     for grad in grads:
-        # The former vmap is still that of torch.autograd.
-        if grad is not None and (
-            of_vmap.is_batchedtensor(grad) or of_vmap.is_legacy_batchedtensor(grad)
-        ):
+        if grad is not None and is_batched(grad):
             raise RuntimeError(
                 f"{name} is gone through backwards for one gradient at a time, not inside vmap; do "
                 "without is_grads_batched=True, vectorize=True or vmap"
@@ -47,8 +51,8 @@ def deny_batched(name: str, grads: Iterable[Tensor | None]) -> None:
 
 
 def _is_differentiated(tensor: Tensor) -> bool:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_gradtrackingtensor(tensor):
+    while is_wrapped(tensor):
+        if tracks_gradient(tensor):
             return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
     return forward_ad.unpack_dual(tensor).tangent is not None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer
+from pipekernels._torch_private import disable_dynamo, transforms_are_active
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
@@ -186,9 +187,8 @@ class Pipe(nn.Module):
             convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = self._new_engine()
 
-    # One graph break to torch.compile, which could follow neither lanes nor their locks. Unlike
-    # torch.compiler.disable, it loads the compiler with the first call, not with this module.
-    @torch._disable_dynamo
+    # torch.compile could follow neither lanes nor their locks.
+    @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
@@ -215,7 +215,7 @@ class Pipe(nn.Module):
             return self.to_sequential()(*inputs, **kwargs)
         return self._engine.run(batch, self._mode())
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def train_step(
         self,
         input: Any,
@@ -313,7 +313,7 @@ class Pipe(nn.Module):
         )
 
     def _batch(self, value: Any) -> Batch:
-        if torch._C._are_functorch_transforms_active():
+        if transforms_are_active():
             raise RuntimeError(
                 "a Pipe does not run inside the transforms of torch.func, such as vmap or grad; "
                 "transform the bare module, pipe.to_sequential()"

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pipekernels._torch_private import transforms_are_active
 from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
@@ -69,7 +70,8 @@ def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     if can_skip_dispatcher([x]):
         return x.view_as(x)
     _check_transforms([x])
-    return _CopyToRanks.apply(x, comm)
+    result: Tensor = _CopyToRanks.apply(x, comm)
+    return result
 
 
 def reduce_from_ranks(x: Tensor, comm: Communicator, algorithm: str = "auto") -> Tensor:
@@ -78,7 +80,8 @@ def reduce_from_ranks(x: Tensor, comm: Communicator, algorithm: str = "auto") ->
     Args and errors: as for :func:`pipekernels.ops.all_reduce`. Backward: identity.
     """
     _check_transforms([x])
-    return _ReduceFromRanks.apply(x, comm, algorithm)
+    result: Tensor = _ReduceFromRanks.apply(x, comm, algorithm)
+    return result
 
 
 def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
@@ -94,7 +97,8 @@ def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     Backward: the all-gather of the slices' gradients.
     """
     _check_transforms([x])
-    return _ScatterToRanks.apply(x, comm)
+    result: Tensor = _ScatterToRanks.apply(x, comm)
+    return result
 
 
 def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
@@ -111,7 +115,8 @@ def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
     Backward: this rank's slice of the gradient.
     """
     _check_transforms([x])
-    return _GatherFromRanks.apply(x, comm, size)
+    result: Tensor = _GatherFromRanks.apply(x, comm, size)
+    return result
 
 
 def row_linear(
@@ -157,12 +162,13 @@ def row_linear(
     if can_skip_dispatcher([x, weight]):
         return _row_linear(x, weight, comm, scatter, algorithm)
     _check_transforms([x, weight])
-    return _RowLinear.apply(x, weight, comm, scatter, algorithm)
+    result: Tensor = _RowLinear.apply(x, weight, comm, scatter, algorithm)
+    return result
 
 
 def _check_transforms(tensors: list[Tensor]) -> None:
     """Refuse what the functions below have no rules for, in words of ours."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and transforms_are_active():
         raise RuntimeError(
             f"{_LAYERS} does not run inside the transforms of torch.func, such as vmap or grad; use "
             "backward() or torch.autograd.grad()"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
+from pipekernels._torch_private import has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
@@ -416,11 +417,10 @@ def more_than_linear(linear: nn.Linear) -> str | None:
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
         return "a forward of its own"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    of_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    has_hooks = any(getattr(linear, kind) for kind in hooks) or any(
-        getattr(parameter, kind) for parameter in linear.parameters() for kind in of_parameters
+    hooked = any(getattr(linear, kind) for kind in hooks) or any(
+        map(has_hooks, linear.parameters())
     )
-    return "hooks" if has_hooks else None
+    return "hooks" if hooked else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,11 +19,12 @@ CSRC = ROOT / "csrc"
 # is followed on.
 MAY_IMPORT = {
     "_version": set(),
+    "_torch_private": set(),
     "_arguments": set(),
     "_cache": set(),
     "reference": set(),
-    "_backend": {"_version"},
-    "kernels": {"_cache"},
+    "_backend": {"_torch_private", "_version"},
+    "kernels": {"_cache", "_torch_private"},
     "device": {"_backend"},
     "local_ops": {"device", "kernels"},
     "comm.errors": set(),
@@ -153,6 +154,85 @@ def test_nothing_is_read_that_could_be_code(module: str) -> None:
 
 def test_the_extension_is_loaded_in_one_place_only() -> None:
     assert [name for name, p in FILES.items() if "pipekernels._C" in p.read_text()] == ["_backend"]
+
+
+# What torch means for those who derive from its classes or walk modules, see _torch_private.py; and
+# what is public of named tuples and locks, despite its underscore.
+NOT_PRIVATE = {
+    *(
+        "_modules",
+        "_parameters",
+        "_buffers",
+        "_apply",
+        "_forward_pre_hooks",
+        "_load_from_state_dict",
+    ),
+    *("_version", "_replace", "_asdict", "_fields", "_is_owned"),
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The attributes that a module of the package gives its own classes and objects."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+        elif isinstance(node, (ast.AnnAssign, ast.Assign)):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Dict):  # As for setattr().
+            found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+    return found
+
+
+def private_names_of_torch(tree: ast.Module, own: set[str]) -> set[str]:
+    """Imports from torch with a private part, attributes of what is imported from torch, and private
+    attributes of any object that are not among ``own``."""
+    found, torchs = set(), set()
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        for alias in node.names:
+            whole = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+            if whole.split(".")[0] == "torch":
+                torchs.add((alias.asname or alias.name).split(".")[0])
+                found |= {whole} if any(map(is_private, whole.split("."))) else set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            foreign = ast.unparse(node).split(".")[0] in torchs or node.attr not in own
+            found |= {ast.unparse(node)} if foreign and node.attr not in NOT_PRIVATE else set()
+    return found
+
+
+def test_private_names_of_torch_are_in_one_place_only() -> None:
+    trees = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+    del trees["_torch_private"]
+    own = set().union(*map(defined, trees.values()))
+    found = {module: private_names_of_torch(tree, own) for module, tree in trees.items()}
+    assert not {module: names for module, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch._C._current_graph_task_id()",
+        "import torch.utils._device",
+        "from torch.utils._pytree import tree_flatten",
+        "from torch.overrides import _get_current_function_mode_stack",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_group()",
+        "from torch.autograd import forward_ad\nforward_ad._current_level",
+        "def f(group):\n    group._shutdown()",
+    ],
+)
+def test_private_names_of_torch_are_seen(code: str) -> None:
+    assert private_names_of_torch(ast.parse(code), own={"_own"})
+    assert not private_names_of_torch(ast.parse("self._own + layer._modules"), own={"_own"})
 
 
 def test_the_list_of_rooms_is_the_tree() -> None:

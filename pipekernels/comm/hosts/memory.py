@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipekernels._torch_private import storage_at
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Kept while a kernel may still write to them, also if nobody else looks any more.
@@ -14,7 +16,7 @@ _in_use: set[Tensor] = set()
 def tensor_at(address: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The ``count`` elements at ``address``, ``[count]``; the caller keeps them."""
     size = count * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+    storage = storage_at(address, device, size)
     return torch.empty(0, dtype=dtype, device=device).set_(storage)
 
 

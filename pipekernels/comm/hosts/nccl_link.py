@@ -9,12 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipekernels._torch_private import all_gather_into, set_timeout, shut_down
 from pipekernels.comm.hosts.link import GONE, LATE, Link, LinkError
 from pipekernels.comm.hosts.memory import MappedWord, as_integers
 from pipekernels.device import streams
@@ -54,7 +56,7 @@ class NcclLink(Link):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self._size, *tensor.shape))
-        self._run(lambda group: group._allgather_base(gathered, tensor), gathered)
+        self._run(lambda group: all_gather_into(group, gathered, tensor), gathered)
         return gathered
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -69,10 +71,10 @@ class NcclLink(Link):
     def close(self) -> None:
         group = self._take_group()
         if group is not None and self._cut.read() == 0:
-            # Not abort(): to other hosts may be on its way what has left this device. In torch 2.6
-            # the name has an underscore.
-            shutdown = getattr(group, "shutdown", None) or group._shutdown
-            ending = threading.Thread(target=_quietly, args=(shutdown,), daemon=True)
+            # Not abort(): to other hosts may be on its way what has left this device.
+            ending = threading.Thread(
+                target=_quietly, args=(partial(shut_down, group),), daemon=True
+            )
             ending.start()
             ending.join(self._timeout)
             if ending.is_alive():
@@ -157,7 +159,7 @@ def connect_nccl(
         raise RuntimeError(f"torch {torch.__version__} was built without NCCL")
     with _blocking_wait():
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(seconds=timeout)  # Of its abort().
+        set_timeout(options, datetime.timedelta(seconds=timeout))  # Of its abort().
         group = dist.ProcessGroupNCCL(store, host, hosts, options)
     return connect(group, device, timeout)
 

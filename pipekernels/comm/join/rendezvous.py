@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from pipekernels._torch_private import default_group, store_of
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
 
@@ -51,9 +52,9 @@ class Rendezvous(NamedTuple):
 
 def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
     """The ranks of a ``torch.distributed`` group that this process is in."""
-    group = dist.distributed_c10d._get_default_group() if group is None else group
+    group = default_group() if group is None else group
     all_gather = partial(messages.all_gather_in_group, group=group)
-    store = dist.distributed_c10d._get_process_group_store(group)
+    store = store_of(group)
     cuda_backend = messages.backends_of(group).get("cuda", "")
     size = dist.get_world_size(group)
     return Rendezvous(dist.get_rank(group), size, all_gather, store, cuda_backend)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from pipekernels._torch_private import TorchDispatchMode, dispatch_modes, have_all_modules_hooks
 from pipekernels.device.restoring import entered, restoring
 from pipekernels.pipeline.stage.context import default_device
 from pipekernels.pipeline.stage.partition import HOOKS
@@ -70,7 +70,7 @@ class Layout:
                 settings.append(tensor.requires_grad)
                 if tensor.device != device and tensor.numel():
                     self.why_not = f"{type(layer).__name__} has a tensor on {tensor.device}"
-        if any(getattr(nn.modules.module, f"_global{name}") for name in HOOKS):
+        if have_all_modules_hooks(HOOKS):
             self.why_not = "there are hooks on all modules"
         self.settings = tuple(settings)
 
@@ -156,7 +156,7 @@ def watched(stage: nn.Module, device: torch.device) -> Iterator[_Watch]:
     watch = _Watch(device)
 
     def leave() -> None:
-        if watch in _get_current_dispatch_mode_stack():
+        if watch in dispatch_modes():
             watch.__exit__(None, None, None)
 
     with entered(HookWatch()) as hooks, restoring(leave):

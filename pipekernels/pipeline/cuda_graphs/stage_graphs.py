@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from pipekernels._torch_private import add_to_each, copy_to_each
 from pipekernels.device import graphs
 from pipekernels.pipeline.cuda_graphs.checks import Layout, torch_settings, unfit, watched
 from pipekernels.pipeline.cuda_graphs.slots import (
@@ -341,10 +342,10 @@ class GraphedTask:
         sums = [(alias.grad, grad) for alias, grad in pairs if alias.grad is not None]
         first = [(alias, grad) for alias, grad in pairs if alias.grad is None]
         if sums:
-            torch._foreach_add_([total for total, _ in sums], [grad for _, grad in sums])
+            add_to_each([total for total, _ in sums], [grad for _, grad in sums])
         if first:
             copies = [torch.empty_like(grad) for _, grad in first]
-            torch._foreach_copy_(copies, [grad for _, grad in first])
+            copy_to_each(copies, [grad for _, grad in first])
             for (alias, _), copy in zip(first, copies, strict=True):
                 alias.grad = copy
 

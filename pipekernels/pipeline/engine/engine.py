@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipekernels._torch_private import in_backward
 from pipekernels.device.restoring import holding, restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.execution import Chooser
 from pipekernels.pipeline.engine.findings import LayerFindings
@@ -91,8 +92,7 @@ class Engine:
             checkpoint: one of ``checkpoint.MODES``.
         """
         # A step may wait for the thread of a backward, so that does not wait for the step.
-        in_backward = torch._C._current_graph_task_id() != -1
-        turn = nullcontext() if in_backward else holding(self._turns)
+        turn = nullcontext() if in_backward() else holding(self._turns)
         with self._as_running(), turn, holding(self._lock):
             mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
             outputs = Outputs(mini_batch.sizes, batch.dim)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pipekernels._torch_private import keeps_graph
 from pipekernels.device.restoring import holding, restore_despite_interrupt
 from pipekernels.device.streams import has_streams
 from pipekernels.local_ops.once import check_differentiated_once
@@ -50,8 +51,7 @@ class PipeNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         check_differentiated_once("a pipe")
         deny_batched("a pipe", grads)
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        return (None, None, None, None, *_backward(ctx, grads, keep_graph))
+        return (None, None, None, None, *_backward(ctx, grads, keeps_graph()))
 
 
 @restore_despite_interrupt

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from pipekernels._torch_private import TorchDispatchMode, tree_map_only
 from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.pipeline.stage.partition import has_collectives, layers
 from pipekernels.pipeline.stage.random_state import preserved

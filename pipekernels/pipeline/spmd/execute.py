@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels._arguments import integer
+from pipekernels._torch_private import disable_dynamo, enclosing_mesh
 from pipekernels.comm import messages
 from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.local_ops.once import check_differentiated_once
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# One graph break to torch.compile, which knows neither process groups nor the modes that seed; see Pipe.
-@torch._disable_dynamo
+# torch.compile knows neither process groups nor the modes that seed.
+@disable_dynamo
 def execute_pipeline(
     module: nn.Module,
     x: Tensor | None,
@@ -112,7 +113,7 @@ def execute_pipeline(
     return _execute(module, x, args, kwargs, num_microbatches, axis, key)
 
 
-@torch._disable_dynamo
+@disable_dynamo
 @restore_despite_interrupt
 def _execute(
     module: nn.Module,
@@ -160,7 +161,7 @@ def _execute(
     return _Output.apply(sink, make, token) if features.requires_grad else make()
 
 
-@torch._disable_dynamo
+@disable_dynamo
 def execute_pipeline_step(
     module: nn.Module,
     state: Tensor,
@@ -277,12 +278,11 @@ def _made(module_fn: Callable[[], nn.Module], axis: Axis) -> nn.Module:
 
 
 def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
-    # torch has no public name for the mesh that `with mesh:` enters.
-    from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+    from torch.distributed.device_mesh import DeviceMesh
 
     if mesh is None:
         try:
-            return _mesh_resources.get_current_mesh()
+            return enclosing_mesh()
         except RuntimeError:
             raise ValueError(
                 "there is no device mesh; pass mesh= or call this inside `with mesh:`"
@@ -333,7 +333,9 @@ def _start(
     # An output requires a gradient on all ranks or none, so this must not hang on what this rank has.
     anchor = torch.empty(0, device=axis.device, requires_grad=True)
     x = x if isinstance(x, Tensor) else None
-    return _Start.apply(source, anchor, x, *module.parameters(), *tensors_in((args, kwargs)))
+    given = (*module.parameters(), *tensors_in((args, kwargs)))
+    token: Tensor = _Start.apply(source, anchor, x, *given)
+    return token
 
 
 def _pass_all(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipekernels._torch_private import group_named
 from pipekernels.comm import messages
 
 if TYPE_CHECKING:
@@ -87,9 +88,7 @@ class Axis:
     @property
     def group(self) -> dist.ProcessGroup:
         """Their group. RuntimeError if it was destroyed."""
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
-        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+        return group_named(self.group_name)
 
     @property
     def device(self) -> torch.device:

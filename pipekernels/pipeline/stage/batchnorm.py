@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipekernels._arguments import integer
+from pipekernels._torch_private import BatchNormBase
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNormBase):
     """Normalises each micro-batch by its own statistics and updates the running ones once per
     mini-batch.
 
@@ -150,7 +150,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
     replacements: dict[nn.Module, nn.Module] = {
         norm: _deferred(name, norm)
         for name, norm in module.named_modules()
-        if isinstance(norm, _BatchNorm) and not isinstance(norm, _KEPT)
+        if isinstance(norm, BatchNormBase) and not isinstance(norm, _KEPT)
     }
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -162,8 +162,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 _KEPT = (DeferredBatchNorm, nn.SyncBatchNorm)
 
 
-def _deferred(name: str, norm: _BatchNorm) -> DeferredBatchNorm:
-    is_plain = type(norm).forward is _BatchNorm.forward and not hasattr(norm, "parametrizations")
+def _deferred(name: str, norm: BatchNormBase) -> DeferredBatchNorm:
+    is_plain = type(norm).forward is BatchNormBase.forward and not hasattr(norm, "parametrizations")
     if not is_plain or isinstance(norm, LazyModuleMixin):
         raise TypeError(
             f"{name or 'the module'} is a {type(norm).__name__}, which does more than BatchNorm does, "

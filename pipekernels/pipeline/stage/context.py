@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
+from pipekernels._torch_private import DeviceContext, function_modes, has_saved_tensors_hooks
 from pipekernels.device.restoring import Autocast, autocast_as, entered, restoring
 from pipekernels.local_ops.dispatch import is_observed
 
@@ -67,15 +66,10 @@ class cast_cache(restoring):
 def default_device() -> torch.device:
     """Where the calling thread makes tensors. As ``torch.get_default_device()``, which in torch 2.6 does
     not know of ``with device:``."""
-    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() > 0 else []
-    for mode in reversed(modes):
+    for mode in reversed(function_modes()):
         if isinstance(mode, DeviceContext):
             return mode.device
     return torch.device("cpu")
-
-
-# Not in torch 2.6, which does not tell.
-_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def needs_this_thread() -> bool:
@@ -84,9 +78,7 @@ def needs_this_thread() -> bool:
     profiler, or hooks on saved tensors, as for keeping them elsewhere."""
     if is_observed():
         return True
-    if torch._C._len_torch_function_stack() > 0:
-        # The default device is carried.
-        modes = _get_current_function_mode_stack()
-        if any(not isinstance(mode, DeviceContext) for mode in modes):
-            return True
-    return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is not None
+    # The default device is carried.
+    if any(not isinstance(mode, DeviceContext) for mode in function_modes()):
+        return True
+    return has_saved_tensors_hooks()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+
+from pipekernels._torch_private import function_of
 
 
 class Entry(torch.autograd.Function):
@@ -24,4 +25,4 @@ class Entry(torch.autograd.Function):
 
 def is_custom(node: Node) -> bool:
     """Whether ``node`` belongs to a custom function that is not :class:`Entry`."""
-    return isinstance(node, BackwardCFunction) and node._forward_cls is not Entry
+    return function_of(node) not in (None, Entry)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
+from pipekernels._torch_private import are_parametrizations_cached
 from pipekernels.device.restoring import restoring
 
 
@@ -25,7 +25,8 @@ def _make_alias(
 ) -> nn.Parameter:
     # A subclass of Parameter keeps its type.
     plain = type(parameter) is nn.Parameter
-    alias: Any = nn.Parameter(detached, trainable) if plain else detached.requires_grad_(trainable)
+    made: Any = nn.Parameter(detached, trainable) if plain else detached.requires_grad_(trainable)
+    alias: nn.Parameter = made
     alias.__dict__ = parameter.__dict__  # What the user's code has noted there, now and later.
     return alias
 
@@ -145,7 +146,7 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     Raises:
         RuntimeError: in ``torch.nn.utils.parametrize.cached()``, whose values are of one graph.
     """
-    if parametrize._cache_enabled:
+    if are_parametrizations_cached():
         raise RuntimeError(
             "torch.nn.utils.parametrize.cached() would give every micro-batch the graph of the first; "
             "leave it away around forwards and backwards of a pipe, or evaluate under no_grad()"

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from pipekernels._torch_private import no_function_modes
 from pipekernels.device.restoring import holding, restoring
 
 if TYPE_CHECKING:
@@ -178,7 +179,8 @@ class BackwardWatch(DrawWatch):
 
     def __enter__(self) -> Self:
         self._state = torch.default_generator.get_state()
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __torch_function__(
         self,
@@ -257,7 +259,7 @@ class RunRandom:
     def __init__(self, devices: list[torch.device]) -> None:
         # Unseen by a pipe around this one, which takes it for randomness that lanes cannot keep apart,
         # and rightly: the generator is seeded here without its lock.
-        with torch._C.DisableTorchFunction():
+        with no_function_modes():
             self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._seeders = [generator.manual_seed for generator in _generators(devices)]
 

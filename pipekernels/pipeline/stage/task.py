@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipekernels._torch_private import is_node_of_python
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Entry
@@ -91,8 +92,8 @@ def _root(tensor: torch.Tensor) -> Root | None:
     node = tensor.grad_fn
     if node is None:
         return tensor
-    if isinstance(node, torch._C._FunctionBase):
-        # Its Python object does not keep the graph alive, nor, in torch 2.6, does an edge.
+    if is_node_of_python(node):
+        # Nor does an edge keep the graph alive, in torch 2.6.
         return get_gradient_edge(tensor) if "ownership_token" in GradientEdge._fields else tensor
     return GradientEdge(node, tensor.output_nr)
 

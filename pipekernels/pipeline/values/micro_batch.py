@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipekernels._torch_private import storage_key
 from pipekernels.local_ops.micro_batch import micro_batch_sizes, split_micro_batches
 from pipekernels.pipeline.values.structure import Structure
 
@@ -109,7 +110,7 @@ class Scatter:
 
 
 def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
-    views = tensor.split(sizes)
+    views: Sequence[torch.Tensor] = tensor.split(sizes)
     if tensor.requires_grad:
         return views  # A target that wants a gradient gets it.
     if tensor.is_cuda and type(tensor) is torch.Tensor:
@@ -212,4 +213,4 @@ def apart(
 
 def _memory(tensor: torch.Tensor) -> int:
     """Tells storages apart. What has none, such as a sparse tensor, counts for itself."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)

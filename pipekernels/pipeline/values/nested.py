@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pipekernels._torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from pipekernels._torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from pipekernels.local_ops.p2p_copy import p2p_copy
 
 
