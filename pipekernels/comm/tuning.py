@@ -23,7 +23,7 @@ from pipekernels import _cache
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.limits import Tuning
 
-SIZES = [2**exponent for exponent in range(8, 19)]  # bytes
+SIZES: list[int] = [2**exponent for exponent in range(8, 19)]  # bytes
 ALGORITHMS = ["one_shot", "two_shot"]
 KINDS = ["ordinary", "symmetric"]
 LIMIT = 120.0  # seconds for all of it

@@ -188,4 +188,5 @@ def _parse(kind: str, layout: str, m: int, n: int, k: int, config: Any, **times:
 def _positive(value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < float("inf"):
         raise ValueError(f"times must be positive numbers, got {value!r}")
-    return value
+    number: float = value
+    return number

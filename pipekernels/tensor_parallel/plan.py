@@ -114,9 +114,10 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
 def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Module:
     sharded, arguments = KINDS[kind]
     try:
-        return sharded.from_linear(layer, comm, **arguments)
+        result: nn.Module = sharded.from_linear(layer, comm, **arguments)
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
+    return result
 
 
 def _check_agreement(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communicator) -> None:

@@ -201,7 +201,7 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
     not waited for goes away empty-handed.
     """
     world_size = len(waiting) + 1
-    fd = _backend.load().Segment.create(world_size, tuning.one_shot_bytes(world_size))
+    fd: int = _backend.load().Segment.create(world_size, tuning.one_shot_bytes(world_size))
     try:
         while waiting:
             if deadline.left() == 0:

@@ -67,7 +67,8 @@ class StreamClock:
 
     def seconds(self, mark: torch.cuda.Event) -> float:
         mark.synchronize()
-        return self._seconds + self._origin.elapsed_time(mark) * 1e-3
+        milliseconds: float = self._origin.elapsed_time(mark)
+        return self._seconds + milliseconds * 1e-3
 
 
 @dataclass(frozen=True)

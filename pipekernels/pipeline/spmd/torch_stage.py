@@ -59,7 +59,9 @@ class _Layers(nn.Sequential):
         self.training = partition.training
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return super().forward(inputs[0] if len(inputs) == 1 else inputs)
+        outputs: Tensor | tuple[Tensor, ...]
+        outputs = super().forward(inputs[0] if len(inputs) == 1 else inputs)
+        return outputs
 
 
 class _FirstLayers(_Layers):
