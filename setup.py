@@ -1,4 +1,4 @@
-"""Build ``pipekernels._C``, without torch, by CMake and Ninja: see csrc/cmake/build_extension.py."""
+"""Build ``pipekernels._C``, without torch, by CMake and Ninja: csrc/cmake/build_extension.py."""
 
 from __future__ import annotations
 

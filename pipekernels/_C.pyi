@@ -1,7 +1,7 @@
 """Types of the compiled extension; addresses and handles are plain integers.
 
-Arguments that fit nothing raise ValueError or TypeError; whether there is memory at an address, nobody
-can check.
+Arguments that fit nothing raise ValueError or TypeError; whether there is memory at an address,
+nobody can check.
 """
 
 from collections.abc import Callable
@@ -73,8 +73,8 @@ class Communicator:
     def abort(self) -> None: ...
 
 # ---- collectives on CUDA ----
-# They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait for
-# those of other ranks. gates: as in comm/tensors.py.
+# They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait
+# for those of other ranks. gates: as in comm/tensors.py.
 
 class CudaCommunicator:
     def __init__(self, core: Communicator, device: int, symmetric_bytes: int) -> None: ...

@@ -31,8 +31,8 @@ def integer(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_integer(name: str, value: Any) -> None:
-    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError if
-    not."""
+    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError
+    if not."""
     try:
         operator.index(value)
     except TypeError:

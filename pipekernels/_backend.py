@@ -59,7 +59,8 @@ def require_cuda(device: torch.device | None = None) -> None:
     if not has_cuda():
         raise RuntimeError(
             "CUDA tensors need an extension built with CUDA, and this one was built without: "
-            "reinstall pipekernels where nvcc is found (with PIPEKERNELS_CUDA=1 a build without it fails)"
+            "reinstall pipekernels where nvcc is found (with PIPEKERNELS_CUDA=1 a build without "
+            "it fails)"
         )
     if device is None:
         return
@@ -68,8 +69,9 @@ def require_cuda(device: torch.device | None = None) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if built and 10 * major + minor < min(built):
         raise RuntimeError(
-            f"{device} has compute capability {major}.{minor}, and this build of pipekernels begins "
-            f"at {min(built) // 10}.{min(built) % 10}; rebuild it with CUDAARCHS={major}{minor}"
+            f"{device} has compute capability {major}.{minor}, and this build of pipekernels "
+            f"begins at {min(built) // 10}.{min(built) % 10}; rebuild it with "
+            f"CUDAARCHS={major}{minor}"
         )
 
 

@@ -20,7 +20,8 @@ _MOST = 16 << 20  # Bytes of a file; a thousand measurements take a fiftieth of 
 
 
 def file(what: str, machine: str) -> Path:
-    """Where ``what`` of ``machine`` is kept: home folders may be shared by machines of several kinds."""
+    """Where ``what`` of ``machine`` is kept: home folders may be shared by machines of several
+    kinds."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # As the XDG Base Directory Specification says.
         folder = os.path.expanduser("~/.cache")
@@ -52,7 +53,8 @@ def load(path: Path, parse: Callable[[Any], T]) -> T:
 
 
 def _content(path: Path) -> bytes:
-    """What is in a file, which may be anything: a pipe that nobody writes to, or an endless device."""
+    """What is in a file, which may be anything: a pipe that nobody writes to, or an endless
+    device."""
 
     def opener(name: str, flags: int) -> int:
         # Not to wait for a pipe's writer, and not to make a terminal that of this process.
@@ -68,7 +70,8 @@ def _content(path: Path) -> bytes:
 
 
 def read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """As :func:`load`; but ``None`` if there is no file, and, with a warning, if :func:`load` raises."""
+    """As :func:`load`; but ``None`` if there is no file, and, with a warning, if :func:`load`
+    raises."""
     try:
         return load(path, parse)
     except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.

@@ -171,7 +171,8 @@ no_function_modes = torch._C.DisableTorchFunction
 def function_modes() -> list[Any]:
     """The ``TorchFunctionMode`` objects that this thread is in, outermost first; the default device
     is one."""
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(i) for i in range(count)] if count else []
 
 
 def set_function_modes(modes: Iterable[Any]) -> None:

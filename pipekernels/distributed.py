@@ -1,4 +1,5 @@
-"""The ``torch.distributed`` backend ``"pipekernels"``: for programs that want faster CPU collectives.
+"""The ``torch.distributed`` backend ``"pipekernels"``: for programs that want faster CPU
+collectives.
 
 Importing this module registers it; nothing else in a program changes::
 
@@ -9,8 +10,8 @@ Then ``all_reduce`` (sum, avg, max, min), ``all_gather``, ``reduce_scatter`` and
 one tensor, ``broadcast`` and ``barrier`` run on a :class:`pipekernels.Communicator`, on several
 hosts too, in DDP, FSDP, DTensor and functional collectives as well. What a communicator has not
 runs on Gloo: other operations and reductions, dtypes that cannot be reduced, sparse tensors. Torch
-itself allows ``monitored_barrier``, and DDP's built-in ``FP16_COMPRESS`` in C++, to its own backends
-alone; the hook of that name in Python works.
+itself allows ``monitored_barrier``, and DDP's built-in ``FP16_COMPRESS`` in C++, to its own
+backends alone; the hook of that name in Python works.
 
 Asynchronous calls run one after another on a thread of the group. A lost rank ends the group: its
 errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); where torch
@@ -23,8 +24,8 @@ Raises:
     ImportError: torch is older than 2.7, which may forget that such a group is at work.
 """
 
-# Torch's C++ calls the methods with lists and options; its Python, and users, as their base class lets
-# them: with single tensors, and without options or with their fields in place of them.
+# Torch's C++ calls the methods with lists and options; its Python, and users, as their base class
+# lets them: with single tensors, and without options or with their fields in place of them.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ from pipekernels.comm.tensors import put_back, to_dense_in_place
 
 if TorchVersion(torch.__version__) < "2.7":
     raise ImportError(
-        f"the backend 'pipekernels' needs torch 2.7 or newer, this is {torch.__version__}; call the "
-        "methods of pipekernels.Communicator instead"
+        f"the backend 'pipekernels' needs torch 2.7 or newer, this is {torch.__version__}; call "
+        "the methods of pipekernels.Communicator instead"
     )
 
 _REDUCTIONS = {
@@ -115,7 +116,8 @@ class _Work(dist.Work):
 def _await(
     call: concurrent.futures.Future[None], results: list[Tensor], ended: Any = None
 ) -> list[Tensor]:
-    """``results`` when ``call`` has ended, of which a future may tell; raises what it has raised."""
+    """``results`` when ``call`` has ended, of which a future may tell; raises what it has
+    raised."""
     try:
         call.result()
         return results
@@ -138,7 +140,8 @@ class _Group(dist.ProcessGroup):
     """A process group; methods that it does not override are those of its Gloo backend.
 
     Whether a call runs on the communicator must be the same on all ranks, so it depends on nothing
-    but the operation, the dtype and the kind of tensor. The methods have torch's names, old and new.
+    but the operation, the dtype and the kind of tensor. The methods have torch's names, old and
+    new.
     """
 
     def __init__(
@@ -147,7 +150,8 @@ class _Group(dist.ProcessGroup):
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         seconds = timeout.total_seconds()
         deadline = Deadline(seconds)
-        # Gloo, whose connecting has the timeout of its operations, begins when nobody is late any more.
+        # Gloo, whose connecting has the timeout of its operations, begins when nobody is late any
+        # more.
         store = meet(store, rank, world_size, deadline)
         gloo_store = dist.PrefixStore("gloo", store)
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
@@ -198,7 +202,7 @@ class _Group(dist.ProcessGroup):
         self._last = self._thread.submit(_run_detached, run_on_thread)
         return _Work(self._last, results)
 
-    # ---- reductions --------------------------------------------------------------------------------
+    # ---- reductions ------------------------------------------------------------------------------
 
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
@@ -280,18 +284,19 @@ class _Group(dist.ProcessGroup):
         for tensors in lists:
             if len(tensors) != self.size():
                 raise ValueError(
-                    f"{call} needs a list of {self.size()} tensors, one for each rank of the group, "
-                    f"got {len(tensors)}"
+                    f"{call} needs a list of {self.size()} tensors, one for each rank of the "
+                    f"group, got {len(tensors)}"
                 )
 
     def _check_sizes(self, call: str, part: Tensor, whole: Tensor, name: str) -> None:
         if whole.numel() != self.size() * part.numel():
             raise ValueError(
-                f"{call} over {self.size()} ranks needs an {name} of {self.size()} x {part.numel()} "
-                f"elements, got one of shape {tuple(whole.shape)} beside {tuple(part.shape)}"
+                f"{call} over {self.size()} ranks needs an {name} of {self.size()} x "
+                f"{part.numel()} elements, got one of shape {tuple(whole.shape)} beside "
+                f"{tuple(part.shape)}"
             )
 
-    # ---- copies ------------------------------------------------------------------------------------
+    # ---- copies ----------------------------------------------------------------------------------
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -354,9 +359,9 @@ class _Group(dist.ProcessGroup):
         opts = _options(dist.BarrierOptions, opts, timeout)
         return self._run(opts, self._comm.barrier, [])
 
-    # ---- what torch lets Python override, and Gloo does --------------------------------------------
-    # The base class would call Gloo with the interpreter locked. One of Gloo's threads may need that
-    # to drop a tensor, and hold the lock of its queue meanwhile.
+    # ---- what torch lets Python override, and Gloo does ------------------------------------------
+    # The base class would call Gloo with the interpreter locked. One of Gloo's threads may need
+    # that to drop a tensor, and hold the lock of its queue meanwhile.
 
     def alltoall_base(self, *args: Any, **fields: Any) -> dist.Work:
         return self._gloo.alltoall_base(*args, **fields)
@@ -371,8 +376,8 @@ class _Group(dist.ProcessGroup):
 
 
 def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
-    """The options of a call: ``given``, or those that ``given``, as the value of the only ``field``,
-    or the field itself names."""
+    """The options of a call: ``given``, or those that ``given``, as the value of the only
+    ``field``, or the field itself names."""
     if hasattr(given, "timeout"):
         return given
     options = kind()

@@ -1,5 +1,5 @@
-"""A ``balance`` for ``Pipe`` from measurements: what the layers cost, cut so that the most expensive
-stage costs least.
+"""A ``balance`` for ``Pipe`` from measurements: what the layers cost, cut so that the most
+expensive stage costs least.
 
 The interface is fairscale's and torchgpipe's::
 
@@ -9,9 +9,9 @@ The interface is fairscale's and torchgpipe's::
     balance = balance_by_time(2, module, sample)
     pipe = Pipe(module, balance, chunks=8)
 
-Profiling leaves the module as it is: parameters and their ``.grad``, buffers, training mode, devices;
-and the state of torch's random number generators. It runs copies of the layers, one at a time. Layers
-with collectives cannot be timed: balance first, then shard them.
+Profiling leaves the module as it is: parameters and their ``.grad``, buffers, training mode,
+devices; and the state of torch's random number generators. It runs copies of the layers, one at a
+time. Layers with collectives cannot be timed: balance first, then shard them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def balance_by_time(
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
         ValueError: ``partitions`` is no integer from 1 to the number of layers, ``timeout`` is
-            negative or infinite, the tensors differ in their batch size, or a layer has collectives.
+            negative or infinite, the tensors differ in their batch size, or a layer has
+            collectives.
     """
     _check(module, partitions)
     whole = first_rows(sample, batch_size(sample))
@@ -103,8 +104,8 @@ def balance_by_size(
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``input``.
-        ValueError: ``partitions`` is no integer from 1 to the number of layers, ``chunks`` none of at
-            least 1, ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
+        ValueError: ``partitions`` is no integer from 1 to the number of layers, ``chunks`` none of
+            at least 1, ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
     """
     _check(module, partitions)
     chunks = integer("chunks", chunks)

@@ -21,8 +21,8 @@ def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
         partitions: number of blocks, each of at least one element.
 
     Raises:
-        ValueError: ``partitions`` is no integer from 1 to ``len(sequence)``, or a number is negative or
-            not finite.
+        ValueError: ``partitions`` is no integer from 1 to ``len(sequence)``, or a number is
+            negative or not finite.
     """
     blocks = []
     begin = 0

@@ -23,7 +23,8 @@ from pipekernels.comm.tensors import (
 
 
 class Collectives(ABC):
-    """What :class:`Communicator` can do with tensors; errors that all have in common stand there."""
+    """What :class:`Communicator` can do with tensors; errors that all have in common stand
+    there."""
 
     def __init__(
         self, rank: int, world_size: int, all_reduce_tensor: Callable[[Tensor, str, str], bool]
@@ -97,8 +98,8 @@ class Collectives(ABC):
         after the whole reduction, hence after the writer.
 
         Args:
-            tensor: ``[rows, ...]``, contiguous, a dtype as for :meth:`all_reduce`, on CUDA; the same
-                shape and dtype on all ranks. A symmetric one is read and written in place.
+            tensor: ``[rows, ...]``, contiguous, a dtype as for :meth:`all_reduce`, on CUDA; the
+                same shape and dtype on all ranks. A symmetric one is read and written in place.
             ready: ``[ceil(rows / block_rows)]``, int32, contiguous, on the device of ``tensor``.
             target: what a counter reaches; may differ between ranks, as may ``block_rows``.
             block_rows: how many rows one counter stands for.
@@ -111,9 +112,9 @@ class Collectives(ABC):
 
         Raises:
             TypeError: a dtype that cannot be reduced, or a ``ready`` that is not int32.
-            ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not fit
-                it, a ``target`` that is no int32, ``block_rows`` or ``blocks`` less than 1, or as
-                :meth:`all_reduce`.
+            ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not
+                fit it, a ``target`` that is no int32, ``block_rows`` or ``blocks`` less than 1, or
+                as :meth:`all_reduce`.
         """
         check_tensor(tensor)
         check_reducible(tensor, op)

@@ -61,23 +61,23 @@ class Communicator(Collectives):
     see different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of
     different hosts.
 
-    Tensors may have any strides. One made by :meth:`empty` is read by the peers in place, which saves
-    copies. No collective is differentiable; see :mod:`pipekernels.ops`.
+    Tensors may have any strides. One made by :meth:`empty` is read by the peers in place, which
+    saves copies. No collective is differentiable; see :mod:`pipekernels.ops`.
 
     On CUDA a rank has one device, that of its first CUDA tensor; several ranks may share one. That
     first use is a collective, and cannot be captured in a graph; later ones can. A collective runs
     in the current stream and returns at once. Ranks that are threads meet on the CPU before each
     launch, and must use different streams on one device. What goes wrong on the device is raised by
-    this rank's next call, barrier or :meth:`synchronize`; until then the tensors that the collective
-    was to fill have all bits set (NaN, or -1), and the CUDA context stays usable. Every such error
-    ends the communicator, different calls included where the ranks are processes of one host. Over
-    several hosts a call waits on the CPU until all ranks have made it, for different calls to be
-    found before they reach NCCL; it cannot be captured in a graph.
+    this rank's next call, barrier or :meth:`synchronize`; until then the tensors that the
+    collective was to fill have all bits set (NaN, or -1), and the CUDA context stays usable. Every
+    such error ends the communicator, different calls included where the ranks are processes of one
+    host. Over several hosts a call waits on the CPU until all ranks have made it, for different
+    calls to be found before they reach NCCL; it cannot be captured in a graph.
 
-    A graph orders what was captured, and nothing else does: the collectives of one communicator in it
-    belong in one stream, or one after the other, and its replays, and calls outside of it, likewise.
-    Ranks that are threads meet, by :meth:`barrier`, right before each replay. A graph must not be
-    replayed once a communicator that it uses has been closed, or is gone.
+    A graph orders what was captured, and nothing else does: the collectives of one communicator in
+    it belong in one stream, or one after the other, and its replays, and calls outside of it,
+    likewise. Ranks that are threads meet, by :meth:`barrier`, right before each replay. A graph
+    must not be replayed once a communicator that it uses has been closed, or is gone.
 
     Every collective raises, besides what it says itself:
         TypeError: what it is given is no tensor.
@@ -123,15 +123,16 @@ class Communicator(Collectives):
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
-        A collective over the group, with the group's own timeout; the group is not needed afterwards.
+        A collective over the group, with the group's own timeout; the group is not needed
+        afterwards.
 
         Args:
-            group: the default group if ``None``. Between hosts, the communicator makes connections of
-                its own through the group's store: by Gloo for CPU tensors, and by the group's
+            group: the default group if ``None``. Between hosts, the communicator makes connections
+                of its own through the group's store: by Gloo for CPU tensors, and by the group's
                 backend for CUDA ones (NCCL or Gloo) when they are first used.
-            timeout: seconds that this rank waits for the others, once they have met, to join them, and
-                then in any call of the communicator; one more for those of its host, if there are
-                several.
+            timeout: seconds that this rank waits for the others, once they have met, to join them,
+                and then in any call of the communicator; one more for those of its host, if there
+                are several.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
@@ -157,13 +158,13 @@ class Communicator(Collectives):
         CUDA tensors go from host to host by NCCL.
 
         Args:
-            store: not in use for another communicator at the same time. What earlier ones have left in
-                it, also those of processes that torchrun has restarted, does no harm. Whoever can
-                write to it can keep the ranks from joining.
+            store: not in use for another communicator at the same time. What earlier ones have left
+                in it, also those of processes that torchrun has restarted, does no harm. Whoever
+                can write to it can keep the ranks from joining.
             rank: of this process, in ``0 .. world_size - 1``.
             world_size: the number of ranks.
-            timeout: seconds that this rank waits for the others, to join them, from its call on, and
-                then as for :meth:`from_process_group`.
+            timeout: seconds that this rank waits for the others, to join them, from its call on,
+                and then as for :meth:`from_process_group`.
 
         Raises:
             RuntimeError: the ranks cannot share memory or reach each other, or the store holds what
@@ -246,8 +247,9 @@ class Communicator(Collectives):
         communicator = _by_handle.get(handle)
         if communicator is None:
             raise RuntimeError(
-                f"no communicator has handle {handle}: it was closed or garbage-collected; keep the "
-                "Communicator referenced until the last forward and backward that use it are done"
+                f"no communicator has handle {handle}: it was closed or garbage-collected; keep "
+                "the Communicator referenced until the last forward and backward that use it are "
+                "done"
             )
         return communicator
 
@@ -298,10 +300,10 @@ class Communicator(Collectives):
         """An uninitialised tensor in memory that the peers can access: a symmetric tensor.
 
         A call of this rank alone, but for the first use of CUDA. The memory is this tensor's (and
-        its views') as long as any of them lives, also after :meth:`close`. On CUDA it belongs to the
-        current stream, as torch's own does: keep a tensor that another stream uses until that is
-        done. On CPUs it is also shared with processes forked later, which write to it for all: clone
-        what is to be theirs.
+        its views') as long as any of them lives, also after :meth:`close`. On CUDA it belongs to
+        the current stream, as torch's own does: keep a tensor that another stream uses until that
+        is done. On CPUs it is also shared with processes forked later, which write to it for all:
+        clone what is to be theirs.
 
         Args:
             shape: sizes, one by one or as one sequence.
@@ -336,8 +338,8 @@ class Communicator(Collectives):
         """
         if not (like.is_cpu or like.is_cuda):
             raise ValueError(
-                f"the memory of this communicator is on cpu, but the input on {like.device}; move it "
-                "with .to('cpu')"
+                f"the memory of this communicator is on cpu, but the input on {like.device}; move "
+                "it with .to('cpu')"
             )
         return self._end(like.device).output(torch.Size(shape), like.dtype)
 

@@ -42,8 +42,8 @@ class CudaEnd:
         device: a CUDA device.
 
     Raises:
-        RuntimeError: this build, torch, or one of the ranks' devices cannot do it, or a graph is being
-            captured.
+        RuntimeError: this build, torch, or one of the ranks' devices cannot do it, or a graph is
+            being captured.
     """
 
     def __init__(self, local: SharedMemoryEnd, device: torch.device) -> None:

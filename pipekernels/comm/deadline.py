@@ -29,7 +29,8 @@ class Deadline:
         return timedelta(seconds=max(self.left(), 0.01))
 
     def for_socket(self) -> float:
-        """:meth:`left` as a limit of a socket: which waits for 24 days at most, and for 0 not at all."""
+        """:meth:`left` as a limit of a socket: which waits for 24 days at most, and for 0 not at
+        all."""
         return max(min(self.left(), 1e6), 0.001)
 
     def early(self) -> Deadline:

@@ -1,7 +1,8 @@
 """One rank's end of a communicator, on tensors of one device.
 
-Shared memory (:mod:`pipekernels.comm.shared_memory`), a CUDA device (:mod:`pipekernels.comm.cuda`) and
-several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces; above them nobody knows which.
+Shared memory (:mod:`pipekernels.comm.shared_memory`), a CUDA device (:mod:`pipekernels.comm.cuda`)
+and several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces; above them nobody
+knows which.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ class ReadyCounters(NamedTuple):
 class End(Protocol):
     """The collectives of one rank.
 
-    All tensors are dense: contiguous, with memory of their own, and neither conjugate nor negative views.
-    ``op`` and ``algorithm`` are valid names, and the dtype can be reduced. That all ranks call the same is
-    checked here. The errors are those of :class:`pipekernels.Communicator`.
+    All tensors are dense: contiguous, with memory of their own, and neither conjugate nor negative
+    views. ``op`` and ``algorithm`` are valid names, and the dtype can be reduced. That all ranks
+    call the same is checked here. The errors are those of :class:`pipekernels.Communicator`.
     """
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         """Reduce ``tensor`` over all ranks, in place."""
 
     def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
-        """Reduce ``input`` over all ranks; ``output`` is this rank's ``1 / world_size`` of the elements."""
+        """Reduce ``input`` over all ranks; ``output`` is this rank's ``1 / world_size`` of the
+        elements."""
 
     def all_gather(self, input: Tensor, output: Tensor) -> None:
         """Fill the first elements of ``output`` with the inputs of all ranks in rank order."""
@@ -50,7 +52,8 @@ class End(Protocol):
         """An uninitialised symmetric tensor."""
 
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A symmetric tensor for a result; an ordinary one where symmetric memory cannot be had now."""
+        """A symmetric tensor for a result; an ordinary one where symmetric memory cannot be had
+        now."""
 
 
 class HostEnd(End, Protocol):
@@ -58,8 +61,8 @@ class HostEnd(End, Protocol):
 
     @property
     def all_reduce_tensor(self) -> Callable[[Tensor, str, str], bool]:
-        """Does a whole ``all_reduce(tensor, op, algorithm)`` in one call if it can, checks included; returns
-        whether it did."""
+        """Does a whole ``all_reduce(tensor, op, algorithm)`` in one call if it can, checks
+        included; returns whether it did."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -77,8 +80,8 @@ class DeviceEnd(End, Protocol):
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
-        """:meth:`all_reduce` of a tensor that another kernel is still writing, by at most ``blocks`` thread
-        blocks."""
+        """:meth:`all_reduce` of a tensor that another kernel is still writing, by at most
+        ``blocks`` thread blocks."""
 
     def check_is(self, device: torch.device) -> None:
         """Raise ValueError if this end is on another device."""

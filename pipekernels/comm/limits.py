@@ -1,4 +1,5 @@
-"""Which algorithm ``auto`` takes, as measured on this machine, in a file under the user's cache folder.
+"""Which algorithm ``auto`` takes, as measured on this machine, in a file under the user's cache
+folder.
 
 ``pipekernels tune`` writes it. Whoever creates the memory of a communicator reads it, and the ranks
 find there what they agree on.
@@ -21,7 +22,8 @@ class Tuning(NamedTuple):
     """What has been measured.
 
     Attributes:
-        one_shot_bytes: by world size, up to how many bytes ``one_shot`` is faster than ``two_shot``.
+        one_shot_bytes: by world size, up to how many bytes ``one_shot`` is faster than
+            ``two_shot``.
         date: when.
     """
 
@@ -36,7 +38,8 @@ class Tuning(NamedTuple):
 
 
 def one_shot_bytes(world_size: int) -> int:
-    """Up to how many bytes ``auto`` is ``one_shot``; 0, which means a built-in size, if not measured."""
+    """Up to how many bytes ``auto`` is ``one_shot``; 0, which means a built-in size, if not
+    measured."""
     tuning = load()
     return 0 if tuning is None else tuning.limit(world_size)
 
@@ -62,7 +65,8 @@ def path() -> Path:
 
 
 def load() -> Tuning | None:
-    """What has been measured on this machine; ``None``, with a warning, if its file cannot be used."""
+    """What has been measured on this machine; ``None``, with a warning, if its file cannot be
+    used."""
     return _cache.read(path(), _parse)
 
 

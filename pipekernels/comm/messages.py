@@ -141,6 +141,6 @@ def _tensor(item: Any, device: torch.device) -> Tensor:
 def _check_size(size: int, rank: int) -> None:
     if not 0 < size <= MOST:
         raise RuntimeError(
-            f"rank {rank} announced a message of {size} bytes, of at most {MOST}; all ranks must run "
-            "the same version of pipekernels"
+            f"rank {rank} announced a message of {size} bytes, of at most {MOST}; all ranks must "
+            "run the same version of pipekernels"
         )

@@ -61,7 +61,8 @@ class SharedMemoryEnd:
         buffer = self.core.allocate(min(elements * dtype.itemsize, sys.maxsize))
         if elements == 0:  # torch.frombuffer() refuses an empty buffer.
             return torch.empty(sizes, dtype=dtype, device="cpu")
-        # Reshaped in place: a view, as the output of a custom autograd function, could not be changed.
+        # Reshaped in place: a view, as the output of a custom autograd function, could not be
+        # changed.
         return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
 
     output = empty

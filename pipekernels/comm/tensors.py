@@ -17,12 +17,14 @@ def check_tensor(value: object) -> None:
     """Whether ``value`` is a tensor; TypeError if not."""
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"a communicator works on tensors, got {type(value).__name__}; pass torch.as_tensor(...)"
+            f"a communicator works on tensors, got {type(value).__name__}; pass "
+            "torch.as_tensor(...)"
         )
 
 
 def check_not_quantized(dtype: torch.dtype) -> None:
-    """Raise TypeError for ``dtype`` of quantized tensors, whose elements mean nothing without a scale."""
+    """Raise TypeError for ``dtype`` of quantized tensors, whose elements mean nothing without a
+    scale."""
     if dtype in _QUANTIZED:
         raise TypeError(
             f"a communicator has no place for the scale of {dtype}; pass tensor.int_repr() and "
@@ -106,9 +108,9 @@ def output_for(
     fits = out.shape == shape and out.dtype == dense.dtype and out.device == dense.device
     if not (is_plain and fits):
         raise ValueError(
-            f"out must be a contiguous tensor of shape {shape} and {dense.dtype} on {dense.device}, "
-            f"got one of shape {tuple(out.shape)}, strides {out.stride()} and {out.dtype} on "
-            f"{out.device}"
+            f"out must be a contiguous tensor of shape {shape} and {dense.dtype} on "
+            f"{dense.device}, got one of shape {tuple(out.shape)}, strides {out.stride()} and "
+            f"{out.dtype} on {out.device}"
         )
     _backend.load().check_memory(out)
     offset = dense.data_ptr() - out.data_ptr()  # In bytes.

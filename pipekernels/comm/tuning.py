@@ -1,7 +1,7 @@
 """Measures where two steps begin to beat one, for every world size that fits the machine.
 
-The ranks are processes on this host. They are started once, and the first 2, 4, 8, ... of them make a
-communicator each time, while the others sleep.
+The ranks are processes on this host. They are started once, and the first 2, 4, 8, ... of them make
+a communicator each time, while the others sleep.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def world_sizes(cores: int) -> list[int]:
 def best_limit(times: Times) -> int:
     """The size up to which ``one_shot`` is to be taken so that all are close to their best.
 
-    The one choice has to serve both kinds of tensor: the sum of squares of how far, as a logarithm, a
-    time is from the best, so that one large loss counts more than several small ones.
+    The one choice has to serve both kinds of tensor: the sum of squares of how far, as a logarithm,
+    a time is from the best, so that one large loss counts more than several small ones.
     """
 
     def loss(limit: int) -> float:

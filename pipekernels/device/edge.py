@@ -8,12 +8,12 @@ copy is sent; then it makes that stream wait for the copy, and lets go. So at an
 being read while the next one is computed. Of CPU memory only what is pinned is read as it lies; the
 stream that waits is the calling thread then.
 
-*Received buffers* are allocated on the copies' own stream, so that a copy never waits for what
-the target computes meanwhile. Layers may keep them for the backward, so no fixed ring of them would
-do: the edge refers to the memory of each as well, and asks at every later copy whether it is the last
-to do so. All that read the buffer has been issued by then. An event is put behind that on the stream
-that used the buffer; one copy later the copies' stream waits for this event, and only then the edge
-lets go. A layer that keeps nothing is thus served from two buffers, taking turns.
+*Received buffers* are allocated on the copies' own stream, so that a copy never waits for what the
+target computes meanwhile. Layers may keep them for the backward, so no fixed ring of them would do:
+the edge refers to the memory of each as well, and asks at every later copy whether it is the last
+to do so. All that read the buffer has been issued by then. An event is put behind that on the
+stream that used the buffer; one copy later the copies' stream waits for this event, and only then
+the edge lets go. A layer that keeps nothing is thus served from two buffers, taking turns.
 
 *Pinned memory* stands between where a device cannot read the other's: two slots per edge, which
 take turns. A slot is written again only behind the event of the copy out of it. Copies to the CPU
@@ -94,8 +94,8 @@ class _Slot:
 class Edge:
     """Copies tensors from ``source`` to ``target``.
 
-    Between others than CUDA devices and the CPU a copy is done when it is sent. An edge may be used by
-    several threads.
+    Between others than CUDA devices and the CPU a copy is done when it is sent. An edge may be used
+    by several threads.
 
     Args:
         source: a device.
@@ -125,7 +125,8 @@ class Edge:
         Args:
             tensors: on the source; any strides, which the copies share where the tensor is dense.
             snapshot: whether the caller may overwrite them before :meth:`settle` is called. They
-                are copied on the source first then, and for those in pinned memory the thread waits.
+                are copied on the source first then, and for those in pinned memory the thread
+                waits.
 
         Returns:
             The copies, detached, and what must be waited for before they are used.
@@ -249,8 +250,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-# Edges belong to the process, as streams do: what a pipe leaves behind on one is taken back by the next
-# that uses it.
+# Edges belong to the process, as streams do: what a pipe leaves behind on one is taken back by the
+# next that uses it.
 _edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
 _edges_lock = threading.RLock()
 

@@ -1,13 +1,13 @@
 """CUDA graphs: a device's work recorded once, and from then on launched as a whole.
 
 A graph repeats its kernels on the addresses that they had when it was captured. What it allocated
-then lies in a pool, of which torch gives away again what no tensor refers to. So whoever keeps a graph
-keeps all tensors that its work is to leave behind; and what a replay only uses meanwhile may be memory
-that a later capture from the same pool keeps for good. Graphs may share a pool if nothing that the later
-ones have left behind is needed when an earlier one is replayed.
+then lies in a pool, of which torch gives away again what no tensor refers to. So whoever keeps a
+graph keeps all tensors that its work is to leave behind; and what a replay only uses meanwhile may
+be memory that a later capture from the same pool keeps for good. Graphs may share a pool if nothing
+that the later ones have left behind is needed when an earlier one is replayed.
 
-All graphs of a device share what its libraries keep for the stream of captures, so their replays take turns
-(:meth:`Recorder.turn`): on one stream by the order of issue, between streams by events.
+All graphs of a device share what its libraries keep for the stream of captures, so their replays
+take turns (:meth:`Recorder.turn`): on one stream by the order of issue, between streams by events.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Graph(Protocol):
 
 
 class Recorder:
-    """Captures and replays on one device. Nobody waits for another thread's turn here: who does not get
-    one does the work without a graph.
+    """Captures and replays on one device. Nobody waits for another thread's turn here: who does not
+    get one does the work without a graph.
 
     Args:
         device: a device that has graphs.
@@ -89,11 +89,11 @@ class Recorder:
             return graph, result
 
     def alone(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns. While it runs no other thread captures on the device; a capture that goes
-        on is waited for.
+        """What ``work`` returns. While it runs no other thread captures on the device; a capture
+        that goes on is waited for.
 
-        To go through an autograd graph of a capture without a graph of its own: autograd issues that on
-        the stream of captures, and it would become part of one.
+        To go through an autograd graph of a capture without a graph of its own: autograd issues
+        that on the stream of captures, and it would become part of one.
         """
         # Autograd stays on this thread: its own thread for the device may be waiting here.
         before = torch.autograd.is_multithreading_enabled()
@@ -104,7 +104,8 @@ class Recorder:
 
 
 class _Turns:
-    """A lock that nobody waits for. It knows who holds it, so Ctrl-C can come at any point of it."""
+    """A lock that nobody waits for. It knows who holds it, so Ctrl-C can come at any point of
+    it."""
 
     def __init__(self) -> None:
         self._holder: dict[None, object] = {}
@@ -128,8 +129,8 @@ _recorders_lock = threading.RLock()
 
 
 def recorder(device: torch.device) -> Recorder:
-    """The process's recorder for ``device``: the device's generator, and what its libraries keep per
-    stream, are the process's too."""
+    """The process's recorder for ``device``: the device's generator, and what its libraries keep
+    per stream, are the process's too."""
     with holding(_recorders_lock):
         if device not in _recorders:
             _recorders[device] = Recorder(device)
@@ -142,8 +143,8 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def input_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of a capture that is to be written before each replay. So not by a fill in the graph, which
-    is what torch does to empty tensors where algorithms are to be deterministic."""
+    """Memory of a capture that is to be written before each replay. So not by a fill in the graph,
+    which is what torch does to empty tensors where algorithms are to be deterministic."""
     deterministic: Any = torch.utils.deterministic
     fills = deterministic.fill_uninitialized_memory
     with restoring(partial(setattr, deterministic, "fill_uninitialized_memory", fills)):
@@ -152,8 +153,8 @@ def input_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def new_pool() -> Any:
-    """A pool that nobody shares yet. Its memory is free when all graphs that were captured with it are
-    gone, and all tensors in it."""
+    """A pool that nobody shares yet. Its memory is free when all graphs that were captured with it
+    are gone, and all tensors in it."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -171,8 +172,8 @@ def _record(work: Callable[[], T], stream: Any, pool: Any) -> tuple[Graph, T]:
 
 
 def _capturing(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any = None) -> torch.cuda.graph:
-    """Other threads may go on meanwhile, such as a data loader's that pins memory, but with nothing that
-    waits for the whole device or draws from its generator."""
+    """Other threads may go on meanwhile, such as a data loader's that pins memory, but with nothing
+    that waits for the whole device or draws from its generator."""
     return torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local")
 
 
@@ -189,8 +190,8 @@ _failed: list[torch.cuda.CUDAGraph] = []
 
 
 def _end(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any) -> None:
-    """Do for a capture that CUDA declared invalid what torch does at the end of others only: have the
-    allocator and the generator leave it."""
+    """Do for a capture that CUDA declared invalid what torch does at the end of others only: have
+    the allocator and the generator leave it."""
     _failed.append(graph)
     # It may have failed before it had begun to allocate.
     with contextlib.suppress(RuntimeError):

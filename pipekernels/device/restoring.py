@@ -1,11 +1,13 @@
-"""Changes to the process, a thread or a model that are taken back whatever ends them, Ctrl-C included.
+"""Changes to the process, a thread or a model that are taken back whatever ends them, Ctrl-C
+included.
 
-KeyboardInterrupt may be raised after any call. So it may come between the change that an ``__enter__``
-makes and the body of its ``with``, or at the beginning of an ``__exit__`` that has done nothing yet:
-nested context managers alone lose changes (https://github.com/python/cpython/issues/74174). Here each
-change is in a list of its thread until it is taken back (:class:`restoring`). When an exception leaves
-the outermost function (:func:`restore_despite_interrupt`), it takes back what is left there, and sets
-what torch keeps per thread to what it was.
+KeyboardInterrupt may be raised after any call. So it may come between the change that an
+``__enter__`` makes and the body of its ``with``, or at the beginning of an ``__exit__`` that has
+done nothing yet: nested context managers alone lose changes
+(https://github.com/python/cpython/issues/74174). Here each change is in a list of its thread until
+it is taken back (:class:`restoring`). When an exception leaves the outermost function
+(:func:`restore_despite_interrupt`), it takes back what is left there, and sets what torch keeps per
+thread to what it was.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -45,14 +47,14 @@ class restoring:
     """Calls ``put_back`` at the end of the body, in which the change is made.
 
     Args:
-        put_back: takes the change back, however much of it was made. Where Ctrl-C interrupts it, it is
-            called again.
+        put_back: takes the change back, however much of it was made. Where Ctrl-C interrupts it, it
+            is called again.
     """
 
     def __init__(self, put_back: Callable[[], object]) -> None:
         self.put_back = put_back
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         _changes.made.append(self)
 
     def __exit__(self, *error: object) -> None:
@@ -61,19 +63,20 @@ class restoring:
             self.put_back()
             del made[-1]
         elif self in made:
-            _take_back(made.index(self))
+            _take_back(made, made.index(self))
 
 
 class holding(restoring):
-    """Holds ``lock`` in the body. In Python 3.14 Ctrl-C may come between a ``with`` and its body for what
-    is written in C as well (https://github.com/python/cpython/issues/148874)."""
+    """Holds ``lock`` in the body. In Python 3.14 Ctrl-C may come between a ``with`` and its body
+    for what is written in C as well (https://github.com/python/cpython/issues/148874)."""
 
     def __init__(self, lock: threading.RLock) -> None:
         super().__init__(self._release)
         self._lock: Any = lock
         self._asked = False
 
-    # Ctrl-C comes up behind a call, not before: the flag is set if and only if the next line is reached.
+    # Ctrl-C comes up behind a call, not before: the flag is set if and only if the next line is
+    # reached.
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -86,17 +89,16 @@ class holding(restoring):
             self._lock.release()
 
 
-def _take_back(left: int) -> None:
-    """Take back all changes of the thread but the first ``left``, the latest first."""
-    made = _changes.made
+def _take_back(made: list[restoring], left: int) -> None:
+    """Take back all changes but the first ``left``, the latest first."""
     while len(made) > left:
         made[-1].put_back()
         del made[-1]
 
 
 class FunctionModes:
-    """The calling thread's ``TorchFunctionMode`` objects, whether they are called, and its default device,
-    to be brought back."""
+    """The calling thread's ``TorchFunctionMode`` objects, whether they are called, and its default
+    device, to be brought back."""
 
     def __init__(self) -> None:
         self._state = function_modes_state()
@@ -115,12 +117,18 @@ def _is(one: object, other: object) -> bool:
     return one is other
 
 
-@contextmanager
-def entered(mode: AbstractContextManager[T]) -> Iterator[T]:
-    """As ``with mode``, a function mode or default device, but what comes back are the modes that there
-    were, not all but the last: a generator may end late."""
-    with restoring(FunctionModes().put_back):
-        yield mode.__enter__()
+class entered(restoring, Generic[T]):
+    """As ``with mode``, a function mode or default device, but what comes back are the modes that
+    there were, not all but the last: torch takes one away meanwhile where it calls it from
+    Python."""
+
+    def __init__(self, mode: AbstractContextManager[T]) -> None:
+        super().__init__(FunctionModes().put_back)
+        self._mode = mode
+
+    def __enter__(self) -> T:
+        super().__enter__()
+        return self._mode.__enter__()
 
 
 class Autocast(NamedTuple):
@@ -153,7 +161,8 @@ class Autocast(NamedTuple):
 
 
 class _Nesting:
-    """One level of nested autocasts. With the outermost of them torch drops the casts that it keeps."""
+    """One level of nested autocasts. With the outermost of them torch drops the casts that it
+    keeps."""
 
     def __init__(self) -> None:
         self._inside = False
@@ -171,13 +180,14 @@ class _Nesting:
                 torch.clear_autocast_cache()
 
 
-@contextmanager
-def autocast_as(wanted: Autocast) -> Iterator[None]:
+def autocast_as(wanted: Autocast) -> AbstractContextManager[None]:
     """Have ``wanted`` on the calling thread in the body."""
     before = Autocast.now()
-    if wanted == before:
-        yield
-        return
+    return nullcontext() if wanted == before else _changed_autocast(before, wanted)
+
+
+@contextmanager
+def _changed_autocast(before: Autocast, wanted: Autocast) -> Iterator[None]:
     nesting = _Nesting()
     with restoring(nesting.leave), restoring(before.set):
         nesting.enter()
@@ -186,11 +196,12 @@ def autocast_as(wanted: Autocast) -> Iterator[None]:
 
 
 def at_end(work: Callable[[], object]) -> Iterator[None]:
-    """An object that calls ``work`` when it is gone. Ctrl-C that comes meanwhile is not lost, as it would be
-    in a ``__del__``, where Python does no more than print it: ``work`` is called again, and then the
-    interrupt comes up wherever the main thread has got to.
+    """An object that calls ``work`` when it is gone. Ctrl-C that comes meanwhile is not lost, as it
+    would be in a ``__del__``, where Python does no more than print it: ``work`` is called again,
+    and then the interrupt comes up wherever the main thread has got to.
     """
-    # A generator, as its end begins inside its `try`; Ctrl-C may come before the first line of a function.
+    # A generator, as its end begins inside its `try`; Ctrl-C may come before the first line of a
+    # function.
     generator = _call_at_end(work)
     next(generator)
     return generator
@@ -209,8 +220,8 @@ def _call_at_end(work: Callable[[], object]) -> Iterator[None]:
 
 
 def _end_contexts(error: BaseException) -> None:
-    """End generators that ``error`` has left suspended, coming up in ``contextlib``'s own code: torch has such
-    that put a mode back, which they must not do when the traceback is dropped."""
+    """End generators that ``error`` has left suspended, coming up in ``contextlib``'s own code:
+    torch has such that put a mode back, which they must not do when the traceback is dropped."""
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
@@ -224,17 +235,18 @@ def _end_contexts(error: BaseException) -> None:
 
 def restore_despite_interrupt(function: Function) -> Function:
     """Have ``function`` restore, before an exception leaves it, what it has changed by
-    :class:`restoring`, and of what torch keeps per thread: function modes, grad mode and autocast. Retry
-    the restore if KeyboardInterrupt hits it, then re-raise."""
+    :class:`restoring`, and of what torch keeps per thread: function modes, grad mode and autocast.
+    Retry the restore if KeyboardInterrupt hits it, then re-raise."""
 
     @functools.wraps(function)
     def restores(*args: Any, **kwargs: Any) -> Any:
-        changes = len(_changes.made)
+        made = _changes.made
+        changes = len(made)
         modes, autocast, grad = FunctionModes(), Autocast.now(), torch.is_grad_enabled()
 
         def restore(error: BaseException) -> None:
             _end_contexts(error)
-            _take_back(changes)
+            _take_back(made, changes)
             modes.put_back()
             autocast.set()
             torch.set_grad_enabled(grad)

@@ -61,7 +61,8 @@ HOST: Stream = _Host()
 
 
 def with_index(device: torch.device | str | int) -> torch.device:
-    """``device`` as a tensor there names it: ``"cuda"`` is the current CUDA device, where there is one.
+    """``device`` as a tensor there names it: ``"cuda"`` is the current CUDA device, where there is
+    one.
 
     Raises:
         TypeError: it is neither a device, nor a string, nor an index.
@@ -102,8 +103,8 @@ def require(device: torch.device | str | int, index: int | None = None) -> None:
     count = torch.cuda.device_count()
     if index is not None and index >= count:
         raise RuntimeError(
-            f"device {str(device)!r} cannot be used: torch sees {count} CUDA devices, from cuda:0 to "
-            f"cuda:{count - 1}; name one of them, or see CUDA_VISIBLE_DEVICES"
+            f"device {str(device)!r} cannot be used: torch sees {count} CUDA devices, from cuda:0 "
+            f"to cuda:{count - 1}; name one of them, or see CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -123,7 +124,8 @@ def default(device: torch.device) -> Stream:
 
 
 def currents(devices: Iterable[torch.device]) -> list[Stream]:
-    """The current streams of those of ``devices`` that have some, and last that of the current device."""
+    """The current streams of those of ``devices`` that have some, and last that of the current
+    device."""
     found = [stream for stream in map(current, devices) if stream is not HOST]
     return [*found, torch.cuda.current_stream()] if found else []
 

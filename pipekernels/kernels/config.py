@@ -1,9 +1,9 @@
 """How the sharded GEMM may be cut up: the configurations there are, and a rough guess among them.
 
-Nothing here imports triton. A configuration's ``blocks`` are compiled in, all else is an argument of
-the kernel, so the tables below are all that is ever compiled. They are chosen so that the shared
-memory suffices and no registers spill, which the tests hold for every entry; how fast they are is for
-:mod:`pipekernels.kernels.tuner` to measure.
+Nothing here imports triton. A configuration's ``blocks`` are compiled in, all else is an argument
+of the kernel, so the tables below are all that is ever compiled. They are chosen so that the shared
+memory suffices and no registers spill, which the tests hold for every entry; how fast they are is
+for :mod:`pipekernels.kernels.tuner` to measure.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes that a program may have.
 
 
-# Kernels are compiled and loaded by one thread at a time: ranks may be threads, which come here at the
-# same time for the same kernel.
+# Kernels are compiled and loaded by one thread at a time: ranks may be threads, which come here at
+# the same time for the same kernel.
 _loading = threading.Lock()
 _loaded: set[tuple[Any, ...]] = set()
 
@@ -128,7 +128,8 @@ def numerics(kind: str, blocks: Blocks) -> dict[str, Any]:
 
 
 def _way(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
-    """How the kernel reads ``operand``, what it is given for that, and its strides if it needs them."""
+    """How the kernel reads ``operand``, what it is given for that, and its strides if it needs
+    them."""
     if tma and has_rows(operand):
         return "descriptor", _descriptor(operand, block), (0, 0)
     # Float8 tiles cannot be transposed on their way to the tensor cores.
@@ -146,7 +147,8 @@ def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 
 def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
-    """How many programs fit on a multiprocessor at once, by registers (up to 255 each) and memory."""
+    """How many programs fit on a multiprocessor at once, by registers (up to 255 each) and
+    memory."""
     memory = (blocks.m + blocks.n) * blocks.k * itemsize * blocks.stages
     memory += blocks.m * blocks.n * 2 // blocks.parts
     return max(1, min(8 // blocks.warps, SHARED_MEMORY[generation] // memory))
@@ -163,8 +165,9 @@ _LINE = 32
 class _Arena:
     """Counters that are zero whenever no kernel is using them, as every kernel leaves them so.
 
-    Calls on one stream follow each other and share counters. A captured call gets some of its own for
-    good, as graphs may be replayed beside anything else; only a graph's own replays follow each other.
+    Calls on one stream follow each other and share counters. A captured call gets some of its own
+    for good, as graphs may be replayed beside anything else; only a graph's own replays follow each
+    other.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -38,8 +38,8 @@ def layout_of(a: Tensor, b: Tensor) -> str | None:
 def signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
     """Equal where one compiled kernel serves, given the same configuration and kind.
 
-    It has what Triton compiles in (which sizes are 1, which are multiples of 16) or a little more: the
-    strides as they are.
+    It has what Triton compiles in (which sizes are 1, which are multiples of 16) or a little more:
+    the strides as they are.
     """
     return tuple(None if tensor is None else _signature(tensor) for tensor in tensors)
 

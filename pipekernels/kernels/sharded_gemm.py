@@ -1,22 +1,23 @@
 """The Triton kernel of ``C = A B^T``: one for the forward and for both gradients of a linear layer.
 
 A linear layer with input X [M, K] and weight W [N, K] has three products, and each is ``A B^T`` of
-strided views: Y = X W^T; dX = dY (W^T)^T; dW = dY^T (X^T)^T. So one kernel serves them all. It reads an
-operand through a tensor descriptor (TMA), as it is or transposed, or else through pointers and strides.
+strided views: Y = X W^T; dX = dY (W^T)^T; dW = dY^T (X^T)^T. So one kernel serves them all. It
+reads an operand through a tensor descriptor (TMA), as it is or transposed, or else through pointers
+and strides.
 
-The grid is persistent: program p takes the items p, p + programs, p + 2 programs, ... Tiles are ordered
-in groups of ``group_m`` rows of tiles, column by column inside a group: neighbours then share operands
-in the L2 cache, and the groups are finished one after another.
+The grid is persistent: program p takes the items p, p + programs, p + 2 programs, ... Tiles are
+ordered in groups of ``group_m`` rows of tiles, column by column inside a group: neighbours then
+share operands in the L2 cache, and the groups are finished one after another.
 
-Split-K: ``split_k`` items share a tile. Each stores its partial sum in float32, and the program that
-arrives last adds all of them up, in the order of K. Who is last may differ from run to run, that order
-does not, so the bits are always the same.
+Split-K: ``split_k`` items share a tile. Each stores its partial sum in float32, and the program
+that arrives last adds all of them up, in the order of K. Who is last may differ from run to run,
+that order does not, so the bits are always the same.
 
-Announcements: the program adds to a counter of the tile's group after all threads have stored the tile.
-The barrier orders the threads' stores before the one thread's release, which is cumulative: whoever
-acquires the counter sees them. That holds for ordinary stores only, so announced tiles are not stored by
-TMA. The counter's readers run on the same GPU, so its scope is that; what they send on to other GPUs
-they release themselves.
+Announcements: the program adds to a counter of the tile's group after all threads have stored the
+tile. The barrier orders the threads' stores before the one thread's release, which is cumulative:
+whoever acquires the counter sees them. That holds for ordinary stores only, so announced tiles are
+not stored by TMA. The counter's readers run on the same GPU, so its scope is that; what they send
+on to other GPUs they release themselves.
 """
 
 from __future__ import annotations
@@ -137,9 +138,9 @@ def gemm_kernel(
     steps = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(steps, split_k)
     items = tiles_m * tiles_n * split_k
-    # One loop over tiles and steps, so that the loads of a tile begin during the one before. The compiler
-    # joins them if all tiles have the same steps. A barrier in the joint loop would keep it from being
-    # pipelined, so announced tiles have an inner loop of their own.
+    # One loop over tiles and steps, so that the loads of a tile begin during the one before. The
+    # compiler joins them if all tiles have the same steps. A barrier in the joint loop would keep
+    # it from being pipelined, so announced tiles have an inner loop of their own.
     FLATTEN: tl.constexpr = partials is None and ready is None
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
         tile = item // split_k

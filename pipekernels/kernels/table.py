@@ -1,8 +1,8 @@
 """What has been measured: by GPU, kind and shape class, the best configuration and how it compares.
 
-Tables of measured GPUs are shipped in ``tables/``; ``pipekernels tune`` measures the GPU at hand into
-the user's cache folder, whose entries come first. A lookup is one access to a dictionary. Where nothing
-has been measured there is no entry, and the vendor's library is taken.
+Tables of measured GPUs are shipped in ``tables/``; ``pipekernels tune`` measures the GPU at hand
+into the user's cache folder, whose entries come first. A lookup is one access to a dictionary.
+Where nothing has been measured there is no entry, and the vendor's library is taken.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Table(NamedTuple):
         gpu: its name.
         date: when.
         versions: of what it was measured with.
-        launch_seconds: how long the host takes to launch the kernel. While launches are not captured
-            in a graph, a product that takes less time than that waits for the host.
+        launch_seconds: how long the host takes to launch the kernel. While launches are not
+            captured in a graph, a product that takes less time than that waits for the host.
         entries: by shape class.
     """
 

@@ -1,10 +1,10 @@
 """Measures the Triton kernel against the vendor's library on the GPU at hand.
 
-For one product at a time the library and the candidates take turns, in several rounds, of which slow
-candidates miss most; times are medians. The operands are random, and as many copies of them as the L2
-cache cannot hold are used in turn. The GPU is kept waiting until a round's launches are queued, so the
-host's speed does not count. A candidate whose result is wrong, or less accurate than the library's,
-is dropped.
+For one product at a time the library and the candidates take turns, in several rounds, of which
+slow candidates miss most; times are medians. The operands are random, and as many copies of them as
+the L2 cache cannot hold are used in turn. The GPU is kept waiting until a round's launches are
+queued, so the host's speed does not count. A candidate whose result is wrong, or less accurate than
+the library's, is dropped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Times(NamedTuple):
 def row_parallel_shapes(
     tokens: Iterable[int] = TOKENS, degrees: Iterable[int] = DEGREES, kind: str = "bfloat16"
 ) -> Iterator[Shape]:
-    """The products of row-parallel layers of Llama models, forward, and gradients from 256 tokens on.
+    """The products of row-parallel layers of Llama models, forward, and gradients from 256 tokens
+    on.
 
     The projection out of attention and the second of the MLP, their input features sharded.
     """
@@ -100,8 +101,8 @@ def measure(
             entries[shape_class(*shape)] = entry
             rate = 2e-12 * shape.m * shape.n * shape.k / entry.seconds
             report(
-                f"{shape.kind} {shape.layout} {shape.m} x {shape.n} x {shape.k}: {rate:.0f} TFLOP/s, "
-                f"{entry.speedup:.2f} x the library ({entry.config})"
+                f"{shape.kind} {shape.layout} {shape.m} x {shape.n} x {shape.k}: {rate:.0f} "
+                f"TFLOP/s, {entry.speedup:.2f} x the library ({entry.config})"
             )
     versions = {
         "torch": torch.__version__,
@@ -237,8 +238,8 @@ def _is_right(product: Product, way: Callable[[Product], None], expected: Tensor
         torch.cuda.synchronize()
     except (triton.runtime.errors.OutOfResources, RuntimeError):
         return False  # Of a smaller GPU of the generation, or what this Triton cannot compile.
-    # TF32 has as many bits; and as many are sure where Hopper sums up products of float8. The errors of
-    # a float32 sum grow like the square root of its length.
+    # TF32 has as many bits; and as many are sure where Hopper sums up products of float8. The
+    # errors of a float32 sum grow like the square root of its length.
     coarse = product.kind in ("tfloat32", "float8_e4m3fn")
     unit = 2**-10 if coarse else 2**-24 * product.a.shape[1] ** 0.5
     unit = max(unit, torch.finfo(expected.dtype).eps)

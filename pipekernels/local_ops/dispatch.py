@@ -1,5 +1,5 @@
-"""When a registered operation may be called past the dispatcher and autograd, which to an operation in
-Python take longer than a small copy or product does."""
+"""When a registered operation may be called past the dispatcher and autograd, which to an operation
+in Python take longer than a small copy or product does."""
 
 from __future__ import annotations
 

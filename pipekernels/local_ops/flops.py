@@ -1,7 +1,7 @@
 """How many floating-point operations products take, for ``torch.utils.flop_counter``.
 
-What it does not know it counts as none. Importing it takes long, as it imports Triton, so only layers
-import this module, not the package.
+What it does not know it counts as none. Importing it takes long, as it imports Triton, so only
+layers import this module, not the package.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
-    """Sizes of the micro-batches that ``batch`` entries are cut into, as ``torch.tensor_split`` does.
+    """Sizes of the micro-batches that ``batch`` entries are cut into, as ``torch.tensor_split``
+    does.
 
-    There are ``max(1, min(chunks, batch))`` of them; sizes differ by at most one, larger ones first.
+    They are ``max(1, min(chunks, batch))``, and differ by at most one, larger ones first.
     """
     count = max(1, min(chunks, batch))
     size, larger = batch // count, batch % count  # divmod takes no symbolic sizes
@@ -55,25 +56,25 @@ def split_micro_batches(
     """Copy ``tensors`` into contiguous micro-batches along dimension ``dim``.
 
     Args:
-        tensors: a tensor, or several of any shapes and dtypes on one device that agree in their size
-            along ``dim``. Any strides.
+        tensors: a tensor, or several of any shapes and dtypes on one device that agree in their
+            size along ``dim``. Any strides.
         chunks: how many micro-batches are wanted; a smaller batch gives as many as it has entries.
             ``torch.export`` needs a batch of fixed size, as their number depends on it.
         dim: the batch dimension; negative ones count from the end.
-        dtype: float64, float32, float16 or bfloat16, which all floating-point tensors are cast to on
-            the way, as ``tensor.to(dtype)`` does it. Tensors of other kinds, such as token ids and
-            masks, keep theirs. Gradients come back in the dtypes of the input.
+        dtype: float64, float32, float16 or bfloat16, which all floating-point tensors are cast to
+            on the way, as ``tensor.to(dtype)`` does it. Tensors of other kinds, such as token ids
+            and masks, keep theirs. Gradients come back in the dtypes of the input.
 
     Returns:
-        One entry per micro-batch (sizes: :func:`micro_batch_sizes`): a tensor if one was given, else
-        a tuple of tensors. None shares memory with the input or with another.
+        One entry per micro-batch (sizes: :func:`micro_batch_sizes`): a tensor if one was given,
+        else a tuple of tensors. None shares memory with the input or with another.
 
     Raises:
-        TypeError: something other than strided tensors, or integers, was given; ``dtype``, or with it
-            that of a floating-point tensor, is none of those four.
+        TypeError: something other than strided tensors, or integers, was given; ``dtype``, or with
+            it that of a floating-point tensor, is none of those four.
         ValueError: ``chunks`` below 1, ``dim`` out of range, sizes along ``dim`` or devices that
-            differ, no tensor, a tensor without dimensions, or one to cast whose memory is not aligned
-            to its elements.
+            differ, no tensor, a tensor without dimensions, or one to cast whose memory is not
+            aligned to its elements.
         RuntimeError: CUDA tensors with an extension built without CUDA.
     """
     single = isinstance(tensors, Tensor)
@@ -115,12 +116,14 @@ def concat_micro_batches(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Concatenate micro-batches along dimension ``dim``: the inverse of :func:`split_micro_batches`.
+    """Concatenate micro-batches along dimension ``dim``: the inverse of
+    :func:`split_micro_batches`.
 
     Args:
-        micro_batches: one entry per micro-batch, in order: a tensor, or a sequence of as many tensors
-            as in every other entry, which agree in their size along ``dim``. Apart from that size,
-            the k-th tensor has the same shape, dtype and device in all of them. Any strides.
+        micro_batches: one entry per micro-batch, in order: a tensor, or a sequence of as many
+            tensors as in every other entry, which agree in their size along ``dim``. Apart from
+            that size, the k-th tensor has the same shape, dtype and device in all of them. Any
+            strides.
         dim: the batch dimension; negative ones count from the end.
         dtype: as in :func:`split_micro_batches`.
 
@@ -128,10 +131,10 @@ def concat_micro_batches(
         A contiguous tensor, or a tuple of them if entries are sequences.
 
     Raises:
-        TypeError: something other than strided tensors was given, or dtypes differ; ``dtype``, or with
-            it that of a floating-point tensor, is none that can be cast.
-        ValueError: no micro-batch, ``dim`` out of range, shapes, lengths or devices that differ, or a
-            tensor to cast whose memory is not aligned to its elements.
+        TypeError: something other than strided tensors was given, or dtypes differ; ``dtype``, or
+            with it that of a floating-point tensor, is none that can be cast.
+        ValueError: no micro-batch, ``dim`` out of range, shapes, lengths or devices that differ, or
+            a tensor to cast whose memory is not aligned to its elements.
         RuntimeError: CUDA tensors with an extension built without CUDA.
     """
     entries = list(micro_batches)
@@ -187,8 +190,8 @@ def _check_dim(group: list[Tensor], dim: int) -> int:
         dims = tensor.dim()
         if not -dims <= dim < dims:
             raise ValueError(
-                f"dim must be in -{dims}..{dims - 1} for tensor {i} of shape {tuple(tensor.shape)}, "
-                f"got {dim}"
+                f"dim must be in -{dims}..{dims - 1} for tensor {i} of shape "
+                f"{tuple(tensor.shape)}, got {dim}"
                 if dims
                 else f"tensor {i} has no dimension to split; use tensor[None]"
             )
@@ -199,8 +202,8 @@ def _check_dim(group: list[Tensor], dim: int) -> int:
             )
         if dim < 0 and dims != first.dim():
             raise ValueError(
-                f"dim={dim} is dimension {first.dim() + dim} of tensor 0 and {dims + dim} of tensor "
-                f"{i}; use a non-negative dim"
+                f"dim={dim} is dimension {first.dim() + dim} of tensor 0 and {dims + dim} of "
+                f"tensor {i}; use a non-negative dim"
             )
     return first.dim() + dim if dim < 0 else dim
 
@@ -249,7 +252,7 @@ def _check_casts(group: list[Tensor], dtype: torch.dtype | None) -> None:
             )
 
 
-# ---- the operations --------------------------------------------------------------------------------
+# ---- the operations ------------------------------------------------------------------------------
 
 _DEVICES = ("cpu", "cuda")
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

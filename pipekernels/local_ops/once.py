@@ -18,7 +18,8 @@ def check_differentiated_once(what: str) -> None:
     Raises:
         RuntimeError: it is.
     """
-    # Of a backward that is being compiled the mode says nothing; compiled ones refuse it themselves.
+    # Of a backward that is being compiled the mode says nothing; compiled ones refuse it
+    # themselves.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{what} can be differentiated once only; call this without create_graph=True"

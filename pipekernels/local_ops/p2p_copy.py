@@ -28,23 +28,24 @@ def p2p_copy(
 ) -> Tensor | list[Tensor]:
     """Copy ``tensors`` to ``device``, differentiably.
 
-    Synchronisation: a copy begins when the current stream of its source has made the values, and does
-    not wait for what the target computes. What is issued on the target's current stream afterwards
-    waits for the copy; the source's current stream goes on, and may overwrite the tensor. The
-    calling thread waits for copies to the CPU, and out of pinned memory.
+    Synchronisation: a copy begins when the current stream of its source has made the values, and
+    does not wait for what the target computes. What is issued on the target's current stream
+    afterwards waits for the copy; the source's current stream goes on, and may overwrite the
+    tensor. The calling thread waits for copies to the CPU, and out of pinned memory.
 
     Args:
         tensors: a tensor, or several, on any devices, of any dtypes and strides.
         device: the target.
 
     Returns:
-        The copies, like ``tensors``, those from a CUDA device to the CPU in pinned memory; a tensor that
-        is on the device already is returned itself.
+        The copies, like ``tensors``, those from a CUDA device to the CPU in pinned memory; a tensor
+        that is on the device already is returned itself.
 
     Raises:
         TypeError: something other than tensors was given, or one that is to move is not strided, or
             on the meta device.
-        RuntimeError: there is no such device, or forward-mode differentiation of one that is to move.
+        RuntimeError: there is no such device, or forward-mode differentiation of one that is to
+            move.
     """
     single = isinstance(tensors, Tensor)
     group = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -58,8 +59,8 @@ def p2p_copy(
             raise TypeError(f"a tensor has layout {tensor.layout}; use .to_dense() first")
         if tensor.is_meta:
             raise TypeError(
-                f"a tensor is on the meta device and so has no values to copy to {target}; make one "
-                f"there with torch.empty_like(tensor, device={str(target)!r})"
+                f"a tensor is on the meta device and so has no values to copy to {target}; make "
+                f"one there with torch.empty_like(tensor, device={str(target)!r})"
             )
     deny_tangents("p2p_copy", moving)
     copies = iter(_op(moving, target, False) if moving else ())

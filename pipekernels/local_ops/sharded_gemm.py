@@ -1,8 +1,9 @@
-"""``Y = X W^T`` of a linear layer, by Triton or by the vendor's library, whichever was measured faster.
+"""``Y = X W^T`` of a linear layer, by Triton or by the vendor's library, whichever was measured
+faster.
 
 On a GPU ``algorithm='auto'`` looks the product up in the table of what has been measured on GPUs of
-its name (:mod:`pipekernels.kernels.table`), and takes the Triton kernel where that says that it wins;
-everywhere else, and on CPUs, it is ``torch.nn.functional.linear``.
+its name (:mod:`pipekernels.kernels.table`), and takes the Triton kernel where that says that it
+wins; everywhere else, and on CPUs, it is ``torch.nn.functional.linear``.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ def sharded_gemm(
         ``[..., n]``, of the dtype of ``x``, for float8 ``out_dtype``.
 
     Raises:
-        TypeError: something other than tensors; dtypes that differ; scales or ``out_dtype`` with other
-            operands than float8; an ``out_dtype`` other than bfloat16, float16 and float32; float8
-            where a gradient is needed; ``'triton'`` for a dtype other than bfloat16, float16, float32
-            and float8.
-        ValueError: shapes that do not fit; scales that are not float32; tensors on several devices; an
-            unknown ``algorithm``; ``'triton'`` for CPU tensors.
+        TypeError: something other than tensors; dtypes that differ; scales or ``out_dtype`` with
+            other operands than float8; an ``out_dtype`` other than bfloat16, float16 and float32;
+            float8 where a gradient is needed; ``'triton'`` for a dtype other than bfloat16,
+            float16, float32 and float8.
+        ValueError: shapes that do not fit; scales that are not float32; tensors on several devices;
+            an unknown ``algorithm``; ``'triton'`` for CPU tensors.
         RuntimeError: ``'triton'`` on a GPU that is too old for it; on a GPU also forward-mode
             differentiation.
         ImportError: ``'triton'`` without Triton, or with one before 3.6.
@@ -123,7 +124,8 @@ def gemm_into(
         out: ``[m, n]``; may be symmetric memory.
         a: ``[m, k]``.
         b: ``[n, k]``.
-        bias, residual, scale_a, scale_b: ``[n]``, ``[m, n]``, ``[m]`` or ``[1]``, ``[n]`` or ``[1]``.
+        bias, residual, scale_a, scale_b: ``[n]``, ``[m, n]``, ``[m]`` or ``[1]``, ``[n]`` or
+            ``[1]``.
         algorithm: as there.
     """
     added = (bias, residual, scale_a, scale_b)
@@ -294,7 +296,8 @@ def _check(
     for value in (x, weight, *added):
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"sharded_gemm works on tensors, got {type(value).__name__}; pass torch.as_tensor(...)"
+                f"sharded_gemm works on tensors, got {type(value).__name__}; pass "
+                "torch.as_tensor(...)"
             )
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -341,7 +344,8 @@ def _by_triton(
     chosen: Chosen,
     forced: bool,
 ) -> bool:
-    """Launch the Triton kernel, or not; whether the product is computed so, and not by the library."""
+    """Launch the Triton kernel, or not; whether the product is computed so, and not by the
+    library."""
     from pipekernels.kernels.launch import Product, is_loaded, launch
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
@@ -442,7 +446,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, *_, ctx.algorithm = inputs
     if x.dtype == FLOAT8:
         raise TypeError(
-            f"a product of {FLOAT8} has no gradient here; detach its inputs, or multiply in bfloat16"
+            f"a product of {FLOAT8} has no gradient here; detach its inputs, or multiply in "
+            "bfloat16"
         )
     ctx.save_for_backward(x, weight)
 

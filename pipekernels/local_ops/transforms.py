@@ -21,7 +21,8 @@ from pipekernels._torch_private import (
 
 
 def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:
-    """Whether nothing differentiates ``tensors`` other than by a backward; ``name`` says what needs that.
+    """Whether nothing differentiates ``tensors`` other than by a backward; ``name`` says what needs
+    that.
 
     Raises:
         RuntimeError: one has a tangent (``torch.autograd.forward_ad``), or a transform of

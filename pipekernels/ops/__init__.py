@@ -1,10 +1,11 @@
 """The public door of all operations, wherever they live.
 
-Each operation validates its arguments, picks a device and is registered with ``torch.library``. They
-work under ``torch.compile`` and are differentiable in reverse mode. Splitting and concatenating
-micro-batches also have forward-mode derivatives and work under ``torch.func``; the others refuse to be
-differentiated so. Collectives take the loss to be the sum of the losses of all ranks;
-:mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute one and the same loss.
+Each operation validates its arguments, picks a device and is registered with ``torch.library``.
+They work under ``torch.compile`` and are differentiable in reverse mode. Splitting and
+concatenating micro-batches also have forward-mode derivatives and work under ``torch.func``; the
+others refuse to be differentiated so. Collectives take the loss to be the sum of the losses of all
+ranks; :mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute one and the same
+loss.
 """
 
 from pipekernels.comm.functional import all_gather, all_reduce, broadcast, reduce_scatter

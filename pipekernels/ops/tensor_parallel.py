@@ -1,4 +1,5 @@
-"""The differentiable steps of tensor parallelism; see :mod:`pipekernels.tensor_parallel.functional`."""
+"""The differentiable steps of tensor parallelism; see
+:mod:`pipekernels.tensor_parallel.functional`."""
 
 from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,

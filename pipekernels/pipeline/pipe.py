@@ -68,36 +68,38 @@ class Pipe(nn.Module):
     The schedule is GPipe's (Huang et al., 2019); the interface is fairscale's and torchgpipe's. The
     module is split in place: the pipe's layers are the module's own. Gradients are summed over
     micro-batches, last one first, as autograd does for ``torch.cat([module(x) for x in
-    input.tensor_split(chunks)])``. Under autocast that is the loop with ``cache_enabled=False``: every
-    micro-batch casts the parameters itself, and gradients are summed in the parameters' dtype. (Uses that
-    share a cast have theirs summed in autocast's.)
+    input.tensor_split(chunks)])``. Under autocast that is the loop with ``cache_enabled=False``:
+    every micro-batch casts the parameters itself, and gradients are summed in the parameters'
+    dtype. (Uses that share a cast have theirs summed in autocast's.)
 
     Every forward draws one number from the default CPU generator; from it each (stage, micro-batch)
     gets random numbers of its own, so results with a fixed seed do not depend on timing and
     recomputation repeats its forward.
 
-    The keys of the state_dict are ``partitions.<stage>.<key in the module>``. ``to_sequential()`` has
-    the same layers under the module's own keys: to save checkpoints that fit the bare module and any
-    balance, call its ``state_dict``, and its ``load_state_dict`` to load them.
+    The keys of the state_dict are ``partitions.<stage>.<key in the module>``. ``to_sequential()``
+    has the same layers under the module's own keys: to save checkpoints that fit the bare module
+    and any balance, call its ``state_dict``, and its ``load_state_dict`` to load them.
 
     ``torch.compile`` leaves a pipe as it is, in a compiled program too: compile its layers.
 
-    Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its stages
-    do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has parameters
-    that are ``DTensor``. Layers that hide their collectives otherwise do not belong in a pipe on CPUs.
-    FSDP2 goes around a pipe, ``fully_shard(pipe)``; layers that it shards one by one are refused.
+    Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its
+    stages do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has
+    parameters that are ``DTensor``. Layers that hide their collectives otherwise do not belong in a
+    pipe on CPUs. FSDP2 goes around a pipe, ``fully_shard(pipe)``; layers that it shards one by one
+    are refused.
 
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
-    threads must not read or change the pipe's parameters, nor draw from the default generator, as a pipe
-    of theirs with dropout does: checkpointing could then not repeat the numbers of a forward. Layers
-    must not call the pipe that they are in. An error that a layer raises says where in a note.
+    threads must not read or change the pipe's parameters, nor draw from the default generator, as a
+    pipe of theirs with dropout does: checkpointing could then not repeat the numbers of a forward.
+    Layers must not call the pipe that they are in. An error that a layer raises says where in a
+    note.
 
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
             list or dict with tensors in it. Layers may have skips (:mod:`pipekernels.skip`).
         balance: number of layers of each stage. Default: as many stages as there are devices (on a
-            CPU-only machine: intra-op threads), of about equally many parameters, as nothing else is
-            known before there is an input. ``pipekernels.balance.balance_by_time`` measures;
+            CPU-only machine: intra-op threads), of about equally many parameters, as nothing else
+            is known before there is an input. ``pipekernels.balance.balance_by_time`` measures;
             ``pipekernels.plan_pipeline`` chooses chunks, schedule and checkpointing too.
         devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
             stage where there is none.
@@ -105,29 +107,31 @@ class Pipe(nn.Module):
             that differ by at most one.
         checkpoint: which micro-batches keep their inputs only and are recomputed in the backward:
             ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is. Recomputed
-            layers are in the mode, and have the parameters and buffers, of their forward; their hooks
-            and attributes are those of the backward. Buffers that layers change in their forwards, as
-            spectral norm does, have the values that the forward found (what is written through
-            ``.data`` goes unnoticed). Parameters modified in place and layers changed in between are
-            an error.
+            layers are in the mode, and have the parameters and buffers, of their forward; their
+            hooks and attributes are those of the backward. Buffers that layers change in their
+            forwards, as spectral norm does, have the values that the forward found (what is written
+            through ``.data`` goes unnoticed). Parameters modified in place and layers changed in
+            between are an error.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
-        execution: how mini-batches run on CPUs; results do not depend on it. ``'auto'``: the fastest of
-            the others, measured for each kind of mini-batch; the first of a kind runs inline, and is
-            watched for random numbers that threads could not keep apart. ``'inline'``: on the calling
-            thread. ``'threads'``: each lane of the schedule on a thread of its own. ``'split'``: likewise,
-            and the backward of ``pipe(x)`` computes gradients of inputs first, those of parameters later,
-            where the graphs allow it. Stages that share layers or have collectives run inline.
-        cuda_graphs: experimental, no GPU has run it yet: launch the work of each stage on a CUDA device as
-            CUDA graphs, captured in the third mini-batch of a kind; stages elsewhere run as ever. Python in layers is run while they
-            are captured only, so what it does must follow from the shapes of a stage's input, its
-            layers' attributes, and constants. A stage that cannot be captured runs without, and a
-            warning says why. Parameters must not be modified between a forward and its backward.
+        execution: how mini-batches run on CPUs; results do not depend on it. ``'auto'``: the
+            fastest of the others, measured for each kind of mini-batch; the first of a kind runs
+            inline, and is watched for random numbers that threads could not keep apart.
+            ``'inline'``: on the calling thread. ``'threads'``: each lane of the schedule on a
+            thread of its own. ``'split'``: likewise, and the backward of ``pipe(x)`` computes
+            gradients of inputs first, those of parameters later, where the graphs allow it. Stages
+            that share layers or have collectives run inline.
+        cuda_graphs: experimental, no GPU has run it yet: launch the work of each stage on a CUDA
+            device as CUDA graphs, captured in the third mini-batch of a kind; stages elsewhere run
+            as ever. Python in layers is run while they are captured only, so what it does must
+            follow from the shapes of a stage's input, its layers' attributes, and constants. A
+            stage that cannot be captured runs without, and a warning says why. Parameters must not
+            be modified between a forward and its backward.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential`` or has a forward, parameters or hooks of its own,
-            skips of its layers do not match, ``balance`` does not list integers or ``devices``
+        TypeError: ``module`` is no ``nn.Sequential`` or has a forward, parameters or hooks of its
+            own, skips of its layers do not match, ``balance`` does not list integers or ``devices``
             devices, or a BatchNorm to be deferred is of a class that does more.
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
@@ -193,15 +197,15 @@ class Pipe(nn.Module):
         """Run a mini-batch.
 
         Args:
-            *inputs: the first layer's arguments: tensors with a dimension ``batch_dim`` of one size, or
-                tuples, lists and dicts of them. Tensors are cut into micro-batches; anything else, and
-                tensors in ``NoChunk(tensor)``, every micro-batch is given whole.
+            *inputs: the first layer's arguments: tensors with a dimension ``batch_dim`` of one
+                size, or tuples, lists and dicts of them. Tensors are cut into micro-batches;
+                anything else, and tensors in ``NoChunk(tensor)``, every micro-batch is given whole.
             **kwargs: the first layer's keyword arguments, likewise.
 
         Returns:
-            What the module returns, on the last stage's device; the tensors of all micro-batches are
-            joined along ``batch_dim``. What is no tensor comes as a list with an entry per micro-batch,
-            but None as None. A pipe without layers returns its input itself.
+            What the module returns, on the last stage's device; the tensors of all micro-batches
+            are joined along ``batch_dim``. What is no tensor comes as a list with an entry per
+            micro-batch, but None as None. A pipe without layers returns its input itself.
 
         Raises:
             TypeError: there is no tensor in the input, or in what a stage returns.
@@ -236,8 +240,9 @@ class Pipe(nn.Module):
         ``zb-h1`` sum gradients over micro-batches first one first, so the last bits may differ from
         those of ``loss_fn(pipe(input), target).backward()``.
 
-        A mean over anything but rows, as of cross-entropy with ``ignore_index`` or class weights, is
-        not that of the batch when it is taken per micro-batch, and NaN where one has nothing to count.
+        A mean over anything but rows, as of cross-entropy with ``ignore_index`` or class weights,
+        is not that of the batch when it is taken per micro-batch, and NaN where one has nothing to
+        count.
         Divide a sum by the count of the whole batch instead::
 
             valid = (target != -100).sum()
@@ -247,44 +252,49 @@ class Pipe(nn.Module):
 
             pipe.train_step(input, target, loss_fn, loss_reduction="sum")
 
-        ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Its share of their
-        gradients is summed up by itself, like that of each stage where stages share a parameter. There
-        each stage has another object for it; ``pipe.parameters()`` gives one of them.
+        ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Its share of
+        their gradients is summed up by itself, like that of each stage where stages share a
+        parameter. There each stage has another object for it; ``pipe.parameters()`` gives one of
+        them.
 
         ``DistributedDataParallel`` averages gradients after calls of its own forward alone; after
-        those of ``train_step``, average them yourself. A pipe that FSDP2 shards has no ``train_step``.
+        those of ``train_step``, average them yourself. A pipe that FSDP2 shards has no
+        ``train_step``.
 
         Args:
             input: the first layer's only argument, as in :meth:`forward`.
             target: tensors of the same batch size, cut up like the input; None if ``loss_fn`` takes
                 outputs only.
-            loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of one
-                micro-batch; returns a scalar.
+            loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of
+                one micro-batch; returns a scalar.
             schedule: ``'gpipe'``, ``'1f1b'``, ``'interleaved'`` or ``'zb-h1'``.
             lanes: for ``'interleaved'``: how many lanes; lane ``i`` runs the stages ``i``,
                 ``i + lanes``, ...
-            loss_reduction: what ``loss_fn`` does over its rows: ``'mean'`` (micro-batches are weighted
-                by their share of the batch) or ``'sum'``.
+            loss_reduction: what ``loss_fn`` does over its rows: ``'mean'`` (micro-batches are
+                weighted by their share of the batch) or ``'sum'``.
 
         Returns:
             The loss of the mini-batch, a scalar without a graph.
 
         Raises:
-            TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or ``loss_fn``
-                cannot be called or returns none.
+            TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or
+                ``loss_fn`` cannot be called or returns none.
             ValueError: an argument is out of its range, batch sizes differ, a target was computed
                 with a graph, or the loss is no scalar.
-            RuntimeError: no loss requires a gradient, or FSDP2 shards the pipe; and as :meth:`forward`.
+            RuntimeError: no loss requires a gradient, or FSDP2 shards the pipe; and as
+                :meth:`forward`.
         """
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None and isinstance(self, fsdp.FSDPModule):
             raise RuntimeError(
-                "FSDP shards this pipe, and gathers parameters and reduces gradients for pipe(input) and "
-                "its backward, not those of train_step; use loss_fn(pipe(input), target).backward()"
+                "FSDP shards this pipe, and gathers parameters and reduces gradients for "
+                "pipe(input) and its backward, not those of train_step; use loss_fn(pipe(input), "
+                "target).backward()"
             )
         if not self.partitions:
             raise RuntimeError(
-                "the pipe has no layers, so there is nothing to train; use loss_fn(pipe(input), target)"
+                "the pipe has no layers, so there is nothing to train; use loss_fn(pipe(input), "
+                "target)"
             )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
@@ -297,14 +307,14 @@ class Pipe(nn.Module):
             tensors, structure = take_apart(target, "target")
             if any(tensor.grad_fn is not None for tensor in tensors):
                 raise ValueError(
-                    "a target has a graph, which the micro-batches would go through backwards one by "
-                    "one; detach it, or use loss_fn(pipe(input), target).backward()"
+                    "a target has a graph, which the micro-batches would go through backwards one "
+                    "by one; detach it, or use loss_fn(pipe(input), target).backward()"
                 )
             targets = Scatter(tensors, self.chunks, self.batch_dim, "target")
             if targets.batch != rows:
                 raise ValueError(
-                    f"the target has batch size {targets.batch} and the input {rows}; both are split "
-                    f"along dimension {self.batch_dim} and must agree in it"
+                    f"the target has batch size {targets.batch} and the input {rows}; both are "
+                    f"split along dimension {self.batch_dim} and must agree in it"
                 )
 
         losses = partial(Losses, loss_fn, targets, structure, loss_reduction == "mean")
@@ -320,8 +330,9 @@ class Pipe(nn.Module):
             )
         if self._engine.stages.modules != list(self.partitions):
             raise RuntimeError(
-                "an entry of the pipe's partitions has been replaced, and the pipe would run the former "
-                "one; replace layers in it instead, pipe.partitions[i][j] = layer, or make a new pipe"
+                "an entry of the pipe's partitions has been replaced, and the pipe would run the "
+                "former one; replace layers in it instead, pipe.partitions[i][j] = layer, or make "
+                "a new pipe"
             )
         tensors, structure = take_apart(value, "input")
         deny_tangents("a Pipe", chain(tensors, self.parameters()))
@@ -367,9 +378,10 @@ class Pipe(nn.Module):
             optimizer = SGD(stage.submod.parameters(), lr=0.1)
             schedule.step(input) if stage.is_first else schedule.step(target=target)
 
-        The first stage takes the pipe's arguments, keyword arguments too. The stage's module has the
-        pipe's layers, with their names in the wrapped module's state_dict. The pipe's checkpointing
-        and random numbers do not come along, and stages cannot pass on a tuple of one tensor.
+        The first stage takes the pipe's arguments, keyword arguments too. The stage's module has
+        the pipe's layers, with their names in the wrapped module's state_dict. The pipe's
+        checkpointing and random numbers do not come along, and stages cannot pass on a tuple of one
+        tensor.
 
         Args:
             stage_index: which stage. Default: the one of this rank's number, for a group with a

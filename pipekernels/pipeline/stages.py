@@ -86,8 +86,8 @@ class PipelineParallel(Pipe):
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
             1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
 
-    Its forward and ``train_step`` raise a TypeError when a stage has got hooks and the like since, and a
-    RuntimeError when its layers are others: layers are replaced in ``partitions``.
+    Its forward and ``train_step`` raise a TypeError when a stage has got hooks and the like since,
+    and a RuntimeError when its layers are others: layers are replaced in ``partitions``.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class PipelineParallel(Pipe):
             _check_only_layers(stage)
             if tuple(stage.layers) != given:
                 raise RuntimeError(
-                    f"the layers of stage {stage.index} have changed since the pipeline was made, which "
-                    "would run the former ones; replace them in the pipeline, "
+                    f"the layers of stage {stage.index} have changed since the pipeline was made, "
+                    "which would run the former ones; replace them in the pipeline, "
                     f"pipeline.partitions[{stage.index}][j] = layer, or make a new one"
                 )
         return super()._batch(value)
@@ -188,7 +188,7 @@ def _device(stage: PipelineStage) -> torch.device | None:
     devices = {tensor.device for tensor in chain(stage.parameters(), stage.buffers())}
     if len(devices) > 1:
         raise ValueError(
-            f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; move "
-            "the stage to one device"
+            f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; "
+            "move the stage to one device"
         )
     return next(iter(devices), None)

@@ -15,9 +15,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of ``module``, in place, by their norm in the full model.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which on a rank knows the gradients of its own parts alone, so
-    that ranks would scale what they all have by different factors. A collective: all ranks of all
-    sharded layers call it.
+    As ``torch.nn.utils.clip_grad_norm_``, which on a rank knows the gradients of its own parts
+    alone, so that ranks would scale what they all have by different factors. A collective: all
+    ranks of all sharded layers call it.
 
     Args:
         module: the model; sharded layers may be at any depth, of several communicators.
@@ -30,13 +30,13 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: ``module`` is no module; a sharded layer has got a parametrization, or a mask.
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; on every rank, and nothing is
-            clipped then.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; on every rank, and
+            nothing is clipped then.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"module must be an nn.Module, got {type(module).__name__}; pass the model in place of its "
-            "parameters: its layers know which of them are sharded"
+            f"module must be an nn.Module, got {type(module).__name__}; pass the model in place of "
+            "its parameters: its layers know which of them are sharded"
         )
     sharded = sharded_parameters(module)
     grads: dict[Communicator | None, list[Tensor]] = {}

@@ -18,9 +18,9 @@ step                   forward                  backward
 conventions.) After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2022).
 
-All ranks must call these in the same order, and an input must require a gradient on all ranks or
-on none. They are differentiable once; a backward with ``create_graph=True`` raises a RuntimeError, and so do
-forward mode and the transforms of ``torch.func``.
+All ranks must call these in the same order, and an input must require a gradient on all ranks or on
+none. They are differentiable once; a backward with ``create_graph=True`` raises a RuntimeError, and
+so do forward mode and the transforms of ``torch.func``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
-    """The slices of all ranks, joined along the last dimension; the loss that follows is replicated.
+    """The slices of all ranks, joined along the last dimension; the loss that follows is
+    replicated.
 
     Args:
         x: ``[..., shard_sizes(size, world_size)[rank]]``.
@@ -133,17 +134,17 @@ def row_linear(
         comm: the communicator.
         scatter: return this rank's slice of the first dimension alone.
         algorithm: of the products, forward and backward, on a GPU: as for
-            :func:`pipekernels.local_ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel, with the
-            all-reduce running while it does. ``'auto'`` takes that where a plan from measurements
-            says that it pays, but not in a captured CUDA graph. The same on all ranks.
+            :func:`pipekernels.local_ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel,
+            with the all-reduce running while it does. ``'auto'`` takes that where a plan from
+            measurements says that it pays, but not in a captured CUDA graph. The same on all ranks.
 
     Returns:
         ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
         ``[rows / world_size, ..., out_features]``.
 
     Raises:
-        ValueError: ``scatter``, and the first dimension of ``x`` is no multiple of the world size; an
-            ``algorithm`` that does not exist, or not for these arguments.
+        ValueError: ``scatter``, and the first dimension of ``x`` is no multiple of the world size;
+            an ``algorithm`` that does not exist, or not for these arguments.
     """
     if algorithm not in ROW_ALGORITHMS:
         names = ", ".join(ROW_ALGORITHMS)
@@ -170,8 +171,8 @@ def _check_transforms(tensors: list[Tensor]) -> None:
     """Refuse what the functions below have no rules for, in words of ours."""
     if not torch.compiler.is_compiling() and transforms_are_active():
         raise RuntimeError(
-            f"{_LAYERS} does not run inside the transforms of torch.func, such as vmap or grad; use "
-            "backward() or torch.autograd.grad()"
+            f"{_LAYERS} does not run inside the transforms of torch.func, such as vmap or grad; "
+            "use backward() or torch.autograd.grad()"
         )
     deny_tangents(_LAYERS, tensors)
 

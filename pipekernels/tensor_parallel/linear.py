@@ -5,11 +5,12 @@ the first feeds the second without a collective between them, and one pair (the 
 MLP; the projections into and out of attention) costs one all-reduce forward and one backward. The
 names follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
 
-On CUDA the products are those of :func:`pipekernels.local_ops.sharded_gemm`: by Triton where that was measured
-to be faster, overlapped with the all-reduce where that pays, else by cuBLAS.
+On CUDA the products are those of :func:`pipekernels.local_ops.sharded_gemm`: by Triton where that
+was measured to be faster, overlapped with the all-reduce where that pays, else by cuBLAS.
 
-Autograd convention: all ranks compute the same loss (:mod:`pipekernels.tensor_parallel.functional`). All
-ranks must run the same forwards and backwards, in the same order.
+Autograd convention: all ranks compute the same loss
+(:mod:`pipekernels.tensor_parallel.functional`). All ranks must run the same forwards and backwards,
+in the same order.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class _ShardedLinear(nn.Module):
         super().__init__()
         if not isinstance(comm, Communicator):
             raise TypeError(
-                f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one with "
-                "Communicator.from_process_group(group) or Communicator.threads(world_size)"
+                f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one "
+                "with Communicator.from_process_group(group) or Communicator.threads(world_size)"
             )
         self.in_features = in_features
         self.out_features = out_features
@@ -77,8 +78,9 @@ class _ShardedLinear(nn.Module):
         """This rank's part of ``linear``, with its dtype, device, mode and trainable parameters.
 
         In PyTorch's ``nn.TransformerEncoderLayer`` have
-        :func:`~pipekernels.tensor_parallel.tensor_parallelize` replace layers: it also keeps the encoder
-        from giving their weights to one kernel in evaluation mode, which takes a part for the whole.
+        :func:`~pipekernels.tensor_parallel.tensor_parallelize` replace layers: it also keeps the
+        encoder from giving their weights to one kernel in evaluation mode, which takes a part for
+        the whole.
 
         Args:
             linear: the full layer, the same on every rank. Its parameters are copied, not shared.
@@ -86,9 +88,9 @@ class _ShardedLinear(nn.Module):
             kwargs: the remaining keyword arguments of the class, without ``device`` and ``dtype``.
 
         Raises:
-            TypeError: ``linear`` is no ``nn.Linear``, or a lazy one without a shape yet, or has more
-                than its weight, its bias and the forward of that class: a parametrization, an adapter,
-                hooks; ``device`` or ``dtype`` is given.
+            TypeError: ``linear`` is no ``nn.Linear``, or a lazy one without a shape yet, or has
+                more than its weight, its bias and the forward of that class: a parametrization, an
+                adapter, hooks; ``device`` or ``dtype`` is given.
             ValueError: as for the constructor.
         """
         if not isinstance(linear, nn.Linear):
@@ -157,14 +159,15 @@ class _ShardedLinear(nn.Module):
         for name in ("weight", "bias"):
             if name not in self._parameters:
                 raise TypeError(
-                    f"the {name} of this {type(self).__name__} is computed from parameters that are not "
-                    f"known to be shards of those of a full layer; {REMEDY}"
+                    f"the {name} of this {type(self).__name__} is computed from parameters that "
+                    f"are not known to be shards of those of a full layer; {REMEDY}"
                 )
         named = {name: self._parameters[name] for name in ("weight", "bias")}
         return {name: parameter for name, parameter in named.items() if parameter is not None}
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """What the parts of all ranks, each like its part of the parameter ``name``, are parts of."""
+        """What the parts of all ranks, each like its part of the parameter ``name``, are parts
+        of."""
         dim = self._shard_dims[name]
         size = self.full_shape(name)[dim]
         joined = gather_from_ranks(whole(part).movedim(dim, -1), self.comm, size)
@@ -248,12 +251,11 @@ class RowParallelLinear(_ShardedLinear):
             :class:`ColumnParallelLinear`); else it is the full, replicated input.
         reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
             slice of its first dimension, which the world size must divide; before a column-parallel
-            layer, or a loss, join the slices of the ``rows`` by
-            ``gather_from_ranks(y.movedim(0, -1), comm, rows).movedim(-1, 0)``, from
-            :mod:`pipekernels.tensor_parallel.functional`, as the backward of ``ops.all_gather`` would sum over
-            the ranks what is whole already. ``'none'``: this rank's partial sum, for a caller who
-            reduces later; the bias cannot be added then, so it wants ``bias=False`` or
-            ``skip_bias_add=True``.
+            layer, or a loss, join the slices of the ``rows`` by ``gather_from_ranks(y.movedim(0,
+            -1), comm, rows).movedim(-1, 0)``, from :mod:`pipekernels.tensor_parallel.functional`,
+            as the backward of ``ops.all_gather`` would sum over the ranks what is whole already.
+            ``'none'``: this rank's partial sum, for a caller who reduces later; the bias cannot be
+            added then, so it wants ``bias=False`` or ``skip_bias_add=True``.
         skip_bias_add: return ``(output, bias)``, with the bias not added, for a later fused add.
         device: of the parameters.
         dtype: of the parameters.
@@ -325,8 +327,8 @@ class RowParallelLinear(_ShardedLinear):
             return y, bias
         if bias is None:
             return y
-        # Selective checkpointing may keep ``y``, which must not change then; nor must a subclass's, which is
-        # a view of what row_linear has returned.
+        # Selective checkpointing may keep ``y``, which must not change then; nor must a subclass's,
+        # which is a view of what row_linear has returned.
         plain = type(y) is Tensor and not is_observed()
         return y.add_(bias) if plain else (y + bias).to(y.dtype)
 
@@ -409,8 +411,8 @@ REMEDY = (
 
 
 def more_than_linear(linear: nn.Linear) -> str | None:
-    """What ``linear`` has beyond its weight, its bias and the forward of ``nn.Linear``, and would not
-    have in parts; None if nothing."""
+    """What ``linear`` has beyond its weight, its bias and the forward of ``nn.Linear``, and would
+    not have in parts; None if nothing."""
     names = linear.state_dict().keys() - {"weight", "bias"}
     if names:
         return f"state of its own ({', '.join(sorted(names))})"

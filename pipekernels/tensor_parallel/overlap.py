@@ -1,8 +1,9 @@
-"""A row-parallel product whose all-reduce begins while it is computed, and a plan that says when to.
+"""A row-parallel product whose all-reduce begins while it is computed, and a plan that says when
+to.
 
-The kernel of :mod:`pipekernels.kernels.sharded_gemm` announces each finished block of rows, on fewer
-multiprocessors than there are; on the others the communicator reduces the announced blocks, in a
-stream of its own. The product's bits do not depend on that, nor do those of the sum.
+The kernel of :mod:`pipekernels.kernels.sharded_gemm` announces each finished block of rows, on
+fewer multiprocessors than there are; on the others the communicator reduces the announced blocks,
+in a stream of its own. The product's bits do not depend on that, nor do those of the sum.
 
 The plan compares times by an alpha-beta model: a transfer of b bytes takes alpha + beta b (Hockney,
 1994). The product and the reduction of blocks are a flow shop of two machines with equal jobs.
@@ -44,7 +45,8 @@ class Link(NamedTuple):
     block_beta: float
 
 
-# NVLink of the generation, a quarter below its data sheet's rate per direction. Assumed, not measured.
+# NVLink of the generation, a quarter below its data sheet's rate per direction. Assumed, not
+# measured.
 LINKS = {
     80: Link(4e-6, 1 / 225e9, 1 / 20e9),
     90: Link(4e-6, 1 / 340e9, 1 / 25e9),
@@ -125,8 +127,8 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
     Args:
         a, b, out: CUDA tensors.
         ranks: over how many ``out`` is to be summed.
-        algorithm: ``'overlapped'`` for a way at any price, ``'auto'`` for one that the plan finds to
-            be faster by what has been measured on this GPU, but not while a graph is captured;
+        algorithm: ``'overlapped'`` for a way at any price, ``'auto'`` for one that the plan finds
+            to be faster by what has been measured on this GPU, but not while a graph is captured;
             ``None`` for all others.
     """
     kind, layout = kind_of(a.dtype, tf32_allowed()), layout_of(a, b)
@@ -153,7 +155,8 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
         return plan(m, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link)
     part = m * n * k / (entry.shape.m * entry.shape.n * entry.shape.k)
     found = plan(
-        m, size, entry.config, part * entry.seconds, part * min(entry.seconds, entry.vendor_seconds),
+        m, size, entry.config,
+        part * entry.seconds, part * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
     )  # fmt: skip
     return found if forced or found.seconds * GAIN < found.plain_seconds else None
@@ -204,7 +207,8 @@ def gemm_all_reduce(
 
 @functools.cache
 def _side_stream(handle: int, device: torch.device) -> torch.cuda.Stream:
-    """A communicator's own: in a stream shared by ranks that are threads, they could wait in a circle.
+    """A communicator's own: in a stream shared by ranks that are threads, they could wait in a
+    circle.
 
     Streams of high priority come from a pool apart from the one that users' streams come from.
     """

@@ -35,46 +35,47 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
 
     A collective: all ranks call it, and compare what they are to cut up.
 
-    A column-parallel layer is to feed a row-parallel one, as in
-    ``{"*.q_proj": "column", "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}``: then
-    the result is the model's, with one all-reduce per pair in the forward and one in the backward.
-    What lies between the two sees this rank's features alone. So a module that counts heads must be
-    told the count of this rank (``attention.num_heads //= comm.world_size``, say), and the world
-    size must divide it. Ranks take consecutive features: of a layer that several outputs are fused in
-    (``qkv``, ``gate_up_proj``), a rank's part is no such fusion, unless its features are grouped by
-    head. A parameter between the two, such as the norms of queries and keys in Qwen3, gets this rank's
-    part of its gradient; have the parts summed with
-    ``parameter.register_hook(lambda grad: comm.all_reduce(grad.clone()))``. Dropout between the two may
-    differ from rank to rank; elsewhere all ranks must draw the same, so there ranks want the same
-    seed and one process each. If the world size does not divide the features, ranks draw unlike
-    numbers of random numbers between the two, and differ afterwards: no dropout there then.
+    A column-parallel layer is to feed a row-parallel one, as in ``{"*.q_proj": "column",
+    "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}``: then the result is the
+    model's, with one all-reduce per pair in the forward and one in the backward. What lies between
+    the two sees this rank's features alone. So a module that counts heads must be told the count of
+    this rank (``attention.num_heads //= comm.world_size``, say), and the world size must divide it.
+    Ranks take consecutive features: of a layer that several outputs are fused in (``qkv``,
+    ``gate_up_proj``), a rank's part is no such fusion, unless its features are grouped by head. A
+    parameter between the two, such as the norms of queries and keys in Qwen3, gets this rank's part
+    of its gradient; have the parts summed with ``parameter.register_hook(lambda grad:
+    comm.all_reduce(grad.clone()))``. Dropout between the two may differ from rank to rank;
+    elsewhere all ranks must draw the same, so there ranks want the same seed and one process each.
+    If the world size does not divide the features, ranks draw unlike numbers of random numbers
+    between the two, and differ afterwards: no dropout there then.
 
     A layer that has no such partner, an output head say, can be ``'column_gather_output'``, which
-    returns all features on every rank, or ``'row_split_input'``, which takes all: its neighbours are as
-    before, for one more collective.
+    returns all features on every rank, or ``'row_split_input'``, which takes all: its neighbours
+    are as before, for one more collective.
 
     In evaluation mode PyTorch's ``nn.TransformerEncoderLayer`` hands the weights of its layers to
     one kernel; where some of them are replaced, it calls them in all modes.
 
     Gradients of all other parameters that are not sharded are whole on every rank. So what is taken
-    from all gradients differs between ranks, which would then change those parameters differently. In
-    place of ``torch.nn.utils.clip_grad_norm_`` use
+    from all gradients differs between ranks, which would then change those parameters differently.
+    In place of ``torch.nn.utils.clip_grad_norm_`` use
     :func:`pipekernels.tensor_parallel.clip_grad_norm_`; in place of a ``GradScaler``
     ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, with the group of the ranks;
-    ``LBFGS`` does not work. Optimizers that look at a whole matrix (``Muon``, ``Adafactor``) see this
-    rank's part of it. Make optimizers afterwards: the sharded layers have parameters of their own.
+    ``LBFGS`` does not work. Optimizers that look at a whole matrix (``Muon``, ``Adafactor``) see
+    this rank's part of it. Make optimizers afterwards: the sharded layers have parameters of their
+    own.
 
-    DDP and FSDP around the model take the group of the ranks that hold the same parts: over all ranks,
-    DDP would write those of rank 0 over the others'.
+    DDP and FSDP around the model take the group of the ranks that hold the same parts: over all
+    ranks, DDP would write those of rank 0 over the others'.
 
     Args:
-        model: the full model, the same on every rank (seed all alike, or load a checkpoint first: weights
-            are not sent); any ``nn.Module``, of Hugging Face or others.
+        model: the full model, the same on every rank (seed all alike, or load a checkpoint first:
+            weights are not sent); any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
-            (``*`` matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
-            :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'`` (a
-            :class:`RowParallelLinear` with ``input_is_parallel=False``). Names that none matches stay
-            as they are.
+            (``*`` matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'``
+            (a :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'``
+            (a :class:`RowParallelLinear` with ``input_is_parallel=False``). Names that none matches
+            stay as they are.
         comm: the communicator.
 
     Returns:
@@ -82,7 +83,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
         :func:`pipekernels.tensor_parallel.full_state_dict` gives that of the full model back, which
         ``load_state_dict`` takes on any world size, and
         :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` that of its optimizer. Give
-        ``torch.distributed.checkpoint`` the full ones: parts have the same key on all ranks, so it takes
+        ``torch.distributed.checkpoint`` the full ones: parts have the same key on all ranks, so it
+            takes
         them for copies and keeps one.
 
     Raises:
@@ -91,8 +93,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
             ``comm`` is no communicator.
         ValueError: a pattern matches nothing or the model itself, or patterns that match one layer
             disagree; a kind that does not exist; a layer with fewer features than there are ranks;
-            one whose weight belongs to another module too; ranks whose layers, or the first numbers of
-            their weights, differ. The model is unchanged then.
+            one whose weight belongs to another module too; ranks whose layers, or the first numbers
+            of their weights, differ. The model is unchanged then.
     """
     for pattern, kind in plan.items():
         if kind not in tuple(KINDS):  # It may be unhashable.
@@ -121,15 +123,16 @@ def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Mod
 
 
 def _check_agreement(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communicator) -> None:
-    """Whether all ranks cut up the same layers: parts of others would be summed, or wait for ever."""
+    """Whether all ranks cut up the same layers: parts of others would be summed, or wait for
+    ever."""
     sizes = [(layer.in_features, layer.out_features, layer.bias is None) for layer in kinds]
     digest = zlib.crc32(repr((list(kinds.values()), sizes)).encode())
     digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise ValueError(
-            f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; give "
-            "all ranks the same model and plan"
+            f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
+            "give all ranks the same model and plan"
         )
     firsts = [[_first(layer.weight) for layer in kinds]]
     ranks = comm.all_gather(
@@ -140,8 +143,8 @@ def _check_agreement(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communica
         rank, layer = differences[0]
         name, _ = list(kinds.values())[layer]
         raise ValueError(
-            f"the weight of {name!r} on rank {rank} is not that on rank 0; seed all ranks alike before "
-            "the model is made, or load the same checkpoint on all"
+            f"the weight of {name!r} on rank {rank} is not that on rank 0; seed all ranks alike "
+            "before the model is made, or load the same checkpoint on all"
         )
 
 
@@ -201,7 +204,8 @@ def _call_the_layers(model: nn.Module, sharded: set[nn.Module]) -> None:
 
 
 def _check_sharing(model: nn.Module, sharded: Container[nn.Module]) -> None:
-    """A weight that another module uses as well, as tied embeddings do, cannot be cut up for one."""
+    """A weight that another module uses as well, as tied embeddings do, cannot be cut up for
+    one."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

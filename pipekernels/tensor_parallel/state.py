@@ -16,8 +16,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The state_dict of ``module`` with every sharded layer gathered to a full ``nn.Linear``'s.
 
     A collective: all ranks call it, and all receive the whole. ``module`` may hold sharded layers
-    at any depth, or be one. What is a ``DTensor``, by FSDP2 around such layers say, is gathered too.
-    Tensors are copies, which later steps of training leave alone.
+    at any depth, or be one. What is a ``DTensor``, by FSDP2 around such layers say, is gathered
+    too. Tensors are copies, which later steps of training leave alone.
 
     Raises:
         TypeError: a sharded layer has got a parametrization, or a mask.
@@ -27,8 +27,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     sharded = sharded_parameters(module)
     if not sharded.keys() <= {value for value in state.values() if isinstance(value, Tensor)}:
         raise RuntimeError(
-            "a hook of state_dict() has put something else in place of parameters of sharded layers; "
-            "remove it, or gather layer by layer, layer.full_state_dict()"
+            "a hook of state_dict() has put something else in place of parameters of sharded "
+            "layers; remove it, or gather layer by layer, layer.full_state_dict()"
         )
     full: dict[Tensor, Tensor] = {}  # By what stands for it in ``state``, under whatever keys.
     for parameter, (layer, name) in sharded.items():
@@ -47,8 +47,8 @@ def full_optimizer_state_dict(
     """The state_dict of ``optimizer`` with the state of every sharded parameter gathered.
 
     A collective, as :func:`full_state_dict`. :func:`load_full_optimizer_state_dict` takes it on any
-    world size, and for the model without shards. Parameters have the names that :func:`full_state_dict`
-    gives them; the form is that of
+    world size, and for the model without shards. Parameters have the names that
+    :func:`full_state_dict` gives them; the form is that of
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
     Args:
@@ -56,9 +56,9 @@ def full_optimizer_state_dict(
         optimizer: of parameters of ``module``; all, or some.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}, ...]}``. State that has
-        a sharded parameter's shape is gathered as that is; numbers, and what belongs to other parameters,
-        are as the optimizer has them. Tensors are copies.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}, ...]}``. State
+        that has a sharded parameter's shape is gathered as that is; numbers, and what belongs to
+        other parameters, are as the optimizer has them. Tensors are copies.
 
     Raises:
         TypeError: a sharded parameter has other state, as in ``Adafactor``; or its layer has got a
@@ -83,10 +83,11 @@ def full_optimizer_state_dict(
 def load_full_optimizer_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Load into ``optimizer`` what :func:`full_optimizer_state_dict` has returned, each rank its parts.
+    """Load into ``optimizer`` what :func:`full_optimizer_state_dict` has returned, each rank its
+    parts.
 
-    Does what ``optimizer.load_state_dict()`` does; here, too, groups are to have the same parameters in
-    the same order. No collective, unless FSDP2 shards the parameters once more.
+    Does what ``optimizer.load_state_dict()`` does; here, too, groups are to have the same
+    parameters in the same order. No collective, unless FSDP2 shards the parameters once more.
 
     Args:
         module: the model, with or without sharded layers.
@@ -95,17 +96,17 @@ def load_full_optimizer_state_dict(
 
     Raises:
         TypeError: a sharded layer has got a parametrization, or a mask.
-        ValueError: the groups of ``optimizer`` have other parameters, or the state numbers them, as that
-            of ``optimizer.state_dict()``; state of a sharded parameter is neither a number nor of the
-            full parameter's shape. ``optimizer`` is unchanged then.
+        ValueError: the groups of ``optimizer`` have other parameters, or the state numbers them, as
+            that of ``optimizer.state_dict()``; state of a sharded parameter is neither a number nor
+            of the full parameter's shape. ``optimizer`` is unchanged then.
     """
     sharded, names = sharded_parameters(module), _names(module, optimizer)
     state = {}
     groups = state_dict["param_groups"]
     if not all(isinstance(name, str) for group in groups for name in group["params"]):
         raise ValueError(
-            "the state has numbers for parameters, as that of optimizer.state_dict(), and not names; "
-            "load it into the optimizer of the model without shards, and pass what "
+            "the state has numbers for parameters, as that of optimizer.state_dict(), and not "
+            "names; load it into the optimizer of the model without shards, and pass what "
             "full_optimizer_state_dict(model, optimizer) returns for these"
         )
     if len(groups) != len(optimizer.param_groups):
@@ -117,8 +118,8 @@ def load_full_optimizer_state_dict(
         given = [names[parameter] for parameter in own["params"]]
         if given != list(group["params"]):
             raise ValueError(
-                f"group {i} of the optimizer has the parameters {', '.join(given)}, but that of the "
-                f"state {', '.join(group['params'])}; make it as the one that was saved"
+                f"group {i} of the optimizer has the parameters {', '.join(given)}, but that of "
+                f"the state {', '.join(group['params'])}; make it as the one that was saved"
             )
         for name, parameter in zip(given, own["params"], strict=True):
             if name in state_dict["state"]:
@@ -130,7 +131,8 @@ def load_full_optimizer_state_dict(
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """What the parameters of ``module`` are called in its state_dict; the first of several names."""
+    """What the parameters of ``module`` are called in its state_dict; the first of several
+    names."""
     names: dict[Tensor, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
@@ -139,9 +141,9 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, 
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the "
-                    "state_dict of the module; pass the model whose parameters it has, and make the "
-                    "optimizer after tensor_parallelize()"
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "in the state_dict of the module; pass the model whose parameters it has, and "
+                    "make the optimizer after tensor_parallelize()"
                 )
     return names
 
@@ -155,9 +157,9 @@ def _gathered(key: str, value: Any, parameter: Tensor, home: Home | None) -> Any
         return whole(value).clone()
     if value.shape != parameter.shape:
         raise TypeError(
-            f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter of "
-            f"shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, and cannot "
-            "be gathered; use an optimizer that works element by element, such as Adam"
+            f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter "
+            f"of shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, "
+            "and cannot be gathered; use an optimizer that works element by element, such as Adam"
         )
     layer, name = home
     return layer.gather(name, value)
@@ -172,7 +174,8 @@ def _own_part(key: str, value: Any, parameter: Tensor, home: Home | None) -> Any
         if value.shape != layer.full_shape(name):
             raise ValueError(
                 f"the state has a {key!r} of shape {tuple(value.shape)} for a parameter whose full "
-                f"shape is {layer.full_shape(name)}; pass what full_optimizer_state_dict() has returned"
+                f"shape is {layer.full_shape(name)}; pass what full_optimizer_state_dict() has "
+                "returned"
             )
         part = layer.shard(name, value)
     is_like = isinstance(part, Tensor) and part.shape == parameter.shape

@@ -25,8 +25,8 @@ _CPU = torch.device("cpu")
 
 
 class SteppedEnd(ABC):
-    """A :class:`pipekernels.comm.end.End` over several hosts: each collective is agreed on, then run in
-    steps.
+    """A :class:`pipekernels.comm.end.End` over several hosts: each collective is agreed on, then
+    run in steps.
 
     Args:
         layout: of all ranks.
@@ -106,7 +106,8 @@ class HostsEnd(SteppedEnd):
     Args:
         local: the end over the ranks of this host; owned.
         layout: of all ranks.
-        route: to the ranks of this position on the other hosts; ``None`` if there is not one on each.
+        route: to the ranks of this position on the other hosts; ``None`` if there is not one on
+            each.
         timeout: seconds that a call waits for one in another thread.
 
     Attributes:

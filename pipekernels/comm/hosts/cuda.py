@@ -25,7 +25,8 @@ _PROBLEM = 1000  # Bytes of the text in which a rank tells why it cannot take pa
 
 
 class HostsCudaEnd(SteppedEnd):
-    """A :class:`pipekernels.comm.end.DeviceEnd` over several hosts. Experimental: no GPU has run it yet.
+    """A :class:`pipekernels.comm.end.DeviceEnd` over several hosts. Experimental: no GPU has run it
+    yet.
 
     A call waits on the CPU until all ranks have made it. What it then issues runs in the current
     stream, for which it does not wait, but where Gloo connects the hosts. Last the devices exchange
@@ -70,7 +71,8 @@ class HostsCudaEnd(SteppedEnd):
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
-        """All of ``tensor`` is reduced inside each host while it is written, then its parts beyond."""
+        """All of ``tensor`` is reduced inside each host while it is written, then its parts
+        beyond."""
 
         def inside(flat: Tensor, op: str) -> None:
             self._local.all_reduce_when_ready(tensor, op, ready, blocks)
@@ -110,7 +112,7 @@ class HostsCudaEnd(SteppedEnd):
             self._link.close()
         self._failed.release()
 
-    # ---- set-up --------------------------------------------------------------------------------------
+    # ---- set-up ----------------------------------------------------------------------------------
 
     def _connect(self, device: torch.device) -> Link | None:
         route = self._hosts.route
@@ -133,7 +135,7 @@ class HostsCudaEnd(SteppedEnd):
         first = {text: rank for rank, text in reversed(list(enumerate(texts))) if text}
         return made, "; ".join(f"rank {rank}: {text}" for text, rank in first.items())
 
-    # ---- the parts of a collective -------------------------------------------------------------------
+    # ---- the parts of a collective ---------------------------------------------------------------
 
     @contextlib.contextmanager
     def _collective(self, call: Call) -> Iterator[None]:
@@ -166,6 +168,6 @@ class HostsCudaEnd(SteppedEnd):
 def _check_not_capturing() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a collective over several hosts cannot be captured in a graph: all ranks agree on each "
-            "before it begins, which a replay would not do; call it between two graphs"
+            "a collective over several hosts cannot be captured in a graph: all ranks agree on "
+            "each before it begins, which a replay would not do; call it between two graphs"
         )

@@ -1,4 +1,5 @@
-"""What connects one rank of every host; over Gloo: for CPU tensors, and CUDA ones by way of the host."""
+"""What connects one rank of every host; over Gloo: for CPU tensors, and CUDA ones by way of the
+host."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class Link(ABC):
 
 
 class GlooLink(Link):
-    """Waits in every operation until it is done; the other hosts notice soon when this one hangs up.
+    """Waits in every operation until it is done; the other hosts notice soon when this one hangs
+    up.
 
     Args:
         gloo: a ``ProcessGroupGloo`` of one rank per host; owned.
@@ -114,7 +116,8 @@ class GlooLink(Link):
             raise LinkError(reason, late=late)
 
     def _attempt(self, call: Callable[[Any], Any]) -> str:
-        """Why Gloo has failed, or nothing; the traceback of its error would keep the connections."""
+        """Why Gloo has failed, or nothing; the traceback of its error would keep the
+        connections."""
         ended = threading.Event()
         try:
             with self._lock:

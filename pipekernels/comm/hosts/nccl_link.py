@@ -27,7 +27,8 @@ _SLICE = 0.1
 
 
 class NcclLink(Link):
-    """Operations return at once; one that is not done in time is cut short by a thread that watches.
+    """Operations return at once; one that is not done in time is cut short by a thread that
+    watches.
 
     An operation counts as begun when the device gets to it, however much it has to do before. The
     thread makes no call to CUDA before it has to: another thread may be capturing a graph.
@@ -181,8 +182,8 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLink:
         except Exception as error:  # noqa: BLE001
             problems.append(f"NCCL cannot connect {device}: {error}")
 
-    # In a thread of its own, since there is no limit to it, nor a way to cut it short. For less than
-    # the timeout, so that those who have connected other links still wait to hear of it.
+    # In a thread of its own, since there is no limit to it, nor a way to cut it short. For less
+    # than the timeout, so that those who have connected other links still wait to hear of it.
     limit = 0.75 * timeout
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()

@@ -1,7 +1,8 @@
 """How the ranks of one position on all hosts reach each other, and what links they make for it.
 
-Links are groups of their own. Those made by :func:`torch.distributed.new_group` would need all ranks
-of the job, or agree on their names by how many groups a rank has, which ranks need not have in common.
+Links are groups of their own. Those made by :func:`torch.distributed.new_group` would need all
+ranks of the job, or agree on their names by how many groups a rank has, which ranks need not have
+in common.
 """
 
 from __future__ import annotations

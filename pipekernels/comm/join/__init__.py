@@ -1,1 +1,2 @@
-"""How the processes of a job become the ranks of a communicator. Called by ``Communicator`` alone."""
+"""How the processes of a job become the ranks of a communicator. Called by ``Communicator``
+alone."""

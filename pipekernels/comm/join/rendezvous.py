@@ -81,10 +81,10 @@ def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> d
     """A part of ``store`` for these processes alone, once all of them are there.
 
     The store may hold what other processes wrote before: under torchrun it is the agent's, which
-    outlives the workers that it restarts (https://github.com/pytorch/pytorch/issues/135712), and the
-    agents of several hosts may count restarts differently. So rank 0 opens a session of a new name,
-    the others enter it with tokens, and rank 0 lists those. Who finds its own token in the list of a
-    session knows that the session is not one of before.
+    outlives the workers that it restarts (https://github.com/pytorch/pytorch/issues/135712), and
+    the agents of several hosts may count restarts differently. So rank 0 opens a session of a new
+    name, the others enter it with tokens, and rank 0 lists those. Who finds its own token in the
+    list of a session knows that the session is not one of before.
 
     Raises:
         TimeoutError: a rank did not come in time.

@@ -49,8 +49,8 @@ class Backward:
 class Slot:
     """Graphs for one micro-batch at a time, and all memory that outlives a replay.
 
-    They have a pool of their own: what a forward leaves behind must survive all that is replayed until its
-    backward, and what a backward does is copied before the next forward.
+    They have a pool of their own: what a forward leaves behind must survive all that is replayed
+    until its backward, and what a backward does is copied before the next forward.
 
     Args:
         graph: of the forward.
@@ -77,8 +77,8 @@ class Slot:
         self.backwards: dict[tuple[bool, ...], Backward] = {}
         """By which outputs have gradients."""
         self.lease: Callable[[], Lease | None] = lambda: None
-        """The latest, while there is somebody who has it. Nothing is done when it ends: Ctrl-C that comes
-        up in a ``__del__`` is lost."""
+        """The latest, while there is somebody who has it. Nothing is done when it ends: Ctrl-C that
+        comes up in a ``__del__`` is lost."""
         self._outputs = outputs
         self._leaves = leaves
 

@@ -1,19 +1,19 @@
-"""A stage's forwards and backwards as CUDA graphs: what small layers cost is launching them, and a graph
-is launched at once.
+"""A stage's forwards and backwards as CUDA graphs: what small layers cost is launching them, and a
+graph is launched at once.
 
 Every *signature* (kind of pass, shapes of the input, settings of layers and of torch) is run twice
-without graphs, which sets up what is set up late, and the second time watches for what a graph could
-not repeat. From then on each micro-batch in flight has a *slot*: a graph of the forward, one of the
-backward for each set of outputs that have gradients, and the memory they work on, which is nobody
-else's until the tape of the micro-batch is gone. What enters a graph is copied there, and what leaves it
-is copied out, so neither the user, nor an edge, nor the next stage ever refers to memory that a replay
-overwrites. A slot keeps the autograd graph of its capture as well: it holds what the backward needs, and
-the backward goes through it where it has no graph of its own.
+without graphs, which sets up what is set up late, and the second time watches for what a graph
+could not repeat. From then on each micro-batch in flight has a *slot*: a graph of the forward, one
+of the backward for each set of outputs that have gradients, and the memory they work on, which is
+nobody else's until the tape of the micro-batch is gone. What enters a graph is copied there, and
+what leaves it is copied out, so neither the user, nor an edge, nor the next stage ever refers to
+memory that a replay overwrites. A slot keeps the autograd graph of its capture as well: it holds
+what the backward needs, and the backward goes through it where it has no graph of its own.
 
-A capture changes nothing: no kernel runs, and it has leaves of its own in place of the parameters, which
-have been used on no other stream and are in no cache of autocast's. Generators are seeded before a replay
-as before any forward, and torch gives a graph the numbers that follow from their state, so random
-numbers are the same with graphs and without.
+A capture changes nothing: no kernel runs, and it has leaves of its own in place of the parameters,
+which have been used on no other stream and are in no cache of autocast's. Generators are seeded
+before a replay as before any forward, and torch gives a graph the numbers that follow from their
+state, so random numbers are the same with graphs and without.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class StageGraphs:
         return signature
 
     def capture(self, work: Callable[[], Any], pool: Any, signature: Signature) -> Any:
-        """As ``Recorder.capture``; None if it failed, too, after which ``signature`` runs without."""
+        """As ``Recorder.capture``; None if it failed, too, after which ``signature`` runs
+        without."""
         try:
             return self.recorder.capture(work, pool)
         except Exception as error:  # noqa: BLE001 - an error of the work itself comes up without graphs
@@ -296,8 +297,8 @@ class GraphedTask:
             return result
         if tape.versions != versions_of(self._aliases):
             raise RuntimeError(
-                f"parameters of stage {self._graphs.index} were modified in place between its forward "
-                "and its backward, which needs them as they were; do it afterwards"
+                f"parameters of stage {self._graphs.index} were modified in place between its "
+                "forward and its backward, which needs them as they were; do it afterwards"
             )
         slot = tape.lease.slot
         with self._graphs.recorder.turn() as ours:
@@ -351,8 +352,8 @@ class GraphedTask:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what ``error`` says, or of the error that it came up after: the end of a capture
-    that failed raises as well."""
+    """The first line of what ``error`` says, or of the error that it came up after: the end of a
+    capture that failed raises as well."""
     first = error.__context__ or error
     return str(first).strip().partition("\n")[0] or type(first).__name__
 

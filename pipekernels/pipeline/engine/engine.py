@@ -29,14 +29,15 @@ from pipekernels.pipeline.stage.parameters import StageParameters, unique
 from pipekernels.pipeline.stage.task import differentiable
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter
 
-# Engines whose layers run, on this thread or on one whose lane this is: lanes have their caller's variables.
+# Engines whose layers run, on this thread or on one whose lane this is: lanes have their caller's
+# variables.
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())
 
 MakeLosses = Callable[
     [Sequence[int], Callable[[int], AbstractContextManager[Any]], LossGradients], Losses
 ]
-"""Makes the losses of a mini-batch: of micro-batches of so many rows, with these random numbers, capturing
-gradients there."""
+"""Makes the losses of a mini-batch: of micro-batches of so many rows, with these random numbers,
+capturing gradients there."""
 
 
 class Engine:
@@ -48,8 +49,8 @@ class Engine:
 
     With stages on CUDA devices, a backward runs on autograd's thread for the output's device. While
     that waits for another device it may begin the next backward that is due, of another mini-batch
-    of this pipe, before the first one has ended. So there mini-batches do not share what a backward changes:
-    each has aliases of its own, and what one puts in place of the other's it gives back.
+    of this pipe, before the first one has ended. So there mini-batches do not share what a backward
+    changes: each has aliases of its own, and what one puts in place of the other's it gives back.
 
     Args:
         partitions: the stages.
@@ -75,8 +76,8 @@ class Engine:
         # they accumulate.
         self._lock = threading.RLock()
         # Entered where a training step waits for autograd's threads: one of these may be at the
-        # beginning of a backward of this pipe, which gets the lock meanwhile. Other steps and forwards do
-        # not: they would take the aliases for parameters.
+        # beginning of a backward of this pipe, which gets the lock meanwhile. Other steps and
+        # forwards do not: they would take the aliases for parameters.
         self._unlocked = _Unlocked(self._lock)
         self._turns = threading.RLock()
         self._parameters = [StageParameters(stage) for stage in partitions]
@@ -163,13 +164,13 @@ class Engine:
 
     @contextmanager
     def _as_running(self) -> Iterator[None]:
-        """Be one whose layers run. It must not be one already: on a lane they would wait for a lock that the
-        caller of the pipe holds, who waits for them."""
+        """Be one whose layers run. It must not be one already: on a lane they would wait for a lock
+        that the caller of the pipe holds, who waits for them."""
         around = _running.get()
         if self in around:
             raise RuntimeError(
-                "a layer of a pipe calls the pipe that it is in; give the layer, in place of the pipe, the "
-                "module that it is to call"
+                "a layer of a pipe calls the pipe that it is in; give the layer, in place of the "
+                "pipe, the module that it is to call"
             )
         with restoring(partial(_running.set, around)):
             _running.set((*around, self))
@@ -187,7 +188,8 @@ class Engine:
     def _start(
         self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool
     ) -> MiniBatch:
-        """The next mini-batch. ``trains``: under a schedule that the user has named, loss and all."""
+        """The next mini-batch. ``trains``: under a schedule that the user has named, loss and
+        all."""
         stages = self.stages
         known: Sequence[StageParameters | None] = self._parameters
         if stages.with_streams:

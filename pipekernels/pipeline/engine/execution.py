@@ -20,8 +20,8 @@ from pipekernels.pipeline.stage.task import Task
 from pipekernels.pipeline.values.micro_batch import Scatter
 
 EXECUTIONS = ("auto", "inline", "threads", "split")
-"""The fastest way, measured; on the calling thread; on a thread per lane; likewise, with backwards in two
-parts where that is possible."""
+"""The fastest way, measured; on the calling thread; on a thread per lane; likewise, with backwards
+in two parts where that is possible."""
 
 
 class Execution(NamedTuple):
@@ -75,8 +75,8 @@ class Chooser:
             scatter: the micro-batches.
             parameters: the stages', None where no backward can follow.
             recomputed: how many micro-batches are recomputed.
-            may_split: whether backwards, whole in the schedule, may be done in two parts where that is
-                faster. A schedule that the user has named runs as it is.
+            may_split: whether backwards, whole in the schedule, may be done in two parts where that
+                is faster. A schedule that the user has named runs as it is.
             has_timeline: whether the stages are to be seen one by one.
         """
         stages = self._stages

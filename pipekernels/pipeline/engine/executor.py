@@ -41,8 +41,8 @@ def run_on_lanes(
     """Run each lane of the program on a thread of its own, the last one on the calling thread.
 
     Results travel through one queue per receiving stage and direction. Its order is the sender's
-    order of actions, which every schedule keeps on both sides. When an action raises, the other lanes stop
-    at their next action, and the first exception is raised here, with its traceback.
+    order of actions, which every schedule keeps on both sides. When an action raises, the other
+    lanes stop at their next action, and the first exception is raised here, with its traceback.
 
     Args:
         program: per lane, its actions in order.

@@ -25,8 +25,8 @@ class LayerFindings:
         self._draws = True
 
     def note_restores(self) -> None:
-        """Layers put the process's generator into an earlier state, as those do that recompute themselves.
-        Threads that draw from it meanwhile would draw other numbers."""
+        """Layers put the process's generator into an earlier state, as those do that recompute
+        themselves. Threads that draw from it meanwhile would draw other numbers."""
         self._restores = True
 
     def refuse_hidden_randomness(self) -> None:
@@ -37,8 +37,9 @@ class LayerFindings:
         """
         self.note_hidden_randomness()
         raise RuntimeError(
-            "a layer of the pipe has begun to draw random numbers in its backward, as layers do that "
-            "checkpoint themselves; run this mini-batch again, and the pipe will keep to one thread"
+            "a layer of the pipe has begun to draw random numbers in its backward, as layers do "
+            "that checkpoint themselves; run this mini-batch again, and the pipe will keep to one "
+            "thread"
         )
 
     def needs_one_thread(self) -> bool:

@@ -78,8 +78,8 @@ _DENORMAL = float.fromhex("0x1p-1074")
 
 
 def _flushes_denormals() -> bool:
-    """Whether ``torch.set_flush_denormal`` is on, on the calling thread. torch does not tell; but then
-    processors take such numbers for zero in comparisons too."""
+    """Whether ``torch.set_flush_denormal`` is on, on the calling thread. torch does not tell; but
+    then processors take such numbers for zero in comparisons too."""
     return _DENORMAL == 0.0
 
 
@@ -136,7 +136,8 @@ def run_together(
             worker.submit(job, ended, done)
 
     def wait() -> None:
-        # Noted by the workers: an exception may reach this thread between taking a token and noting it.
+        # Noted by the workers: an exception may reach this thread between taking a token and noting
+        # it.
         while len(ended) < len(work):
             try:
                 done.get()

@@ -24,8 +24,8 @@ LossFunction = Callable[..., torch.Tensor]
 class LossGradients:
     """Gradients that a loss's own graph has for the stages' parameters, kept apart from theirs.
 
-    Stages accumulate into the aliases meanwhile: there the order, and so the last bits of the sum, would
-    be left to timing.
+    Stages accumulate into the aliases meanwhile: there the order, and so the last bits of the sum,
+    would be left to timing.
 
     Args:
         stages: whose aliases are in place.
@@ -136,8 +136,8 @@ class Losses:
             raise TypeError(f"loss_fn returned {type(loss).__name__}; it must return a tensor")
         if loss.dim() != 0 or loss.is_complex():
             raise ValueError(
-                f"loss_fn returned a {loss.dtype} of shape {tuple(loss.shape)}; it must return a real "
-                "scalar, the mean or the sum over its micro-batch"
+                f"loss_fn returned a {loss.dtype} of shape {tuple(loss.shape)}; it must return a "
+                "real scalar, the mean or the sum over its micro-batch"
             )
         self._values[m] = loss.detach()
         if loss.requires_grad:
@@ -161,9 +161,9 @@ class Losses:
         """
         if not self._required_grad:
             raise RuntimeError(
-                "no loss requires a gradient, so nothing can be trained: all parameters are frozen, "
-                "loss_fn returns what does not depend on them, or torch.inference_mode() is on; to "
-                "only evaluate, use loss_fn(pipe(input), target)"
+                "no loss requires a gradient, so nothing can be trained: all parameters are "
+                "frozen, loss_fn returns what does not depend on them, or torch.inference_mode() "
+                "is on; to only evaluate, use loss_fn(pipe(input), target)"
             )
 
     def total(self) -> torch.Tensor:

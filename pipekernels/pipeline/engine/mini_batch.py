@@ -90,8 +90,8 @@ class MiniBatch:
             self.grad and any(self.parameters[index].pairs for index, _ in task.stages)
             for task in self._tasks
         ]
-        # Of the thread that begins the forward. Asked for where lanes or recomputations need it: cold,
-        # it takes as long as two small layers.
+        # Of the thread that begins the forward. Asked for where lanes or recomputations need it:
+        # cold, it takes as long as two small layers.
         self._context: CallerContext | None = None
         self._as_in_forward: AsInForward | None = None  # Where backwards recompute.
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
@@ -99,21 +99,23 @@ class MiniBatch:
         self._versions: dict[tuple[int, int], list[int]] = {}
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         self._skips = SkipTable(stages.skips, stages.devices)
-        # Devices of a stage's inputs before they were brought to its own, for those stages whose inputs
-        # were elsewhere. Their gradients go back there.
+        # Devices of a stage's inputs before they were brought to its own, for those stages whose
+        # inputs were elsewhere. Their gradients go back there.
         self._homes: dict[tuple[int, int], list[torch.device]] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
         self._released = False
-        # The last attribute, so that it outlives the tapes: with its end it takes back what they used.
+        # The last attribute, so that it outlives the tapes: with its end it takes back what they
+        # used.
         self._transport = Transport(stages.with_streams)
 
     def loss_randomness(self, micro_batch: int) -> AbstractContextManager[Any]:
-        """Entered for the loss of ``micro_batch``: as if the loss were a stage behind the last one."""
+        """Entered for the loss of ``micro_batch``: as if the loss were a stage behind the last
+        one."""
         return self._randomness.of(micro_batch, len(self._stages.modules))
 
     def forward(self, outputs: Outputs, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run every forward of the program; returns the outputs ``[batch, ...]``, in memory of their own
-        and not that of ``given``: autograd would not know that they share it."""
+        """Run every forward of the program; returns the outputs ``[batch, ...]``, in memory of
+        their own and not that of ``given``: autograd would not know that they share it."""
         aliases = installed(self.parameters) if self.grad else nullcontext()
         forward = partial(self._forward, outputs)
         around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -173,7 +175,8 @@ class MiniBatch:
         """Run the whole program, the loss in between.
 
         Returns:
-            The gradients of the inputs, and of the parameters but for those that ``losses`` captured.
+            The gradients of the inputs, and of the parameters but for those that ``losses``
+            captured.
         """
 
         with cast_cache(False):

@@ -64,13 +64,14 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool
 
 
 class Given(torch.autograd.Function):
-    """A scalar above tensors, which get ``grads`` as their gradients, those that are None left out. The
-    list is emptied: autograd copies a gradient that anybody else refers to."""
+    """A scalar above tensors, which get ``grads`` as their gradients, those that are None left out.
+    The list is emptied: autograd copies a gradient that anybody else refers to."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.grads = grads
-        # On a device that has streams, if any: autograd then has who accumulates wait for the current one.
+        # On a device that has streams, if any: autograd then has who accumulates wait for the
+        # current one.
         devices = [tensor.device for tensor in tensors]
         return torch.zeros((), device=next(filter(has_streams, devices), devices[0]))
 

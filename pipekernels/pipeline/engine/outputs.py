@@ -55,8 +55,8 @@ class Outputs:
         if not outputs.structure.fits(self._structures[0]):
             raise ValueError(
                 f"the last stage returned {len(outputs.tensors)} tensors for micro-batch {m} and "
-                f"{len(self._gathers)} before, or put them together in another way; all micro-batches "
-                "must be alike"
+                f"{len(self._gathers)} before, or put them together in another way; all "
+                "micro-batches must be alike"
             )
         for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
             self._gathers[i].write(m, tensor)

@@ -1,5 +1,5 @@
-"""Whether a pass runs inline or on threads, and there with backwards whole or in two parts: measured,
-not guessed.
+"""Whether a pass runs inline or on threads, and there with backwards whole or in two parts:
+measured, not guessed.
 
 With tiny layers, lanes hand the interpreter lock back and forth on every operation, which costs
 more than they hide; and a backward in two parts enters autograd once more for every layer. Where
@@ -82,7 +82,8 @@ class Pace:
         return record is None or not record.warm
 
     def choose(self, key: Hashable, ways: Sequence[Way]) -> Way:
-        """The way for the next pass of kind ``key``. Until one has ended they run inline, to warm up.
+        """The way for the next pass of kind ``key``. Until one has ended they run inline, to warm
+        up.
 
         Args:
             key: what tells kinds apart that take about equally long.
@@ -118,8 +119,8 @@ class Pass:
         self._seconds = 0.0
 
     def add(self, seconds: float, *, last: bool) -> None:
-        """Count the time of a part of it, ``last`` if nothing follows: a forward counts together with
-        its backward."""
+        """Count the time of a part of it, ``last`` if nothing follows: a forward counts together
+        with its backward."""
         self._seconds += seconds
         if last:
             self._pace.record(self._kind, self.way, self._seconds)

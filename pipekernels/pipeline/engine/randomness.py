@@ -1,4 +1,5 @@
-"""Where the random numbers of one mini-batch come from, and what is watched for while they are drawn."""
+"""Where the random numbers of one mini-batch come from, and what is watched for while they are
+drawn."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from pipekernels.pipeline.stage.random_state import (
 )
 
 Mode = Literal["inline", "hooks", "audited", "threads"]
-"""Tasks run one after another; likewise, and hooks on tensors are noticed; likewise, and it is watched
-whether threads could keep all random numbers apart; tasks run beside each other."""
+"""Tasks run one after another; likewise, and hooks on tensors are noticed; likewise, and it is
+watched whether threads could keep all random numbers apart; tasks run beside each other."""
 
 
 class TaskRandomness:

@@ -14,9 +14,9 @@ Skips = Mapping[Key, tuple[torch.Tensor, bool]]
 
 
 class SkipTable:
-    """The skips of one mini-batch, and their gradients, between the stage that leaves them here and the
-    one that takes them. All that lies between the two in the pipeline has happened between, so nobody
-    waits.
+    """The skips of one mini-batch, and their gradients, between the stage that leaves them here and
+    the one that takes them. All that lies between the two in the pipeline has happened between, so
+    nobody waits.
 
     Args:
         routes: which there are.
@@ -54,9 +54,9 @@ class SkipTable:
         for key, (skip, wants) in found.items():
             if wants and skip._version != self._versions[key, m]:
                 raise RuntimeError(
-                    f"the skip {key[1]!r} was modified in place by a stage between those that stash "
-                    "and pop it, so its gradient cannot be computed; stash a copy, or use layers "
-                    "that do not work in place"
+                    f"the skip {key[1]!r} was modified in place by a stage between those that "
+                    "stash and pop it, so its gradient cannot be computed; stash a copy, or use "
+                    "layers that do not work in place"
                 )
         return found
 

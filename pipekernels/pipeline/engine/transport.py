@@ -1,11 +1,12 @@
-"""What goes from stage to stage where stages are on several devices, and on which streams they compute.
+"""What goes from stage to stage where stages are on several devices, and on which streams they
+compute.
 
 A stage computes on the stream that was its device's current one in the forward, so a device does
 its stages' work in the order of issue, and what the caller does before and after needs no
 synchronisation. The run keeps these streams: a backward may be called from another thread, of
 autograd or of the user, whose current streams are others. Copies have streams of their own
-(``device/edge.py``); one begins when the stage that made its source has been issued, and the stage that
-takes it waits for it when its own turn comes.
+(``device/edge.py``); one begins when the stage that made its source has been issued, and the stage
+that takes it waits for it when its own turn comes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from pipekernels.pipeline.values.nested import leaves, map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
 DEPTH = 4
-"""How far down tensors are looked for in an object that is no container: a cache may have layers."""
+"""How far down tensors are looked for in an object that is no container: a cache may have
+layers."""
 
 
 def forward_in_chunks(

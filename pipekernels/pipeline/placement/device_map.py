@@ -63,8 +63,9 @@ def move_to_device(data: Any, device: Device) -> Any:
     of other kinds with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are
     moved by it; all else, modules included, stays as it is.
 
-    Copies to and from CUDA devices are those of :func:`pipekernels.local_ops.p2p_copy`: they overlap what
-    both devices compute, and make the caller wait where they go to the CPU or come from pinned memory.
+    Copies to and from CUDA devices are those of :func:`pipekernels.local_ops.p2p_copy`: they
+    overlap what both devices compute, and make the caller wait where they go to the CPU or come
+    from pinned memory.
 
     Raises:
         TypeError: ``device`` is none; see :func:`get_device`.
@@ -128,8 +129,8 @@ def parallelize_pipeline(
     With ``chunks`` the model's forward is called once per micro-batch. One thread issues them all,
     and CUDA launches return at once, so a device works on a micro-batch while the next device works
     on the one before it, in the backward too: the schedule of GPipe (Huang et al., 2019) without an
-    ``nn.Sequential``. A device does its work in the order of issue. So micro-batches have to go from
-    device to device and not back: one that returns to a device, by an output device or a later
+    ``nn.Sequential``. A device does its work in the order of issue. So micro-batches have to go
+    from device to device and not back: one that returns to a device, by an output device or a later
     layer, keeps it waiting, and nothing overlaps. (The root's output device is different: results
     go there when all are joined.) Nor does anything overlap if the model makes Python wait, as
     ``.item()`` does, or on CPUs alone, where ``Pipe`` has lanes.
@@ -161,10 +162,10 @@ def parallelize_pipeline(
         ValueError: a name that the model does not have, or two names of one module with different
             places; a tuple or list that is no pair; a parameter or buffer shared by modules on
             different devices; ``chunks`` is no integer of at least 1.
-        TypeError: ``model`` is no ``nn.Module``, a module to be placed a ``ScriptModule``, or a value
-            neither a device nor a pair of them.
-        RuntimeError: ``model`` or a module in it is parallelized already, or torch knows no device of a
-            name, or cannot use it.
+        TypeError: ``model`` is no ``nn.Module``, a module to be placed a ``ScriptModule``, or a
+            value neither a device nor a pair of them.
+        RuntimeError: ``model`` or a module in it is parallelized already, or torch knows no device
+            of a name, or cannot use it.
 
     After one of these nothing has been changed.
     """
@@ -197,8 +198,8 @@ def parallelize_pipeline(
 
 
 def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None) -> nn.Module:
-    """Undo :func:`parallelize_pipeline`, in place: every module in ``model`` has its own forward and
-    repr again, and nothing of it is left.
+    """Undo :func:`parallelize_pipeline`, in place: every module in ``model`` has its own forward
+    and repr again, and nothing of it is left.
 
     A model that is not parallelized is only moved.
 
@@ -226,8 +227,8 @@ def _pair(name: str, value: Placement) -> Devices:
         return _usable(value), _usable(value)
     if len(value) != 2:
         raise ValueError(
-            f"module {name!r} is mapped to {len(value)} devices; give one device, or a pair of them "
-            "(processing device, output device)"
+            f"module {name!r} is mapped to {len(value)} devices; give one device, or a pair of "
+            "them (processing device, output device)"
         )
     return _usable(value[0]), _usable(value[1])
 
@@ -236,8 +237,8 @@ def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]) -> N
     for name in placed:
         if name not in modules:
             raise ValueError(
-                f"module_to_device names {name!r}, and the model has no such module; names are those "
-                "of model.named_modules(), and '' is the model itself"
+                f"module_to_device names {name!r}, and the model has no such module; names are "
+                "those of model.named_modules(), and '' is the model itself"
             )
     for name, module in modules.items():
         if _UNDO in vars(module):
@@ -271,8 +272,8 @@ def _deny_scripted(called: Iterable[nn.Module]) -> None:
     for module in called:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"a {type(module).__name__} takes no hooks, so nothing can follow it to its device; "
-                "place the module that it was made from, or one that calls it"
+                f"a {type(module).__name__} takes no hooks, so nothing can follow it to its "
+                "device; place the module that it was made from, or one that calls it"
             )
 
 

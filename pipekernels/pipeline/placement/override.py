@@ -54,8 +54,8 @@ class Override:
         module = self._owner()
         if vars(module).get(self._name) is not self:
             raise RuntimeError(
-                f"the {self._name} of a {type(module).__name__} was replaced after this package had "
-                "replaced it; take the later one away first"
+                f"the {self._name} of a {type(module).__name__} was replaced after this package "
+                "had replaced it; take the later one away first"
             )
 
     def remove(self) -> None:

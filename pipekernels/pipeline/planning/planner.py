@@ -36,8 +36,8 @@ STAGES_PER_LANE = 2
 CHUNKS_PER_LANE = 4
 """How far chunks go by default: with as many the bubble is at most a fifth (Huang et al., 2019)."""
 CUTS = 16
-"""The most cuts to try for one setting, by time and then by memory. The most promising come first; the
-search ends earlier if no other cut can be better."""
+"""The most cuts to try for one setting, by time and then by memory. The most promising come first;
+the search ends earlier if no other cut can be better."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,9 @@ def plan_pipeline(
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, there is no tensor in ``sample``, or
             ``devices`` or ``schedules`` is a single name.
-        ValueError: an argument is out of its range, there are fewer layers than devices, weights are
-            on the meta device, a layer has collectives, or nothing fits into ``memory_limit``; then the
-            error names the smallest peak found.
+        ValueError: an argument is out of its range, there are fewer layers than devices, weights
+            are on the meta device, a layer has collectives, or nothing fits into ``memory_limit``;
+            then the error names the smallest peak found.
     """
     check_sequential(module)
     for name, names in (("devices", devices), ("schedules", schedules)):
@@ -253,8 +253,9 @@ def possible_settings(
                     found.append(setting)
     if not found:
         raise ValueError(
-            f"no schedule is left to choose from for {layer_count} layers on {lanes} lanes; take some of "
-            f"{', '.join(SCHEDULES)}, of which 'interleaved' needs {STAGES_PER_LANE} layers per lane"
+            f"no schedule is left to choose from for {layer_count} layers on {lanes} lanes; take "
+            f"some of {', '.join(SCHEDULES)}, of which 'interleaved' needs {STAGES_PER_LANE} "
+            "layers per lane"
         )
     return found
 
@@ -295,10 +296,10 @@ def choose(
         assert smallest is not None
         peak, setting, lengths = smallest
         raise ValueError(
-            f"no plan fits into {memory_limit} bytes ({_size(limit)}) per device; the smallest peak found "
-            f"is {peak} bytes ({_size(peak)}), with {setting.schedule}, {len(setting.rows)} "
-            f"chunks, checkpoint {setting.checkpoint!r} and balance {lengths}; raise memory_limit, "
-            "allow more chunks, or use more devices or a smaller batch"
+            f"no plan fits into {memory_limit} bytes ({_size(limit)}) per device; the smallest "
+            f"peak found is {peak} bytes ({_size(peak)}), with {setting.schedule}, "
+            f"{len(setting.rows)} chunks, checkpoint {setting.checkpoint!r} and balance {lengths}; "
+            "raise memory_limit, allow more chunks, or use more devices or a smaller batch"
         )
     return best
 
@@ -306,9 +307,9 @@ def choose(
 def _candidates(
     model: CostModel, devices: Sequence[torch.device], setting: Setting, limit: float
 ) -> Iterator[tuple[float, int, list[int]]]:
-    """The cuts to try: those with the lowest bounds of the step time, best first, among the cuts whose
-    stages each fit into ``limit`` bytes; then, if none of these fits on the devices, the cuts that
-    need the least memory.
+    """The cuts to try: those with the lowest bounds of the step time, best first, among the cuts
+    whose stages each fit into ``limit`` bytes; then, if none of these fits on the devices, the cuts
+    that need the least memory.
 
     The first of the latter needs the least of all if each device has one stage, or one device has
     all stages.

@@ -1,9 +1,9 @@
 """What the layers of a module cost: seconds and bytes of each, measured on copies of them.
 
 Layers run one after another, each on a copy that is thrown away, with the outputs of the one before
-as its inputs; so the module and the caller's sample stay as they are, and one layer at a time has to
-fit on the device. Forward hooks run as in training; what they or a layer change outside the layer
-(files, ``random``, NumPy's generator) is the caller's own business.
+as its inputs; so the module and the caller's sample stay as they are, and one layer at a time has
+to fit on the device. Forward hooks run as in training; what they or a layer change outside the
+layer (files, ``random``, NumPy's generator) is the caller's own business.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def measure_seconds(
         module: its layers are timed in training mode, or in their own modes if it is in training.
         samples: at least one argument of the first layer.
         device: where to run. Copies of layers and samples are taken there.
-        timeout: in seconds. Each layer is timed at least ``PASSES`` times, after a run that does not
-            count.
+        timeout: in seconds. Each layer is timed at least ``PASSES`` times, after a run that does
+            not count.
         split: whether to tell the two parts of a backward apart.
 
     Returns:
@@ -108,8 +108,9 @@ def measure_seconds(
         # A rank that ran them once more would meet others' later calls, and nobody might notice.
         if has_collectives(part):
             raise ValueError(
-                f"{name!r}, a {type(part).__name__}, has collectives, which ranks would call a different "
-                "number of times while they measure; measure first, then shard (tensor_parallelize)"
+                f"{name!r}, a {type(part).__name__}, has collectives, which ranks would call a "
+                "different number of times while they measure; measure first, then shard "
+                "(tensor_parallelize)"
             )
     begin = perf_counter()
     passes: list[list[list[Seconds]]] = []
@@ -399,8 +400,8 @@ def _trace(run: _LayerRun) -> _Trace:
 class _Root(torch.autograd.Function):
     """A scalar above tensors whose gradients are told later.
 
-    It holds their graph and not their memory, as gradient edges do; but in torch 2.6 those do not hold
-    a graph that ends in a custom function.
+    It holds their graph and not their memory, as gradient edges do; but in torch 2.6 those do not
+    hold a graph that ends in a custom function.
     """
 
     @staticmethod

@@ -225,8 +225,8 @@ class Schedule:
         interleave: for ``'interleaved'``, the number of lanes that the stages are dealt out to.
 
     Raises:
-        ValueError: there is no such schedule, or ``interleave`` is missing, no integer of at least 1, or
-            given for another schedule.
+        ValueError: there is no such schedule, or ``interleave`` is missing, no integer of at least
+            1, or given for another schedule.
     """
 
     name: str
@@ -237,8 +237,8 @@ class Schedule:
             raise ValueError(f"schedule is {self.name!r}; it must be one of {', '.join(SCHEDULES)}")
         if (self.interleave is not None) != (self.name == "interleaved"):
             raise ValueError(
-                f"the number of lanes is {self.interleave} with schedule {self.name!r}; 'interleaved' "
-                "needs a number of lanes, and the others have one lane per stage"
+                f"the number of lanes is {self.interleave} with schedule {self.name!r}; "
+                "'interleaved' needs a number of lanes, and the others have one lane per stage"
             )
         if self.interleave is not None:
             integer("the number of lanes", self.interleave)
@@ -334,8 +334,8 @@ def linearize(program: Program) -> tuple[Action, ...]:
 
 @lru_cache(maxsize=256)
 def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tuple[Action, ...]:
-    """One order of all actions for a thread that issues them to devices and goes on at once: that in
-    which ideal lanes would start them. A device that several lanes share, and that works in the
+    """One order of all actions for a thread that issues them to devices and goes on at once: that
+    in which ideal lanes would start them. A device that several lanes share, and that works in the
     order of issue, is then not kept waiting by what is far from ready.
 
     Args:

@@ -112,12 +112,12 @@ class Phase:
 
 
 class Timeline:
-    """Records every forward of a pipe inside ``with pipe.timeline() as timeline:``, and the backwards of
-    these there.
+    """Records every forward of a pipe inside ``with pipe.timeline() as timeline:``, and the
+    backwards of these there.
 
     Of stages on CUDA devices, the device's time is recorded, not the time of issue; the thread then
-    waits for the devices before and after each of them. Copies between devices are not shown, but the
-    time that a stage waits for them counts as its own.
+    waits for the devices before and after each of them. Copies between devices are not shown, but
+    the time that a stage waits for them counts as its own.
     """
 
     def __init__(self) -> None:
@@ -130,8 +130,8 @@ class Timeline:
         program: Program,
         clock_of: Callable[[int], Clock],
     ) -> Iterator[Callable[[Action, Any], Any]]:
-        """``compute``, which runs the actions of ``program`` on any thread in the body, with a record of
-        each.
+        """``compute``, which runs the actions of ``program`` on any thread in the body, with a
+        record of each.
 
         Args:
             compute: does an action.
@@ -188,7 +188,8 @@ class Timeline:
         milliseconds = sum(phase.makespan for phase in self.phases) * 1e3
         return (
             f"Timeline: {passes}; stages: {stages}, micro-batches: {micro_batches}; "
-            f"{milliseconds:.3g} ms, utilisation {1 - self.bubble:.1%} (ideal {1 - self.ideal_bubble:.1%})"
+            f"{milliseconds:.3g} ms, utilisation {1 - self.bubble:.1%} (ideal "
+            f"{1 - self.ideal_bubble:.1%})"
         )
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -229,7 +230,8 @@ class Timeline:
             from matplotlib.patches import Patch
         except ImportError as error:
             raise RuntimeError(
-                "drawing a timeline needs matplotlib, which is not installed; pip install matplotlib"
+                "drawing a timeline needs matplotlib, which is not installed; pip install "
+                "matplotlib"
             ) from error
         names = self._lane_names()
         origin = min((e.start for phase in self.phases for e in phase.events), default=0.0)

@@ -174,9 +174,9 @@ def execute_pipeline_step(
     """One iteration of a pipeline, for loops of one's own: each stage works, then passes on.
 
     All ranks of the mesh dimension call it in every iteration, each with the ``state`` that its
-    previous call returned; :func:`execute_pipeline` says how they are differentiated together. Until
-    the first micro-batch has reached a stage, and after the last one has left it, the module works
-    on whatever it is given. Random numbers are those of the rank's own generators.
+    previous call returned; :func:`execute_pipeline` says how they are differentiated together.
+    Until the first micro-batch has reached a stage, and after the last one has left it, the module
+    works on whatever it is given. Random numbers are those of the rank's own generators.
 
     Args:
         module: this rank's stage; its results have the shape and dtype of ``state``.
@@ -198,8 +198,8 @@ def execute_pipeline_step(
         TypeError: ``module`` is no ``nn.Module``, ``mesh`` no ``DeviceMesh``, or the result no
             tensor.
 
-    An exception on one rank leaves the others waiting, until its process ends or the group's timeout
-    is over.
+    An exception on one rank leaves the others waiting, until its process ends or the group's
+    timeout is over.
     """
     _check_module(module, "module")
     axis = Axis.of(_given_or_enclosing(mesh), model_axis_name)
@@ -316,8 +316,8 @@ def _batch_error(x: Any, num_microbatches: int, *, needed: bool) -> Exception | 
         return ValueError("x has no dimension; a batch dimension 0 is needed to split it")
     if x.size(0) % num_microbatches:
         return ValueError(
-            f"Batch size {x.size(0)} must be divisible by number of microbatches {num_microbatches}; "
-            "change one of them, or pad the batch"
+            f"Batch size {x.size(0)} must be divisible by number of microbatches "
+            f"{num_microbatches}; change one of them, or pad the batch"
         )
     return None
 
@@ -330,7 +330,8 @@ def _start(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    # An output requires a gradient on all ranks or none, so this must not hang on what this rank has.
+    # An output requires a gradient on all ranks or none, so this must not hang on what this rank
+    # has.
     anchor = torch.empty(0, device=axis.device, requires_grad=True)
     x = x if isinstance(x, Tensor) else None
     given = (*module.parameters(), *tensors_in((args, kwargs)))

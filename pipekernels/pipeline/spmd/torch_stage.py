@@ -65,7 +65,8 @@ class _Layers(nn.Sequential):
 
 
 class _FirstLayers(_Layers):
-    """The first partition: what the schedule is given are its first layer's arguments, as in a pipe."""
+    """The first partition: what the schedule is given are its first layer's arguments, as in a
+    pipe."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         first, *rest = layers(self)
@@ -81,8 +82,8 @@ def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
         raise ValueError("this process is not a member of the group; pass one that it is in")
     if ranks != stages:
         raise ValueError(
-            f"the pipe has {stages} stages and the group has {ranks} ranks; give the pipe a balance "
-            f"of {ranks} stages, or pass stage_index where a rank runs several"
+            f"the pipe has {stages} stages and the group has {ranks} ranks; give the pipe a "
+            f"balance of {ranks} stages, or pass stage_index where a rank runs several"
         )
     return dist.get_rank(group)
 
@@ -101,9 +102,9 @@ def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
                 )
         if received[index]:
             raise ValueError(
-                f"stage {index} pops {', '.join(repr(name) for _, name in received[index])}, which an "
-                "earlier stage stashes; torch's stages carry no skips, so choose a balance that keeps "
-                "both ends of each in one stage"
+                f"stage {index} pops {', '.join(repr(name) for _, name in received[index])}, which "
+                "an earlier stage stashes; torch's stages carry no skips, so choose a balance "
+                "that keeps both ends of each in one stage"
             )
         if has_deferred_batch_norm(partition):
             raise ValueError(

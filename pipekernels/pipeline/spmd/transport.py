@@ -1,5 +1,5 @@
-"""What travels between the stages of an SPMD pipeline: a stage's neighbours, where its micro-batches
-come from, and where its results go."""
+"""What travels between the stages of an SPMD pipeline: a stage's neighbours, where its
+micro-batches come from, and where its results go."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 if dist.is_available():
-    # What is the default group when this is imported stays its functions' default argument, for good. torch
-    # imports it with its compiler, which may be after a group was made.
+    # What is the default group when this is imported stays its functions' default argument, for
+    # good. torch imports it with its compiler, which may be after a group was made.
     import torch.distributed.nn.functional
 
 
@@ -107,9 +107,9 @@ class Axis:
 
 @functools.cache
 def _collect_at_exit() -> None:
-    """End groups that are left in reference cycles before the interpreter begins to end: Gloo's threads
-    may still need its lock (pytorch#190489). torch leaves such cycles of its callers' frames where it
-    loads its compiler, which is with the first call of what does without it."""
+    """End groups that are left in reference cycles before the interpreter begins to end: Gloo's
+    threads may still need its lock (pytorch#190489). torch leaves such cycles of its callers'
+    frames where it loads its compiler, which is with the first call of what does without it."""
     atexit.register(gc.collect)
 
 
@@ -136,8 +136,9 @@ class _Link:
 
     They flow one way at a time: results first, gradients the other way later. The receiver is ready
     for a message before it works on the one before it. So a rank that waits, for a message or until
-    its last one is taken, waits for the work on an earlier micro-batch of a neighbour, never for one
-    that waits for it: sends and receives need not be batched, and each starts as early as it can.
+    its last one is taken, waits for the work on an earlier micro-batch of a neighbour, never for
+    one that waits for it: sends and receives need not be batched, and each starts as early as it
+    can.
     """
 
     def __init__(self, axis: Axis, stage: int) -> None:
@@ -274,8 +275,8 @@ class FromPrevious(Source):
         self._expect(features, count)
         if count != self._count:
             raise ValueError(
-                f"num_microbatches is {self._count} on this stage and {count} on the one before; pass "
-                "the same on all ranks"
+                f"num_microbatches is {self._count} on this stage and {count} on the one before; "
+                "pass the same on all ranks"
             )
         return True
 
@@ -329,8 +330,9 @@ class Sink(ABC):
             raise TypeError(f"the module must return a tensor, not {type(result).__name__}")
         if result.layout is not torch.strided or hasattr(result, "device_mesh"):
             raise TypeError(
-                f"the module returned a {type(result).__name__} of layout {result.layout}, which the "
-                "stages cannot send; return an ordinary dense tensor (full_tensor(), to_dense())"
+                f"the module returned a {type(result).__name__} of layout {result.layout}, which "
+                "the stages cannot send; return an ordinary dense tensor (full_tensor(), "
+                "to_dense())"
             )
         features = Features.of(result)
         if self.features is None:

@@ -23,8 +23,8 @@ class DeferredBatchNorm(BatchNormBase):
     mini-batch.
 
     Micro-batch statistics are merged as they come (Chan, Golub and LeVeque, 1983) and committed by
-    :meth:`commit`, which ``Pipe``, ``parallelize_pipeline`` and ``execute_pipeline`` call after every
-    mini-batch's forward; where none of them runs the layer, call it. So the number of
+    :meth:`commit`, which ``Pipe``, ``parallelize_pipeline`` and ``execute_pipeline`` call after
+    every mini-batch's forward; where none of them runs the layer, call it. So the number of
     micro-batches is the real one. Committed are the mean and unbiased variance that
     ``nn.BatchNorm`` computes of the whole mini-batch.
 
@@ -166,9 +166,9 @@ def _deferred(name: str, norm: BatchNormBase) -> DeferredBatchNorm:
     is_plain = type(norm).forward is BatchNormBase.forward and not hasattr(norm, "parametrizations")
     if not is_plain or isinstance(norm, LazyModuleMixin):
         raise TypeError(
-            f"{name or 'the module'} is a {type(norm).__name__}, which does more than BatchNorm does, "
-            "and that would be lost; use nn.BatchNorm1d, 2d or 3d there (a lazy one becomes that with "
-            "its first input), or no deferred batch norm"
+            f"{name or 'the module'} is a {type(norm).__name__}, which does more than BatchNorm "
+            "does, and that would be lost; use nn.BatchNorm1d, 2d or 3d there (a lazy one becomes "
+            "that with its first input), or no deferred batch norm"
         )
     deferred = DeferredBatchNorm(norm.num_features, affine=False, track_running_stats=False)
     vars(deferred).update(vars(norm))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -26,17 +25,23 @@ class CallerContext:
         device = default_device()
         self.default_device = None if device.type == "cpu" else device
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """Run the body, on any thread, as if on the thread that made this object."""
-        inference: AbstractContextManager[Any] = nullcontext()
-        if self.inference and not torch.is_inference_mode_enabled():
-            # On lanes of other threads, which Ctrl-C does not reach: its end cannot be put off.
-            inference = torch.inference_mode()
-        device: AbstractContextManager[Any] = nullcontext()
-        if self.default_device is not None and self.default_device != default_device():
-            device = entered(self.default_device)
-        with inference, device, autocast_as(self.autocast):
+        inference = self.inference and not torch.is_inference_mode_enabled()
+        device = self.default_device
+        if inference or (device is not None and device != default_device()):
+            return self._applied(inference)
+        return autocast_as(self.autocast)
+
+    @contextmanager
+    def _applied(self, inference: bool) -> Iterator[None]:
+        device = self.default_device
+        with (
+            # On lanes of other threads, which Ctrl-C does not reach: its end cannot be retried.
+            torch.inference_mode() if inference else nullcontext(),
+            nullcontext() if device is None else entered(device),
+            autocast_as(self.autocast),
+        ):
             yield
 
     def without_autocast(self) -> AbstractContextManager[None]:
@@ -47,9 +52,10 @@ class CallerContext:
 class cast_cache(restoring):
     """Whether autocast keeps the casts of parameters while the body runs.
 
-    Uses of a parameter that share a cast sum up their gradients in its dtype, if autograd goes through
-    them in one call. The cache belongs to the process: a lane that leaves autocast empties it for all.
-    So what a cast is shared by would depend on the way that a pipe takes, and on timing.
+    Uses of a parameter that share a cast sum up their gradients in its dtype, if autograd goes
+    through them in one call. The cache belongs to the process: a lane that leaves autocast empties
+    it for all. So what a cast is shared by would depend on the way that a pipe takes, and on
+    timing.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -64,8 +70,8 @@ class cast_cache(restoring):
 
 
 def default_device() -> torch.device:
-    """Where the calling thread makes tensors. As ``torch.get_default_device()``, which in torch 2.6 does
-    not know of ``with device:``."""
+    """Where the calling thread makes tensors. As ``torch.get_default_device()``, which in torch 2.6
+    does not know of ``with device:``."""
     for mode in reversed(function_modes()):
         if isinstance(mode, DeviceContext):
             return mode.device
@@ -73,9 +79,9 @@ def default_device() -> torch.device:
 
 
 def needs_this_thread() -> bool:
-    """Whether the caller has put up something on its thread that is to see all operations, or all that
-    graphs save, and would not see what other threads do: a mode, as for counting operations, the
-    profiler, or hooks on saved tensors, as for keeping them elsewhere."""
+    """Whether the caller has put up something on its thread that is to see all operations, or all
+    that graphs save, and would not see what other threads do: a mode, as for counting operations,
+    the profiler, or hooks on saved tensors, as for keeping them elsewhere."""
     if is_observed():
         return True
     # The default device is carried.

@@ -14,7 +14,8 @@ Stages = Sequence[tuple[int, nn.Sequential]]
 def note_layer(
     error: Exception, stages: Stages, micro_batch: int, what: Literal["forward", "recomputation"]
 ) -> None:
-    """Have ``error`` name the layer that raised it, if one did: others name the stage where they matter.
+    """Have ``error`` name the layer that raised it, if one did: others name the stage where they
+    matter.
 
     Args:
         error: what the stages have just raised.
@@ -43,8 +44,8 @@ def note_backward(error: Exception, stages: Stages, micro_batch: int | None) -> 
 
 
 def _layer(error: Exception, stages: Stages) -> str | None:
-    """The layer whose method is in the traceback. The loop over layers is torch's, and is not left for one
-    of ours for the sake of errors."""
+    """The layer whose method is in the traceback. The loop over layers is torch's, and is not left
+    for one of ours for the sake of errors."""
     layers = {
         id(module): (index, stage, layer)
         for index, stage in stages

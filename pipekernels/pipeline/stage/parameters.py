@@ -48,8 +48,8 @@ def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
 
 
 class StageParameters:
-    """The trainable parameters of one stage and their aliases, and the frozen ones, as they are when
-    this object is made.
+    """The trainable parameters of one stage and their aliases, and the frozen ones, as they are
+    when this object is made.
 
     Args:
         module: the stage.
@@ -148,8 +148,9 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     """
     if are_parametrizations_cached():
         raise RuntimeError(
-            "torch.nn.utils.parametrize.cached() would give every micro-batch the graph of the first; "
-            "leave it away around forwards and backwards of a pipe, or evaluate under no_grad()"
+            "torch.nn.utils.parametrize.cached() would give every micro-batch the graph of the "
+            "first; leave it away around forwards and backwards of a pipe, or evaluate under "
+            "no_grad()"
         )
     found = [parameters.found() for parameters in stages]
 
@@ -166,8 +167,9 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
 
 @contextmanager
 def frozen_again(stages: Sequence[StageParameters]) -> Iterator[None]:
-    """Have what was frozen when ``stages`` were made in its place while the body runs, and frozen: a
-    recomputation goes by its forward, which may have been inside ``torch.func.functional_call``."""
+    """Have what was frozen when ``stages`` were made in its place while the body runs, and frozen:
+    a recomputation goes by its forward, which may have been inside
+    ``torch.func.functional_call``."""
     changed = [
         (owner, name, parameter, owner[name])
         for stage in stages

@@ -17,8 +17,9 @@ from pipekernels._arguments import integer
 from pipekernels.comm import Communicator
 
 Cost = Callable[[int, int, int], float]
-"""Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p, begin,
-end)``: non-negative, not less for a later ``end``, in any unit, ``inf`` for what must not be."""
+"""Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p,
+begin, end)``: non-negative, not less for a later ``end``, in any unit, ``inf`` for what must not
+be."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module."""
@@ -88,8 +89,8 @@ def check_sequential(module: nn.Module) -> None:
     for what, there in more.items():
         if there:
             raise TypeError(
-                f"the {kind} has {what} of its own, beyond its layers, and the stages would not have "
-                "them; make a layer of it, nn.Sequential(module, ...)"
+                f"the {kind} has {what} of its own, beyond its layers, and the stages would not "
+                "have them; make a layer of it, nn.Sequential(module, ...)"
             )
 
 
@@ -97,7 +98,8 @@ def check_partitions(n: int, partitions: int) -> None:
     """Raise a ValueError unless ``n`` elements can be cut into ``partitions`` non-empty ones."""
     if n < integer("partitions", partitions):
         raise ValueError(
-            f"a sequence of {n} elements cannot be cut into {partitions} partitions; use at most {n}"
+            f"a sequence of {n} elements cannot be cut into {partitions} partitions; use at most "
+            f"{n}"
         )
 
 
@@ -172,8 +174,8 @@ def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
 
 
 def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
-    """How to load a state dict with the keys ``given`` into a pipe that has the keys ``own``, if they are
-    those of the same layers in other stages, or of the bare module; None if not."""
+    """How to load a state dict with the keys ``given`` into a pipe that has the keys ``own``, if
+    they are those of the same layers in other stages, or of the bare module; None if not."""
     given, own = list(given), list(own)
     bare = [_STAGE.sub("", key) for key in given]
     if set(given) == set(own) or set(bare) != {_STAGE.sub("", key) for key in own}:
@@ -184,9 +186,11 @@ def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
             "pipe.to_sequential().load_state_dict(state_dict)."
         )
     return (
-        "This is a state dict of a pipe with another balance. pipe.to_sequential().state_dict() fits any "
-        "balance: save that, and load it by pipe.to_sequential().load_state_dict(state_dict). From this "
-        'one, cut off the stages: {key.split(".", 2)[2]: value for key, value in state_dict.items()}.'
+        "This is a state dict of a pipe with another balance. pipe.to_sequential().state_dict() "
+        "fits any balance: save that, and load it by "
+        "pipe.to_sequential().load_state_dict(state_dict). From this "
+        'one, cut off the stages: {key.split(".", 2)[2]: value for key, value in '
+        "state_dict.items()}."
     )
 
 
@@ -213,13 +217,13 @@ def split_module(
         raise ValueError(f"balance is {list(balance)}; every partition needs at least one layer")
     if sum(balance) != len(named):
         raise ValueError(
-            f"balance {list(balance)} adds up to {sum(balance)} layers, but the module has {len(named)}; "
-            "they must be equal"
+            f"balance {list(balance)} adds up to {sum(balance)} layers, but the module has "
+            f"{len(named)}; they must be equal"
         )
     if len(devices) < len(balance):
         raise IndexError(
-            f"{len(devices)} devices for {len(balance)} partitions; give at least one device per partition "
-            "(a device may be repeated)"
+            f"{len(devices)} devices for {len(balance)} partitions; give at least one device per "
+            "partition (a device may be repeated)"
         )
     partitions = []
     begin = 0
@@ -250,6 +254,6 @@ def _deny_sharing_across_devices(
             other = home.setdefault(id(shared), device)
             if other != device:
                 raise ValueError(
-                    f"{what} is shared by stages on {other} and {device}; put the stages that share "
-                    "it on one device"
+                    f"{what} is shared by stages on {other} and {device}; put the stages that "
+                    "share it on one device"
                 )

@@ -257,8 +257,8 @@ class RunRandom:
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
-        # Unseen by a pipe around this one, which takes it for randomness that lanes cannot keep apart,
-        # and rightly: the generator is seeded here without its lock.
+        # Unseen by a pipe around this one, which takes it for randomness that lanes cannot keep
+        # apart, and rightly: the generator is seeded here without its lock.
         with no_function_modes():
             self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._seeders = [generator.manual_seed for generator in _generators(devices)]

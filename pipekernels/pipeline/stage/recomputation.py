@@ -33,7 +33,8 @@ class FoundBuffer:
 
 
 def found_buffers(stages: Sequence[nn.Module]) -> list[FoundBuffer]:
-    """The buffers of ``stages``, with copies of all: nobody knows which ones a forward will change."""
+    """The buffers of ``stages``, with copies of all: nobody knows which ones a forward will
+    change."""
     return [
         FoundBuffer(layer._buffers, name, buffer, versions([buffer])[0], buffer.clone())
         for stage in stages
@@ -50,8 +51,8 @@ def keep_changed(
 
     Args:
         found: before a forward that has ended.
-        changing: ids of buffers that a forward has changed in place, completed here. That it changes one
-            again shows in no version if it is replayed as a CUDA graph.
+        changing: ids of buffers that a forward has changed in place, completed here. That it
+            changes one again shows in no version if it is replayed as a CUDA graph.
         earlier: what forwards before this one found, which did not change all of these.
     """
     for entry in found:
@@ -73,8 +74,8 @@ def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
         for entry in found
         if entry.name in entry.owner and entry.owner[entry.name] is not entry.buffer
     ]
-    # In their own memory, where CUDA graphs look for them, and past the version counters: graphs of other
-    # micro-batches may have saved the buffers, and find them unchanged afterwards.
+    # In their own memory, where CUDA graphs look for them, and past the version counters: graphs of
+    # other micro-batches may have saved the buffers, and find them unchanged afterwards.
     changed = [
         (entry.buffer.data, entry.value, entry.buffer.clone())
         for entry in found
@@ -96,8 +97,8 @@ def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
 
 
 class AsInForward:
-    """The stages' layers as they are when this object is made, at the end of a forward: until then they
-    may still make what they are made of.
+    """The stages' layers as they are when this object is made, at the end of a forward: until then
+    they may still make what they are made of.
 
     Args:
         stages: the stages.
@@ -119,8 +120,8 @@ class AsInForward:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have layers in their modes, and their parameters' aliases, what was frozen and buffers in their
-        places, while the body runs. Values of buffers are left to :func:`with_found`.
+        """Have layers in their modes, and their parameters' aliases, what was frozen and buffers in
+        their places, while the body runs. Values of buffers are left to :func:`with_found`.
 
         Raises:
             RuntimeError: what a recomputation needs, and cannot be brought back, has changed.
@@ -159,8 +160,8 @@ class AsInForward:
             else:
                 continue
             raise RuntimeError(
-                f"stage {index} is to be recomputed, but {what} after its forward; do that after the "
-                "backward, or use checkpoint='never'"
+                f"stage {index} is to be recomputed, but {what} after its forward; do that after "
+                "the backward, or use checkpoint='never'"
             )
 
     def _current_versions(self) -> list[list[int]]:

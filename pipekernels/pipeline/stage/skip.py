@@ -40,8 +40,8 @@ from pipekernels.device.restoring import restoring
 
 @dataclass(frozen=True)
 class Namespace:
-    """Keeps skips of the same name apart: each ``Namespace()`` is another one, and a copy of it the same
-    one. See ``isolate``."""
+    """Keeps skips of the same name apart: each ``Namespace()`` is another one, and a copy of it the
+    same one. See ``isolate``."""
 
     id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
@@ -54,7 +54,8 @@ _Layer = TypeVar("_Layer", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class stash:
-    """``yield stash(name, tensor)`` in a forward puts ``tensor``, or None, away for a later layer."""
+    """``yield stash(name, tensor)`` in a forward puts ``tensor``, or None, away for a later
+    layer."""
 
     name: str
     tensor: torch.Tensor | None
@@ -91,9 +92,9 @@ def carried(skips: Mapping[Key, torch.Tensor | None]) -> Iterator[dict[Key, torc
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Layer], _Layer]:
     """Declare the skips of a layer class whose forward is a generator, or of a class without any.
 
-    The class gets ``isolate(namespace, *, only=None)``, which puts the layer's skips (or those named
-    in ``only``) into ``namespace`` and returns the layer; ``stashable()`` and ``poppable()`` give
-    its skips as (namespace, name).
+    The class gets ``isolate(namespace, *, only=None)``, which puts the layer's skips (or those
+    named in ``only``) into ``namespace`` and returns the layer; ``stashable()`` and ``poppable()``
+    give its skips as (namespace, name).
 
     Args:
         stash: names that the forward stashes, each exactly once.
@@ -274,7 +275,8 @@ def verify_skippables(module: nn.Sequential) -> None:
         for key in layer.stashable():
             if key in stashed:
                 faults.append(
-                    f"layer {name!r} stashes {key[1]!r}, which layer {stashed[key]!r} stashes already"
+                    f"layer {name!r} stashes {key[1]!r}, which layer {stashed[key]!r} stashes "
+                    "already"
                 )
             stashed.setdefault(key, name)
     faults += [

@@ -1,10 +1,10 @@
 """A graph's backward in two parts: gradients of its inputs first (I), of its parameters later (W).
 
 The stage before waits for the former only, so putting the latter off fills bubbles (Qi et al., Zero
-Bubble Pipeline Parallelism, 2023). The first part runs the graph for its inputs alone and keeps what
-arrives at every node that consumes parameters; the second enters the graph again at each of these
-nodes, for those parameters alone. Both run the operations of the plain backward, and every parameter
-is accumulated once, so the gradients have the same bits.
+Bubble Pipeline Parallelism, 2023). The first part runs the graph for its inputs alone and keeps
+what arrives at every node that consumes parameters; the second enters the graph again at each of
+these nodes, for those parameters alone. Both run the operations of the plain backward, and every
+parameter is accumulated once, so the gradients have the same bits.
 """
 
 from __future__ import annotations

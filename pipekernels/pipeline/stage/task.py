@@ -70,7 +70,8 @@ class Tape:
     """What a forward leaves behind for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory is free as soon as nobody
-    needs its values; a leaf that the stage returned as it is stands for itself. A checkpointed forward has ``inputs`` instead of both.
+    needs its values; a leaf that the stage returned as it is stands for itself. A checkpointed
+    forward has ``inputs`` instead of both.
     """
 
     leaves: Sequence[torch.Tensor | None] = ()
@@ -163,9 +164,9 @@ class Task:
         for (index, stage), skips in zip(self.stages, self._skips, strict=True):
             if skips_of(stage) != skips:
                 raise RuntimeError(
-                    f"layers with skips were added to stage {index}, or removed, after the pipe was "
-                    "made, which settled then where skips go; change the layers before they become a "
-                    "pipe, or make a new one of pipe.to_sequential()"
+                    f"layers with skips were added to stage {index}, or removed, after the pipe "
+                    "was made, which settled then where skips go; change the layers before they "
+                    "become a pipe, or make a new one of pipe.to_sequential()"
                 )
         self._needs_entry = any(_may_modify_inputs(stage) for _, stage in self.stages)
         # Whether inputs that must stay as they are, checkpointed ones and the caller's, are cloned
@@ -204,8 +205,8 @@ class Task:
 
     def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
         """Run the stages a second time on the tape's inputs, now with a graph. Buffers keep their
-        values, and so do the inputs: those of the stage before may be in the same memory, and another
-        recomputation may follow."""
+        values, and so do the inputs: those of the stage before may be in the same memory, and
+        another recomputation may follow."""
         assert tape.inputs is not None
         with checkpoint.recomputing(), _buffers_aside([stage for _, stage in self.stages]):
             return self._record(tape.inputs, randomness, preserve=True)[1]
@@ -263,7 +264,8 @@ class Task:
     def _record(
         self, inputs: Activation, randomness: Randomness, *, preserve: bool
     ) -> tuple[Activation, Tape]:
-        """Run with a graph of their own, cut off from whatever made the inputs; ``preserve`` these."""
+        """Run with a graph of their own, cut off from whatever made the inputs; ``preserve``
+        these."""
         leaves: list[torch.Tensor | None] = []
         args = []
         copies = preserve and self._overwrites_input is not False

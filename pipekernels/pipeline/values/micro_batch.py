@@ -96,7 +96,8 @@ class Scatter:
         return part
 
     def joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """One tensor of what each micro-batch has, zeros where that is None; None if none has any."""
+        """One tensor of what each micro-batch has, zeros where that is None; None if none has
+        any."""
         present = [part for part in parts if part is not None]
         if not present:
             return None
@@ -122,7 +123,8 @@ def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
 
 
 def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Memory for parts like ``part``, ``size`` entries along ``dim`` in all; channels last where it is."""
+    """Memory for parts like ``part``, ``size`` entries along ``dim`` in all; channels last where it
+    is."""
     shape = list(part.shape)
     shape[dim] = size
     if not part.is_contiguous():
@@ -163,8 +165,9 @@ class Gather:
         dim = self._dim
         if part.dim() <= dim:
             raise ValueError(
-                f"the last stage returned a tensor of shape {tuple(part.shape)}; outputs are joined "
-                f"along dimension {dim} (compute a scalar loss outside the pipe, or with train_step)"
+                f"the last stage returned a tensor of shape {tuple(part.shape)}; outputs are "
+                f"joined along dimension {dim} (compute a scalar loss outside the pipe, or with "
+                "train_step)"
             )
         self.lengths[m] = part.size(dim)
         if len(self._sizes) == 1:
@@ -202,7 +205,8 @@ class Gather:
 def apart(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """``tensors``, those that share memory with one of ``others``, or with one before, as copies."""
+    """``tensors``, those that share memory with one of ``others``, or with one before, as
+    copies."""
     taken = set(map(_memory, others))
     result = []
     for tensor in tensors:

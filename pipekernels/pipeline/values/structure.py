@@ -29,8 +29,8 @@ class NoChunk:
             raise TypeError(f"NoChunk takes a tensor, not {type(tensor).__name__}")
         if tensor.requires_grad:
             raise ValueError(
-                "NoChunk takes a tensor that requires no gradient; detach it, or make it a parameter "
-                "of the layer that uses it"
+                "NoChunk takes a tensor that requires no gradient; detach it, or make it a "
+                "parameter of the layer that uses it"
             )
         self.tensor = tensor
 
@@ -134,8 +134,8 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
     Containers are tuples, named tuples, lists, dicts and what is registered with torch's pytree.
 
     Raises:
-        TypeError: there is no tensor in ``value``, or one in a dict or dataclass that pytree does not
-            know: it would be neither split nor differentiated.
+        TypeError: there is no tensor in ``value``, or one in a dict or dataclass that pytree does
+            not know: it would be neither split nor differentiated.
     """
     if isinstance(value, torch.Tensor):
         return (value,), LONE
@@ -150,8 +150,8 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     if not tensors:
         raise TypeError(
-            f"{' '.join(map(str, what))} must be a tensor or a tuple, list or dict with at least one "
-            f"tensor in it, not {_described(value)}"
+            f"{' '.join(map(str, what))} must be a tensor or a tuple, list or dict with at least "
+            f"one tensor in it, not {_described(value)}"
         )
     marked = [
         _TENSOR
