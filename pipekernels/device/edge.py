@@ -36,12 +36,7 @@ from torch import Tensor
 from pipekernels._torch_private import storage_references
 from pipekernels.device import streams
 from pipekernels.device.restoring import holding
-from pipekernels.device.streams import (
-    DONE,
-    HOST,
-    Event,
-    Stream,
-)
+from pipekernels.device.streams import DONE, HOST, Event, Stream
 
 SLOT_BYTES = 4 << 20
 
