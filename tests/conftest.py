@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(256 << 20))
 # Ignored, and by what tests start too, where a shell has started them in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+MARKERS_OF_PROCESSES = ("processes", "native", "compile", "project", "cuda")
+
 
 def _why_no_cuda() -> str | None:
     if not _backend.has_cuda():
@@ -52,6 +56,26 @@ def _usable_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         pytest.exit(f"{request.node.nodeid} has broken the CUDA context: {error}", returncode=3)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_without_a_marker(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that starts a process without a marker that says so: the quick tests stay quick."""
+    if any(map(request.node.get_closest_marker, MARKERS_OF_PROCESSES)):
+        yield
+        return
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail(
+            f"{request.node.name} starts a process; give it one of the markers "
+            + ", ".join(MARKERS_OF_PROCESSES)
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", refuse)
+        patch.setattr(BaseProcess, "start", refuse)
+        patch.setattr(os, "fork", refuse)
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipekernels import Communicator, PeerError
 
+pytestmark = pytest.mark.processes
+
 # Registers the backend; not before torch 2.7.
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 

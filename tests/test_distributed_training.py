@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 # Registers the backend; not before torch 2.7.
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 

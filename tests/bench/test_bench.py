@@ -19,6 +19,8 @@ from bench import collectives, groups, harness, processes, report, tensor_parall
 from bench.rank import Rank, Start, contents, expected
 from bench.systems import STORAGE, Candidate
 
+pytestmark = pytest.mark.project
+
 # ---- one rank ----
 
 

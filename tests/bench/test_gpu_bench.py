@@ -19,6 +19,8 @@ from bench import harness, report
 from bench.gpu import __main__ as gpu
 from bench.gpu import all_reduce, sanitized, sharded_gemm, steps, timing
 
+pytestmark = pytest.mark.project
+
 
 def rendered(name: str, rows: list[timing.Row]) -> str:
     """What becomes of a result file on a page."""

@@ -14,6 +14,8 @@ import torch
 from bench.gpu import __main__ as gpu
 from bench.gpu import check, cuda_tests, steps
 
+pytestmark = pytest.mark.project
+
 
 @pytest.fixture
 def log(tmp_path: Path) -> steps.Log:

@@ -10,6 +10,8 @@ import torch
 from bench.soak import mismatches
 from bench.soak.calls import Call, WrongResult, bits, check, contents
 
+pytestmark = pytest.mark.project
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_one_wrong_bit_is_noticed(dtype: torch.dtype) -> None:

@@ -87,6 +87,7 @@ def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device
             assert same_bits(x, inputs[me])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_calls_on_processes(world_size: int, device: torch.device) -> None:
     # Processes take turns on a GPU, and wait for theirs several times in a call.
@@ -166,6 +167,7 @@ def repeat(comm: Communicator, runs: int, device: torch.device) -> list[bytes]:
     return results
 
 
+@pytest.mark.processes
 def test_same_bits_on_every_rank_in_every_run_by_every_algorithm(device: torch.device) -> None:
     results = run_processes(3, on(device, repeat, 3, device))
     if device.type != "cpu":  # And the same as on the CPU.

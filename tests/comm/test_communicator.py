@@ -56,6 +56,7 @@ def properties(comm: Communicator, device: torch.device) -> tuple[int, int, floa
     return comm.rank, comm.world_size, comm.timeout, repr(comm)
 
 
+@pytest.mark.processes
 def test_properties(device: torch.device) -> None:
     expected = [(rank, 2, 17.0, f"Communicator(rank={rank}, world_size=2)") for rank in range(2)]
     assert run_processes(2, on(device, properties, device), timeout=17.0) == expected
@@ -77,6 +78,7 @@ def leave_no_trace(comm: Communicator) -> None:
     comm.barrier()
 
 
+@pytest.mark.processes
 def test_nothing_is_left_after_close() -> None:
     run_processes(2, leave_no_trace)
     gc.collect()  # What earlier tests left.
@@ -172,6 +174,7 @@ def subgroups(comm: Communicator, device: torch.device) -> list[int]:
     return sums
 
 
+@pytest.mark.processes
 def test_communicators_of_subgroups(device: torch.device) -> None:
     sums = run_processes(3, on(device, subgroups, device))
     assert sums == [[11, 101], [11, 110], [110, 101]]
@@ -191,6 +194,7 @@ def broken_start(comm: Communicator, problem: Exception) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("problem", [OSError("no more descriptors"), OverflowError("a bug")])
 def test_a_start_that_fails_on_one_rank_fails_on_all(problem: Exception) -> None:
     for message in run_processes(2, broken_start, problem):
@@ -216,6 +220,7 @@ def short_of_descriptors(comm: Communicator, left: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_a_rank_short_of_file_descriptors_fails_on_all(left: int) -> None:
     for message in run_processes(2, short_of_descriptors, left):
@@ -238,6 +243,7 @@ def without_memory(comm: Communicator) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_nobody_waits_for_memory_that_cannot_be_had() -> None:
     for message in run_processes(3, without_memory):
         assert "rank 0: OSError: no memory" in message and "TimeoutError" not in message
@@ -295,6 +301,7 @@ def use_in_a_forked_child(comm: Communicator, device: torch.device) -> None:
     assert comm.all_reduce(tensor).tolist() == [5.0 * comm.world_size] * 3
 
 
+@pytest.mark.processes
 def test_a_forked_child_cannot_use_it_nor_spoil_it(device: torch.device) -> None:
     run_processes(2, on(device, use_in_a_forked_child, device))
 
@@ -323,6 +330,7 @@ def use_from_threads(comm: Communicator, device: torch.device) -> None:
         raise failures[0]
 
 
+@pytest.mark.processes
 def test_several_threads_share_a_communicator(device: torch.device) -> None:
     run_processes(2, on(device, use_from_threads, device))
 
@@ -344,6 +352,7 @@ def progress_beside_waiting_threads(comm: Communicator, size: int) -> float:
     return longest
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
 def test_a_thread_that_waits_lets_others_run(size: int) -> None:
     longest = run_processes(2, progress_beside_waiting_threads, size)[0]
@@ -447,6 +456,7 @@ def hold_results(comm: Communicator, device: torch.device) -> None:
                 assert view.eq(then * comm.world_size).all()
 
 
+@pytest.mark.processes
 def test_tensors_that_are_held_keep_their_contents(device: torch.device) -> None:
     run_processes(2, on(device, hold_results, device))
     run_threads(3, on(device, hold_results, device))
@@ -472,6 +482,7 @@ def work_in_a_loop(comm: Communicator) -> list[int]:
     return used
 
 
+@pytest.mark.processes
 def test_memory_does_not_grow_and_large_blocks_are_returned() -> None:
     for used in run_processes(2, work_in_a_loop):
         *steady, large, after = used

@@ -30,7 +30,9 @@ def gpu(device: torch.device) -> torch.device:
     return device
 
 
-both = pytest.mark.parametrize("run", [run_threads, run_processes])
+both = pytest.mark.parametrize(
+    "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
+)
 
 
 # ---- what must be said without a GPU --------------------------------------------------------------
@@ -200,6 +202,7 @@ def set_variable(rank: int, value: str) -> None:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = value
 
 
+@pytest.mark.processes
 @on_gpu
 def test_expandable_segments(gpu: torch.device) -> None:
     prepare = set_variable, "expandable_segments:True"
@@ -293,6 +296,7 @@ def replay(comm: Communicator, gpu: torch.device) -> None:
     comm.barrier()
 
 
+@pytest.mark.processes
 @on_gpu
 def test_captured_and_replayed(gpu: torch.device) -> None:
     run_processes(2, on(gpu, replay, gpu))
@@ -341,6 +345,7 @@ def survive_a_late_rank(comm: Communicator, gpu: torch.device) -> None:
     assert comm.all_reduce(x.fill_(1)).eq(2).all()
 
 
+@pytest.mark.processes
 @on_gpu
 def test_a_late_process_is_named_and_the_context_stays_usable(gpu: torch.device) -> None:
     run_processes(2, on(gpu, survive_a_late_rank, gpu))
@@ -358,6 +363,7 @@ def call_differently(comm: Communicator, gpu: torch.device) -> None:
     assert is_usable(gpu)
 
 
+@pytest.mark.processes
 @on_gpu
 def test_processes_that_call_different_things_are_told(gpu: torch.device) -> None:
     run_processes(2, call_differently, gpu)
@@ -381,6 +387,7 @@ def leave_early(comm: Communicator, gpu: torch.device, abort: bool) -> None:
     assert is_usable(gpu)
 
 
+@pytest.mark.processes
 @on_gpu
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:

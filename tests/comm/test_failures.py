@@ -63,6 +63,7 @@ def call_differently(comm: Communicator, device: torch.device) -> None:
         assert comm.all_reduce(ones(2)).tolist() == [comm.world_size] * 2
 
 
+@pytest.mark.processes
 def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable(
     device: torch.device,
 ) -> None:
@@ -125,6 +126,7 @@ def lose_a_rank(
     return message, raised
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("device", "seed"),
     [*(("cpu", seed) for seed in range(4)), pytest.param("cuda", 4, marks=pytest.mark.cuda)],
@@ -166,7 +168,9 @@ def test_all_late_ranks_are_named() -> None:
         comm.barrier()
 
 
-@pytest.mark.parametrize("run", [run_threads, run_processes])
+@pytest.mark.parametrize(
+    "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
+)
 def test_a_late_rank_is_named(run: Callable[..., list[str]]) -> None:
     for message in run(3, wait_for_a_late_rank, timeout=1.0)[:2]:
         assert "2" in message
@@ -189,6 +193,7 @@ def survive_a_stopped_rank(comm: Communicator) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_stopped_rank_is_named() -> None:
     assert (
         "1 of 2 did not arrive at barrier()"
@@ -213,6 +218,7 @@ def interrupt(comm: Communicator) -> float:
     return 0.0
 
 
+@pytest.mark.processes
 def test_control_c_ends_a_wait() -> None:
     assert 0.1 < run_processes(2, interrupt)[0] < 10
 
@@ -247,6 +253,7 @@ def close_in_a_handler(comm: Communicator) -> None:
     dist.barrier()
 
 
+@pytest.mark.processes
 def test_close_in_a_signal_handler_ends_the_call_that_it_interrupts() -> None:
     run_processes(2, close_in_a_handler, limit=30.0)
 
@@ -265,6 +272,7 @@ time.sleep(0.3)
 """
 
 
+@pytest.mark.processes
 def test_the_interpreter_ends_while_threads_are_in_collectives() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ENDLESS], check=False, capture_output=True, text=True, timeout=100

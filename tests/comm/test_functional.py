@@ -259,6 +259,7 @@ def test_registration(requires_grad: bool, device: torch.device) -> None:
     torch.library.opcheck(registered.row_linear, (x.detach(), weight, comm.handle, False, "auto"))
 
 
+@pytest.mark.compile
 def test_compiles_to_one_graph(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
 
@@ -275,6 +276,7 @@ def test_compiles_to_one_graph(device: torch.device) -> None:
     torch.testing.assert_close(grad, x.cos())
 
 
+@pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # It says where it breaks the graph.
 def test_methods_of_a_communicator_are_graph_breaks(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
@@ -303,6 +305,8 @@ def compiled_twice(comm: Communicator) -> list[list[float]]:
     return grads
 
 
+@pytest.mark.compile
+@pytest.mark.processes
 def test_a_rank_takes_no_graph_from_the_cache_that_was_compiled_on_another(tmp_path: Path) -> None:
     """What is compiled depends on rank and size: the backward of broadcast is zeros but on one rank."""
     answers = run_processes(

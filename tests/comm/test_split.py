@@ -17,7 +17,9 @@ from support.ranks import leaves_the_group, run_processes, run_threads, traces
 
 from pipekernels import Communicator, PeerError
 
-both = pytest.mark.parametrize("run", [run_threads, run_processes])
+both = pytest.mark.parametrize(
+    "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
+)
 
 
 def split_in_many_ways(comm: Communicator, device: torch.device) -> list[Any]:
@@ -123,6 +125,7 @@ def split_after_the_group(comm: Communicator) -> int:
         return int(child.all_reduce(torch.tensor([comm.rank])))
 
 
+@pytest.mark.processes
 @leaves_the_group
 def test_split_needs_no_group() -> None:
     assert run_processes(2, split_after_the_group) == [1, 1]
@@ -145,6 +148,7 @@ def make_many(comm: Communicator) -> None:
     assert traces() == before
 
 
+@pytest.mark.processes
 def test_many_at_once_leave_nothing() -> None:
     run_processes(2, make_many)
 
@@ -168,6 +172,7 @@ def say_who(comm: Communicator, device: torch.device) -> tuple[int, int]:
     return comm.rank, os.getppid()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("device", "method"),
     # CUDA that has been used in a process does not work in its fork.
@@ -200,6 +205,7 @@ def meet_in_forked_children(comm: Communicator, folder: str) -> None:
     assert comm.all_reduce(torch.ones(1)).item() == 2
 
 
+@pytest.mark.processes
 def test_forked_ranks_make_their_own(tmp_path: Any) -> None:
     run_processes(2, meet_in_forked_children, str(tmp_path))
 

@@ -128,6 +128,7 @@ def make_huge(path: Path) -> None:
         file.truncate(1 << 40)  # It takes no space.
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("make", [make_pipe, make_endless, make_huge, Path.mkdir])
 def test_what_cannot_be_read_to_its_end_is_ignored(
     cache: Path, make: Callable[[Path], None]
@@ -173,6 +174,7 @@ def ranks_with_files_of_their_own(first: Communicator, folder: str) -> int:
         return communicator._host_end.core.one_shot_bytes
 
 
+@pytest.mark.processes
 def test_ranks_with_different_files_agree(tmp_path: Path) -> None:
     limits = run_processes(3, ranks_with_files_of_their_own, str(tmp_path))
     assert limits == [1000, 1000, 1000]
@@ -218,6 +220,7 @@ def test_world_sizes_fit_the_machine(cores: int, expected: list[int]) -> None:
     assert tuner.world_sizes(cores) == expected
 
 
+@pytest.mark.processes
 def test_tune_measures_and_info_tells(cache: Path) -> None:
     assert "built-in limits" in cli.info()
     result = subprocess.run(

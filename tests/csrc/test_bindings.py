@@ -14,6 +14,8 @@ import torch
 from support.bad_calls import GROUPS
 from support.random_calls import KINDS
 
+pytestmark = pytest.mark.processes
+
 TESTS = Path(__file__).parents[1]
 
 

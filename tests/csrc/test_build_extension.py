@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.native
+
 SCRIPT = Path(__file__).parents[2] / "csrc" / "cmake" / "build_extension.py"
 
 

@@ -16,6 +16,8 @@ from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS
 from pipekernels.kernels.table import LAYOUTS
 
+pytestmark = pytest.mark.compile
+
 pytest.importorskip("triton", minversion="3.6")
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per block.

@@ -373,6 +373,7 @@ def test_fake_tensors_made_of_real_ones() -> None:
         assert all(isinstance(p, FakeTensor) for p in parts)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_into_one_graph(

@@ -124,6 +124,7 @@ def test_no_cuda_device() -> None:
         p2p_copy(torch.ones(2), "cuda")
 
 
+@pytest.mark.compile
 def test_it_is_a_registered_operation() -> None:
     x = torch.randn(3, 2, requires_grad=True)
     operation = torch.ops.pipekernels.p2p_copy.default

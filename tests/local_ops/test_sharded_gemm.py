@@ -131,6 +131,8 @@ def test_errors_state_value_limit_and_remedy() -> None:
             call()
 
 
+@pytest.mark.compile
+@pytest.mark.processes
 def test_the_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.6")
     tests = Path(__file__).parents[1]
@@ -342,6 +344,7 @@ def test_every_configuration_on_a_gpu(
                 assert errors[0] <= 1.1 * errors[1]
 
 
+@pytest.mark.compile
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("m", [1, 1000])

@@ -32,6 +32,7 @@ def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_compiled_layers(checkpoint: str, way: Way) -> None:
     module = mlp()
@@ -73,6 +74,7 @@ def train_with_ddp(comm: Communicator) -> None:
         assert_same_gradients(pipe, reference)
 
 
+@pytest.mark.processes
 def test_ddp_averages_over_replicas() -> None:
     run_processes(2, train_with_ddp)
 
@@ -291,6 +293,7 @@ def test_a_parameter_replaced_before_the_backward(way: Way) -> None:
     assert torch.equal(module[0].bias, bias.double())
 
 
+@pytest.mark.compile
 def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.WarningsRecorder) -> None:
     """What is around a pipe is compiled, and layers that are compiled stay so."""
     torch._dynamo.reset()

@@ -15,6 +15,8 @@ from torch.torch_version import TorchVersion
 
 from pipekernels import Communicator, Pipe, tensor_parallelize
 
+pytestmark = pytest.mark.processes
+
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)

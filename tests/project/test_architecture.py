@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pipekernels"
 CSRC = ROOT / "csrc"

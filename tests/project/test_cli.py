@@ -16,6 +16,8 @@ from pipekernels.comm import limits as tuning
 from pipekernels.comm import tuning as tuner
 from pipekernels.comm.limits import Tuning
 
+pytestmark = pytest.mark.project
+
 
 def test_info_names_versions_build_and_devices() -> None:
     result = subprocess.run(

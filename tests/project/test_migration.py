@@ -14,6 +14,8 @@ from torch import nn
 
 from pipekernels import Pipe
 
+pytestmark = pytest.mark.project
+
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 

@@ -13,6 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.project
+
 LIST = Path(__file__).parent / "public_names.txt"
 # In the order in which a name is looked for: what stands in two of them is described in the first.
 MODULES = [

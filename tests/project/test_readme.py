@@ -16,6 +16,8 @@ from torch import nn
 import pipekernels
 from pipekernels import Communicator
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

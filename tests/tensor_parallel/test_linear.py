@@ -467,6 +467,8 @@ def check_captured(module: nn.Module, x: Tensor, expected: Tensor) -> None:
     assert torch.equal(y, expected)
 
 
+@pytest.mark.compile
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_processes(compiled: bool, device: torch.device) -> None:
@@ -489,5 +491,6 @@ def ddp_on_rank(world: Communicator) -> None:
         world.barrier()
 
 
+@pytest.mark.processes
 def test_ddp_over_sharded_replicas() -> None:
     run_processes(4, ddp_on_rank)

@@ -195,6 +195,7 @@ def fsdp_on_rank(world: Communicator, x: Tensor) -> None:
         world.barrier()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on CPUs"
 )

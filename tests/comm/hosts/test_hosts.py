@@ -22,6 +22,8 @@ from torch import nn
 from pipekernels import Communicator, PeerError, RowParallelLinear, ops
 from pipekernels.comm.codes import REDUCIBLE
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 LAYOUTS = ["aabb", "abab", "aaab", "abcc"]
 

@@ -57,16 +57,19 @@ def with_device(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any
 # ---- values ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("layout", "backend"), [("abab", "gloo"), ("aaab", "nccl")])
 def test_reductions(layout: str, backend: str) -> None:
     run_pretended(layout, backend, with_device, reduce_everything)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("layout", "backend"), [("aaab", "gloo"), ("abcc", "nccl")])
 def test_gathers_and_broadcasts(layout: str, backend: str) -> None:
     run_pretended(layout, backend, with_device, move_everything)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
     check_sums(run_pretended("abca", "nccl", with_device, random_sums, dtype), dtype)
@@ -84,6 +87,7 @@ def reduce_when_ready(comm: Communicator) -> list[str]:
     return PretendedDevice.made[-1].calls[-5:]
 
 
+@pytest.mark.processes
 def test_reduced_inside_each_host_while_it_is_written() -> None:
     """The device gets the counters as they are; the bits are those of all_reduce."""
     for calls in run_pretended("abab", "nccl", reduce_when_ready):
@@ -100,6 +104,7 @@ def use_everywhere(comm: Communicator) -> None:
     use_like_any_other(comm)
 
 
+@pytest.mark.processes
 def test_in_other_modes_and_in_layers() -> None:
     run_pretended("abab", "nccl", use_everywhere)
 
@@ -139,6 +144,7 @@ def use_both(comm: Communicator) -> None:
         comm.all_reduce(x)
 
 
+@pytest.mark.processes
 def test_beside_the_cpu() -> None:
     run_pretended("abab", "nccl", use_both)
 
@@ -159,6 +165,7 @@ def differ(comm: Communicator) -> None:
     assert comm.all_reduce(x.fill_(1)).tolist() == [4.0] * 3
 
 
+@pytest.mark.processes
 def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable() -> None:
     run_pretended("aabb", "nccl", differ)
 
@@ -186,6 +193,7 @@ def fail_to_set_up(comm: Communicator, backend: str) -> None:
     assert comm.all_reduce(torch.ones(1)).item() == 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["", "nccl"])
 def test_a_rank_that_cannot_take_part_is_reported_on_all(backend: str) -> None:
     run_pretended("aabb", backend, fail_to_set_up, backend, timeout=2.0)
@@ -216,6 +224,7 @@ def leave_nothing_partial(comm: Communicator, trouble: str, victim: int) -> tupl
     return message, rank
 
 
+@pytest.mark.processes
 def test_a_link_that_is_stuck_is_cut_and_nothing_partial_delivered() -> None:
     results = run_pretended("aabb", "nccl", leave_nothing_partial, "link", 2, timeout=2.0)
     for rank in (0, 2):  # In the link.
@@ -225,6 +234,7 @@ def test_a_link_that_is_stuck_is_cut_and_nothing_partial_delivered() -> None:
         assert results[rank][0].startswith(("PeerError: ", "TimeoutError: "))
 
 
+@pytest.mark.processes
 def test_a_device_that_fails_leaves_nothing_partial_anywhere() -> None:
     results = run_pretended("aabb", "nccl", leave_nothing_partial, "device", 3)
     for message, rank in results[:2]:
@@ -246,6 +256,7 @@ def survive_a_killed_rank(comm: Communicator) -> None:
         comm.barrier()
 
 
+@pytest.mark.processes
 def test_a_killed_rank_is_noticed_on_all_hosts() -> None:
     run_pretended("aabb", "nccl", survive_a_killed_rank, killed=(3,), timeout=60.0)
 
@@ -408,6 +419,7 @@ def run_on_gpu(
     return run_processes(len(layout), on_real_device, *arguments, limit=110.0, **options)
 
 
+@pytest.mark.processes
 @on_gpu
 @pytest.mark.parametrize(("layout", "backend"), [("aaab", "gloo"), ("aabb", "nccl")])
 def test_everything_on_a_gpu(layout: str, backend: str, device: torch.device) -> None:
@@ -449,6 +461,7 @@ def lose_a_rank_on_gpu(comm: Communicator, device: torch.device) -> None:
     assert int(torch.arange(1000, device=device).sum()) == 499_500
 
 
+@pytest.mark.processes
 @on_gpu
 def test_a_killed_rank_is_noticed_on_a_gpu(device: torch.device) -> None:
     run_on_gpu("ab", "nccl", device, lose_a_rank_on_gpu, killed=(1,), timeout=20.0)
@@ -469,6 +482,7 @@ def be_late_on_gpu(comm: Communicator, device: torch.device) -> None:
     assert int(torch.arange(1000, device=device).sum()) == 499_500
 
 
+@pytest.mark.processes
 @on_gpu
 def test_a_late_device_is_given_up_and_the_context_stays_usable(device: torch.device) -> None:
     run_on_gpu("ab", "nccl", device, be_late_on_gpu, timeout=15.0)

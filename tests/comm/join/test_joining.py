@@ -130,6 +130,7 @@ def join_again_and_again(alone: Communicator, path: str) -> list[float]:
     return sums
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("closed", [False, True])
 def test_what_earlier_ranks_left_in_a_store_does_no_harm(closed: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "store")
@@ -203,6 +204,7 @@ def test_strangers_do_not_prolong_the_wait() -> None:
         assert in_time
 
 
+@pytest.mark.processes
 def test_a_silent_stranger_holds_nobody_up() -> None:
     with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(listener.getsockname())
@@ -261,6 +263,7 @@ def lose_a_rank_that_joins(alone: Communicator, path: str, hosts: str) -> tuple[
     return str(caught.value), time.monotonic() - began
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
 def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
     hosts: str, tmp_path: Path

@@ -41,6 +41,7 @@ def test_an_interrupt_where_a_step_lets_others_in(one_thread: None) -> None:
         interrupts.break_off(case, places[0])
 
 
+@pytest.mark.processes
 def test_signals_at_any_time() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "support.interrupts", str(SECONDS)],

@@ -133,6 +133,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("slow_stage", [0, 1])
 def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
     process = run_script(
@@ -164,6 +165,7 @@ def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
     assert lines[-2] == "torch.Size([1, 2])"
 
 
+@pytest.mark.processes
 def test_the_interpreter_exits_and_lanes_are_few() -> None:
     out = finish(
         run_script(
@@ -180,6 +182,7 @@ def test_the_interpreter_exits_and_lanes_are_few() -> None:
     assert out == "2\n"
 
 
+@pytest.mark.processes
 def test_a_forked_child_starts_lanes_of_its_own() -> None:
     out = finish(
         run_script(

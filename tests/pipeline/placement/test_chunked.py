@@ -333,6 +333,7 @@ def test_without_gradients(context: Callable[[], Any]) -> None:
     assert output.is_inference() == (context is torch.inference_mode)
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(
     torch.__version__ < (2, 7),
     reason="torch 2.6 does not compile context managers written as generators",

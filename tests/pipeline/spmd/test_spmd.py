@@ -31,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from pipekernels import Communicator, PipelineModule, execute_pipeline, execute_pipeline_step
 from pipekernels.batchnorm import convert_deferred_batch_norm
 
+pytestmark = pytest.mark.processes
+
 
 class Detach(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -337,5 +339,6 @@ def compiled_program(comm: Communicator) -> None:
     assert around.frame_count == 2  # Before and after the pipeline.
 
 
+@pytest.mark.compile
 def test_a_compiled_program_goes_around_it() -> None:
     run_processes(2, compiled_program, limit=LIMIT)

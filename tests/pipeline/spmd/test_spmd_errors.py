@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipekernels import Communicator, PipelineModule, execute_pipeline
 
+pytestmark = pytest.mark.processes
+
 
 class Failing(nn.Module):
     """Raises, or returns something else, at its ``at``-th micro-batch."""

@@ -6,6 +6,7 @@ import copy
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_processes
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipekernels import ColumnParallelLinear, Communicator, PipelineModule, RowParallelLinear
+
+pytestmark = pytest.mark.processes
 
 
 def gathered(module: nn.Module, group: dist.ProcessGroup) -> nn.Sequential:

@@ -125,6 +125,7 @@ def train(comm: Communicator) -> int:
     return done
 
 
+@pytest.mark.processes
 @needs_averages
 def test_schedules_equal_the_unwrapped_module() -> None:
     assert run_processes(2, train, limit=LIMIT) == [5, 5]
@@ -152,6 +153,7 @@ def several_arguments(comm: Communicator) -> None:
         torch.testing.assert_close(torch.stack(losses).mean(), expected)
 
 
+@pytest.mark.processes
 @needs_averages
 def test_the_first_stage_takes_what_the_pipe_takes() -> None:
     run_processes(2, several_arguments, limit=LIMIT)
@@ -197,6 +199,7 @@ def take_stages(comm: Communicator) -> None:
         Pipe(skipping, [1, 2], devices=["cpu"] * 2).to_torch_stage()
 
 
+@pytest.mark.processes
 def test_stages_share_the_layers_and_bad_arguments_are_refused() -> None:
     run_processes(2, take_stages, limit=LIMIT)
 

@@ -358,6 +358,7 @@ def test_a_pipe_within_a_pipe() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.processes
 def test_a_forked_child_has_random_numbers_though_a_lane_was_drawing() -> None:
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     pipe = Pipe(
