@@ -14,9 +14,9 @@ import pytest
 import torch
 from support import pipes
 from support.clocked_layers import Clock
-from support.graph_cases import CudaRecord
+from support.cuda.graph_cases import CudaRecord
+from support.cuda.recorded_graphs import Record, recorded
 from support.ranks import run_in_group, run_processes
-from support.recorded_graphs import Record, recorded
 
 from pipekernels import _backend
 from pipekernels.kernels import table

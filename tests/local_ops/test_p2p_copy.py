@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.recorded_streams import machine
+from support.cuda.recorded_streams import machine
 
 from pipekernels.device import edge
 from pipekernels.ops import p2p_copy

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cuda.pretended_cuda import CPU, PretendedDevice, PretendedNccl, pretend, use_pretended
 from support.devices import on
-from support.pretended_cuda import CPU, PretendedDevice, PretendedNccl, pretend, use_pretended
 from support.ranks import run_processes
 from test_hosts import (
     call_differently,

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.graph_cases import STEPS, WIDTH, assert_equal, data, pipe_of, slots, train
-from support.recorded_graphs import Record
+from support.cuda.graph_cases import STEPS, WIDTH, assert_equal, data, pipe_of, slots, train
+from support.cuda.recorded_graphs import Record
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten

@@ -14,9 +14,18 @@ from typing import Any
 import pytest
 import test_graphs
 import torch
-from support.graph_cases import CAPTURED, STEPS, assert_equal, data, model, pipe_of, slots, train
-from support.recorded_graphs import Record, recorded
-from support.recorded_streams import Race, machine
+from support.cuda.graph_cases import (
+    CAPTURED,
+    STEPS,
+    assert_equal,
+    data,
+    model,
+    pipe_of,
+    slots,
+    train,
+)
+from support.cuda.recorded_graphs import Record, recorded
+from support.cuda.recorded_streams import Race, machine
 from torch import nn
 from torch.nn import functional as F
 

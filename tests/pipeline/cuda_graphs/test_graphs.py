@@ -1,6 +1,6 @@
 """``Pipe(cuda_graphs=True)``: the same results as without, whatever is captured or replayed.
 
-On the CPU graphs are recorded ones (``support/recorded_graphs.py``), whose memory is spoilt whenever nobody
+On the CPU graphs are recorded ones (``support/cuda/recorded_graphs.py``), whose memory is spoilt whenever nobody
 should depend on it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.graph_cases import (
+from support.cuda.graph_cases import (
     CAPTURED,
     STEPS,
     WIDTH,
@@ -25,7 +25,7 @@ from support.graph_cases import (
     slots,
     train,
 )
-from support.recorded_graphs import Record
+from support.cuda.recorded_graphs import Record
 from torch import nn
 
 from pipekernels import Pipe

@@ -1,6 +1,6 @@
 """Pipes across devices: nothing is read before it is there, or overwritten while it is read.
 
-The CUDA devices are recorded ones (``support/recorded_streams.py``), in one test the real ones.
+The CUDA devices are recorded ones (``support/cuda/recorded_streams.py``), in one test the real ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.recorded_streams import Machine, Race, machine
+from support.cuda.recorded_streams import Machine, Race, machine
 from support.skip_layers import Pop, Stash
 from torch import nn
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pipekernels import Pipe
 from pipekernels.skip import Namespace
-from support.recorded_graphs import Record
+from support.cuda.recorded_graphs import Record
 from support.skip_layers import Pop, Stash
 
 WIDTH = 6

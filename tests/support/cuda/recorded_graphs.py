@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipekernels.device import graphs
 from pipekernels.pipeline.engine import stages
-from support.recorded_streams import Agent, Machine
+from support.cuda.recorded_streams import Agent, Machine
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
