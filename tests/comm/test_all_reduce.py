@@ -95,6 +95,7 @@ def test_random_calls_on_processes(world_size: int, device: torch.device) -> Non
     run_processes(world_size, on(device, random_calls, world_size, calls, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_random_calls_on_threads(world_size: int, device: torch.device) -> None:
     run_threads(world_size, on(device, random_calls, 10 + world_size, 120, device))

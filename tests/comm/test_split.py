@@ -153,6 +153,7 @@ def test_many_at_once_leave_nothing() -> None:
     run_processes(2, make_many)
 
 
+@pytest.mark.slow
 def test_many_at_once_on_threads() -> None:
     def on_rank(comm: Communicator) -> None:
         comms = [comm.split(0) for _ in range(50)]

@@ -49,6 +49,7 @@ def assert_same_gradients(a: nn.Module, b: nn.Module, **tolerance: float) -> Non
             torch.testing.assert_close(p.grad, q.grad, **tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3]])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_the_unwrapped_module(balance: list[int], mode: str, place: torch.device) -> None:

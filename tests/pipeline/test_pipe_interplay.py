@@ -94,6 +94,7 @@ def test_grad_scaler(place: torch.device) -> None:
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.slow
 def test_a_thousand_pipes_leave_nothing_behind(way: Way) -> None:
     alive = weakref.WeakSet()
     threads = 0

@@ -336,6 +336,7 @@ def test_every_schedule_is_ordered(schedule: str | None, unwatched: None) -> Non
     steps_in_machine([GPU, CPU, OTHER, GPU], schedule, "except_last")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:stage")
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize(

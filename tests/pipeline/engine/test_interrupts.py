@@ -22,6 +22,7 @@ OPERATIONS = 10
 SECONDS = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [*interrupts.cases(), *interrupts.cases_of_devices()], ids=str
 )

@@ -134,12 +134,14 @@ def run(
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "checkpoint"), [(None, "except_last"), ("zb-h1", "never")])
 @pytest.mark.parametrize("devices", PLACEMENTS, ids=" ".join)
 def test_placements(devices: list[str], schedule: str | None, checkpoint: str) -> None:
     run(devices, 4, checkpoint, schedule, CPU, machine())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
 def test_schedules(schedule: str | None, checkpoint: str) -> None:
