@@ -39,7 +39,9 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in module.parameters()]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("batch", [1, 5, 8, 11])
+@pytest.mark.parametrize(
+    "batch", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (5, 8)), 11]
+)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
