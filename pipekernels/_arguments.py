@@ -8,7 +8,7 @@ from typing import Any
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int; one of NumPy or a tensor counts, and so does 4.0; a bool does not.
+    """``value`` as an int; one of NumPy or a tensor counts, a bool or a float does not.
 
     Args:
         name: what an error calls it.
@@ -18,13 +18,10 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     Raises:
         ValueError: it is no such number.
     """
-    number: int | None = None
-    if not isinstance(value, bool):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            is_whole = isinstance(value, Real) and value % 1 == 0  # NaN and infinity are not.
-            number = int(value) if is_whole else None
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
     if number is None or number < least:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
     return number
@@ -37,3 +34,9 @@ def check_integer(name: str, value: Any) -> None:
         operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+
+
+def whole(value: Any) -> Any:
+    """An int for a number such as 4.0, which fairscale takes; all else as it is."""
+    is_whole = isinstance(value, Real) and value % 1 == 0  # NaN and infinity are not.
+    return int(value) if is_whole and not isinstance(value, bool) else value

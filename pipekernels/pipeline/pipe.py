@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipekernels._arguments import integer
+from pipekernels._arguments import integer, whole
 from pipekernels._torch_private import disable_dynamo, transforms_are_active
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
@@ -158,7 +158,7 @@ class Pipe(nn.Module):
         for name, value in (("balance", balance), ("devices", devices)):
             if isinstance(value, (str, int, torch.device)):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
-        self.chunks = integer("chunks", chunks)
+        self.chunks = integer("chunks", whole(chunks))
         self.batch_dim = integer("batch_dim", batch_dim, least=0)
         modes = [mode for mode in MODES if mode in (checkpoint, str(checkpoint))]
         if not modes:

@@ -14,6 +14,7 @@ from pipekernels import (
     Communicator,
     Pipe,
     RowParallelLinear,
+    _backend,
     balance,
     move_to_device,
     parallelize_module,
@@ -54,6 +55,7 @@ def test_no_cuda(name: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(_backend, "has_cuda", lambda: True)  # Of the extension, not of torch.
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="was built without CUDA; install a build for CUDA"):
         CALLS[name](module, device)

@@ -26,7 +26,7 @@ from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.checkpoint import checkpointed
 from pipekernels.pipeline.stage.parameters import StageParameters, unique
-from pipekernels.pipeline.stage.task import differentiable
+from pipekernels.pipeline.stage.task import Grads, differentiable
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter
 
 # Engines whose layers run, on this thread or on one whose lane this is: lanes have their caller's
@@ -139,10 +139,10 @@ class Engine:
             losses = make_losses(mini_batch.sizes, mini_batch.loss_randomness, captured)
             parameters = unique(self._parameters)
             with self._committed():
-                inputs, own = mini_batch.train(losses)
+                # No other reference to a gradient, or autograd would copy it.
+                grads = _joined(*mini_batch.train(losses), captured, parameters)
                 losses.check()
             self._recycle(mini_batch)
-            grads = [*inputs, *captured.added_to(own, parameters)]
             targets = [*batch.tensors, *parameters]
             wanted = [
                 target for target, grad in zip(targets, grads, strict=True) if grad is not None
@@ -232,6 +232,13 @@ class Engine:
             recomputed,
             self._timeline,
         )
+
+
+def _joined(
+    inputs: Grads, own: Grads, captured: LossGradients, parameters: Sequence[nn.Parameter]
+) -> list[torch.Tensor | None]:
+    """The gradients of the inputs, then those of the parameters."""
+    return [*inputs, *captured.added_to(own, parameters)]
 
 
 class _Unlocked:

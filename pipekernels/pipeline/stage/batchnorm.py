@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from pipekernels._arguments import integer
+from pipekernels._arguments import integer, whole
 from pipekernels._torch_private import BatchNormBase
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
@@ -146,7 +146,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
         TypeError: a BatchNorm is of a class that does more, is lazy or parametrized; nothing is
             replaced then.
     """
-    integer("chunks", chunks)
+    integer("chunks", whole(chunks))
     replacements: dict[nn.Module, nn.Module] = {
         norm: _deferred(name, norm)
         for name, norm in module.named_modules()

@@ -311,7 +311,7 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
     [
         ({"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
         ({"partitions": 0}, ValueError, "partitions is 0"),
-        ({"partitions": 2.5}, ValueError, "partitions is 2.5; it must be an integer of at least 1"),
+        ({"partitions": 2.0}, ValueError, "partitions is 2.0; it must be an integer of at least 1"),
         ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
         ({"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
         ({"sample": ()}, TypeError, "not an empty tuple"),

@@ -106,7 +106,7 @@ def test_conversion_keeps_parameters_and_keys_and_refuses_bad_chunks() -> None:
         convert_deferred_batch_norm(module, 0)
     plain = nn.Sequential(nn.BatchNorm1d(2))
     weight = plain[0].weight
-    assert DeferredBatchNorm.convert_deferred_batch_norm(plain, 4) is plain
+    assert DeferredBatchNorm.convert_deferred_batch_norm(plain, 4.0) is plain
     assert isinstance(plain[0], DeferredBatchNorm) and plain[0].weight is weight
     with pytest.raises(ValueError, match="at least 2"):
         DeferredBatchNorm(3)(torch.zeros(3))
