@@ -182,7 +182,7 @@ class SharedLayer:
         self._ready = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(ranks)]
         self._beside: list[torch.cuda.Stream | None] = [None] * ranks
         if device.type == "cuda":
-            plan = overlap.plan_for(
+            plan = overlap.choose_overlap(
                 self._xs[0], self._weights[0], self._sums[0], ranks, "overlapped"
             )
             assert plan is not None

@@ -71,8 +71,9 @@ class Communicator(Collectives):
     this rank's next call, barrier or :meth:`synchronize`; until then the tensors that the
     collective was to fill have all bits set (NaN, or -1), and the CUDA context stays usable. Every
     such error ends the communicator, different calls included where the ranks are processes of one
-    host. Over several hosts a call waits on the CPU until all ranks have made it, for different
-    calls to be found before they reach NCCL; it cannot be captured in a graph.
+    host. Over several hosts (experimental on CUDA: no GPU has run it yet) a call waits on the CPU
+    until all ranks have made it, for different calls to be found before they reach NCCL; it cannot
+    be captured in a graph.
 
     A graph orders what was captured, and nothing else does: the collectives of one communicator in
     it belong in one stream, or one after the other, and its replays, and calls outside of it,
@@ -189,22 +190,22 @@ class Communicator(Collectives):
         seat = join_processes(rendezvous, timeout, color, key)
         if seat is None:
             return None
-        layout = seat.layout
-        spans_hosts = len(layout.hosts) > 1
+        host_map = seat.host_map
+        spans_hosts = len(host_map.hosts) > 1
         patience = timeout + GRACE if spans_hosts else timeout
-        core = _load().Communicator(seat.segment, layout.position, seat.pidfds, patience)
+        core = _load().Communicator(seat.segment, host_map.position, seat.pidfds, patience)
         local = SharedMemoryEnd(core)
         host_end: HostEnd = local
         make_device_end: Callable[[torch.device], DeviceEnd] = functools.partial(CudaEnd, local)
         if spans_hosts:
-            host_end = hosts = HostsEnd(local, layout, seat.route, timeout)
+            host_end = hosts = HostsEnd(local, host_map, seat.route, timeout)
             make_device_end = functools.partial(HostsCudaEnd, hosts)
         # Ranks that share memory find it again without a store, which they need not keep.
         store = rendezvous.store if spans_hosts else None
         divide = functools.partial(
             _divide_processes, store=store, cuda_backend=rendezvous.cuda_backend
         )
-        return cls(host_end, make_device_end, layout.rank, layout.world_size, timeout, divide)
+        return cls(host_end, make_device_end, host_map.rank, host_map.world_size, timeout, divide)
 
     @classmethod
     def threads(cls, world_size: int, *, timeout: float = 30.0) -> list[Communicator]:

@@ -8,7 +8,7 @@ share: what one writes there, all see. Clone what is to outlive a fork.
 Autograd convention: the loss is the *sum* of the losses of all ranks, and every rank obtains the
 derivative of that sum by its own input. Hence the backward of a sum over ranks is again a sum over
 ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distributed.nn``. Where all
-ranks compute one and the same (replicated) loss, use :mod:`pipekernels.tensor_parallel.functional`.
+ranks compute one and the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
 
 A backward is a collective too: all ranks must run it, in the same order, and an input must require
 a gradient on all ranks or on none. There is no forward-mode derivative, and ``torch.func`` cannot

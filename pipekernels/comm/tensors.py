@@ -129,7 +129,8 @@ def elements_of(dense: Tensor) -> tuple[int, int]:
 
 
 def shape_digest(tensor: Tensor) -> int:
-    """Differs between shapes of as many elements, as good as always; the same in all processes."""
+    """A digest that almost always differs between shapes of equally many elements; the same in all
+    processes."""
     return 0 if tensor.dim() == 1 else hash(tensor.shape) & 0x3FFFFF
 
 

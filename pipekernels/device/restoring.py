@@ -59,7 +59,7 @@ class restoring:
 
     def __exit__(self, *error: object) -> None:
         made = _changes.made
-        if made and made[-1] is self:  # As good as always.
+        if made and made[-1] is self:  # Almost always.
             self.put_back()
             del made[-1]
         elif self in made:

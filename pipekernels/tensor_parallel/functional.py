@@ -41,7 +41,7 @@ from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
 from pipekernels.local_ops.transforms import deny_tangents
-from pipekernels.tensor_parallel.overlap import gemm_all_reduce, plan_for
+from pipekernels.tensor_parallel.overlap import choose_overlap, gemm_all_reduce
 
 _LAYERS = "a layer that is sharded over ranks"
 
@@ -134,8 +134,9 @@ def row_linear(
         comm: the communicator.
         scatter: return this rank's slice of the first dimension alone.
         algorithm: of the products, forward and backward, on a GPU: as for
-            :func:`pipekernels.local_ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel,
-            with the all-reduce running while it does. ``'auto'`` takes that where a plan from
+            :func:`pipekernels.ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel,
+            with the all-reduce running while it does (experimental: no GPU has run it yet).
+            ``'auto'`` takes that where a prediction from
             measurements says that it pays, but not in a captured CUDA graph. The same on all ranks.
 
     Returns:
@@ -289,7 +290,7 @@ def _row_linear(
         torch.mm(rows, weight.t(), out=product)
     else:
         if not scatter and (algorithm != "auto" or _agreed(comm, x.device)):
-            overlap = plan_for(rows, weight, product, comm.world_size, algorithm)
+            overlap = choose_overlap(rows, weight, product, comm.world_size, algorithm)
             if overlap is not None:
                 gemm_all_reduce(rows, weight, product, comm, overlap)
                 return out
@@ -313,7 +314,7 @@ def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algori
 
 
 def _agreed(comm: Communicator, device: torch.device) -> bool:
-    """Whether all ranks have the same measurements and will so plan alike."""
+    """Whether all ranks have the same measurements and so choose alike."""
     key = comm.handle, device
     if key not in _agreements:
         if torch.cuda.is_current_stream_capturing():

@@ -5,7 +5,7 @@ the first feeds the second without a collective between them, and one pair (the 
 MLP; the projections into and out of attention) costs one all-reduce forward and one backward. The
 names follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
 
-On CUDA the products are those of :func:`pipekernels.local_ops.sharded_gemm`: by Triton where that
+On CUDA the products are those of :func:`pipekernels.ops.sharded_gemm`: by Triton where that
 was measured to be faster, overlapped with the all-reduce where that pays, else by cuBLAS.
 
 Autograd convention: all ranks compute the same loss

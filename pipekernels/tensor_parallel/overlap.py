@@ -1,11 +1,12 @@
-"""A row-parallel product whose all-reduce begins while it is computed, and a plan that says when
-to.
+"""A row-parallel product whose all-reduce begins while it is computed, where that pays.
+
+Experimental: no GPU has run it yet.
 
 The kernel of :mod:`pipekernels.kernels.sharded_gemm` announces each finished block of rows, on
 fewer multiprocessors than there are; on the others the communicator reduces the announced blocks,
 in a stream of its own. The product's bits do not depend on that, nor do those of the sum.
 
-The plan compares times by an alpha-beta model: a transfer of b bytes takes alpha + beta b (Hockney,
+Times are compared by an alpha-beta model: a transfer of b bytes takes alpha + beta b (Hockney,
 1994). The product and the reduction of blocks are a flow shop of two machines with equal jobs.
 """
 
@@ -31,7 +32,7 @@ REDUCING_BLOCKS = (4, 8, 16)
 GAIN = 1.05
 
 
-class Link(NamedTuple):
+class LinkModel(NamedTuple):
     """Between GPUs that reach each other directly.
 
     Attributes:
@@ -47,14 +48,14 @@ class Link(NamedTuple):
 
 # NVLink of the generation, a quarter below its data sheet's rate per direction. Assumed, not
 # measured.
-LINKS = {
-    80: Link(4e-6, 1 / 225e9, 1 / 20e9),
-    90: Link(4e-6, 1 / 340e9, 1 / 25e9),
-    100: Link(4e-6, 1 / 675e9, 1 / 40e9),
+LINK_MODELS = {
+    80: LinkModel(4e-6, 1 / 225e9, 1 / 20e9),
+    90: LinkModel(4e-6, 1 / 340e9, 1 / 25e9),
+    100: LinkModel(4e-6, 1 / 675e9, 1 / 40e9),
 }
 
 
-def all_reduce_seconds(size: int, ranks: int, link: Link, blocks: int = 0) -> float:
+def all_reduce_seconds(size: int, ranks: int, link: LinkModel, blocks: int = 0) -> float:
     """Of ``size`` bytes over ``ranks``: in one step or in two, whichever is faster.
 
     Args:
@@ -91,9 +92,9 @@ class Overlap(NamedTuple):
     plain_seconds: float
 
 
-def plan(
+def best_overlap(
     m: int, size: int, config: Config, seconds: float, plain_seconds: float,
-    *, ranks: int, sms: int, link: Link,
+    *, ranks: int, sms: int, link: LinkModel,
 ) -> Overlap:  # fmt: skip
     """The best way to run a product and its all-reduce at once; a pure function.
 
@@ -121,13 +122,13 @@ def plan(
     return Overlap(config, blocks, total(blocks), plain)
 
 
-def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> Overlap | None:
+def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> Overlap | None:
     """How to overlap ``out = a @ b.T`` and its all-reduce; ``None`` where that does not pay.
 
     Args:
         a, b, out: CUDA tensors.
         ranks: over how many ``out`` is to be summed.
-        algorithm: ``'overlapped'`` for a way at any price, ``'auto'`` for one that the plan finds
+        algorithm: ``'overlapped'`` for a way at any price, ``'auto'`` for one that is predicted
             to be faster by what has been measured on this GPU, but not while a graph is captured;
             ``None`` for all others.
     """
@@ -140,7 +141,7 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
     if torch.cuda.is_current_stream_capturing() and not forced:
         return None
     gpu = gpu_of(a.device)
-    link, size = LINKS[gpu.generation], out.numel() * out.itemsize
+    link, size = LINK_MODELS[gpu.generation], out.numel() * out.itemsize
     known = table.for_gpu(gpu.name)
     entry = None
     if known is not None and layout is not None and has_rows(out):
@@ -152,9 +153,9 @@ def plan_for(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> O
         if chosen is None or chosen.config.split_k > 1:
             chosen = Chosen(Config(BLOCKS[gpu.generation, kind].whole[0]))
         config = chosen.config
-        return plan(m, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link)
+        return best_overlap(m, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link)
     part = m * n * k / (entry.shape.m * entry.shape.n * entry.shape.k)
-    found = plan(
+    found = best_overlap(
         m, size, entry.config,
         part * entry.seconds, part * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
@@ -178,7 +179,7 @@ def gemm_all_reduce(
     from pipekernels.kernels.launch import Product, launch, tiles
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
-    assert kind is not None  # Or there would be no plan.
+    assert kind is not None  # Or nothing would be overlapped.
     product = Product(kind, a, b, out)
     config = overlap.config
     rows, columns = tiles(product, config.blocks)

@@ -383,8 +383,15 @@ def test_the_overlapped_path_announces_what_it_says(
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     gpu = sharded_gemm.Gpu("none", (9, 0), 90, 6)
     monkeypatch.setattr(overlap, "gpu_of", lambda device: gpu)
-    plan = overlap.plan(
-        rows, rows * 48 * 4, Config(SMALL), 1.0, 1.0, ranks=2, sms=gpu.sms, link=overlap.LINKS[90]
+    plan = overlap.best_overlap(
+        rows,
+        rows * 48 * 4,
+        Config(SMALL),
+        1.0,
+        1.0,
+        ranks=2,
+        sms=gpu.sms,
+        link=overlap.LINK_MODELS[90],
     )._replace(reducing_blocks=2)
     a, b, out = torch.randn(rows, 40), torch.randn(48, 40), torch.empty(rows, 48)
     summed = []

@@ -23,7 +23,7 @@ def test_two_machines_one_behind_the_other(gemm: float, reduce: float, row_block
 
 
 def test_the_all_reduce_model() -> None:
-    link = overlap.Link(1e-6, 1e-9, 8e-9)
+    link = overlap.LinkModel(1e-6, 1e-9, 8e-9)
     assert overlap.all_reduce_seconds(0, 8, link) == 1e-6  # One step.
     assert overlap.all_reduce_seconds(10**9, 8, link) == pytest.approx(2 * 7 / 8, rel=1e-3)
     assert overlap.all_reduce_seconds(10**9, 8, link, blocks=4) == pytest.approx(3.5, rel=1e-3)
@@ -34,9 +34,9 @@ def test_the_all_reduce_model() -> None:
     st.integers(1, 16384), st.floats(1e-5, 1e-2), st.integers(2, 8), st.sampled_from([2, 16, 132])
 )
 def test_plans(m: int, seconds: float, ranks: int, sms: int) -> None:
-    link = overlap.LINKS[90]
+    link = overlap.LINK_MODELS[90]
     size = m * 8192 * 2
-    found = overlap.plan(m, size, CONFIG, seconds, seconds, ranks=ranks, sms=sms, link=link)
+    found = overlap.best_overlap(m, size, CONFIG, seconds, seconds, ranks=ranks, sms=sms, link=link)
     assert found.reducing_blocks in overlap.REDUCING_BLOCKS or found.reducing_blocks == sms // 2
     assert found.config.blocks == CONFIG.blocks
     row_blocks = ceil(m / (found.config.blocks.m * found.config.group_m))
@@ -59,24 +59,24 @@ def test_only_measured_products_that_gain_are_overlapped(
         for size in ((4096, 8192), (8192, 8192), (4096, 8192))
     )
     pretend_gpu(monkeypatch, None)
-    assert overlap.plan_for(a, b, out, 2, "auto") is None
+    assert overlap.choose_overlap(a, b, out, 2, "auto") is None
     pretend_gpu(monkeypatch, measured(seconds=8e-4, shape=shape))
-    found = overlap.plan_for(a, b, out, 2, "auto")
+    found = overlap.choose_overlap(a, b, out, 2, "auto")
     assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
     # A product of the same class with three quarters of the rows takes three quarters of the time.
-    fewer = overlap.plan_for(a[:3072], b, out[:3072], 2, "auto")
-    reduce = overlap.all_reduce_seconds(3072 * 8192 * 2, 2, overlap.LINKS[90])
+    fewer = overlap.choose_overlap(a[:3072], b, out[:3072], 2, "auto")
+    reduce = overlap.all_reduce_seconds(3072 * 8192 * 2, 2, overlap.LINK_MODELS[90])
     assert fewer is not None and fewer.plain_seconds == pytest.approx(0.75 * 8e-4 + reduce)
     capturing.append(True)
-    assert overlap.plan_for(a, b, out, 2, "auto") is None
-    assert overlap.plan_for(a, b, out, 2, "overlapped") == found
+    assert overlap.choose_overlap(a, b, out, 2, "auto") is None
+    assert overlap.choose_overlap(a, b, out, 2, "overlapped") == found
     capturing.clear()
     for algorithm, ranks in (("auto", 1), ("cublas", 2), ("triton", 2)):
-        assert overlap.plan_for(a, b, out, ranks, algorithm) is None
+        assert overlap.choose_overlap(a, b, out, ranks, algorithm) is None
     # A product much shorter than the reduction hides little of it, and few blocks reduce slowly.
     pretend_gpu(monkeypatch, measured(seconds=2e-5, shape=shape))
-    assert overlap.plan_for(a, b, out, 8, "auto") is None
-    assert overlap.plan_for(a, b, out, 8, "overlapped") is not None
+    assert overlap.choose_overlap(a, b, out, 8, "auto") is None
+    assert overlap.choose_overlap(a, b, out, 8, "overlapped") is not None
     pretend_gpu(monkeypatch, None)
-    forced = overlap.plan_for(a, b, out, 8, "overlapped")
+    forced = overlap.choose_overlap(a, b, out, 8, "overlapped")
     assert forced is not None and forced.config.split_k == 1

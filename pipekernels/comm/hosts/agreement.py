@@ -12,7 +12,7 @@ import torch
 from pipekernels.comm.end import HostEnd
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.call import Call
-from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import GONE, LATE, Link, LinkError
 
 
@@ -35,17 +35,19 @@ class Agreement:
 
     Args:
         local: the end for CPU tensors over the ranks of this host; owned.
-        layout: of all ranks.
+        host_map: of all ranks.
         link: that of this rank's position, for CPU tensors; ``None`` if there is none; owned.
         timeout: seconds that a call waits for one in another thread.
     """
 
-    def __init__(self, local: HostEnd, layout: Layout, link: Link | None, timeout: float) -> None:
+    def __init__(
+        self, local: HostEnd, host_map: HostMap, link: Link | None, timeout: float
+    ) -> None:
         self._local = local
-        self._layout = layout
+        self._host_map = host_map
         self._link = link
         self._timeout = timeout
-        self._places = torch.tensor(layout.places, device="cpu")
+        self._places = torch.tensor(host_map.places, device="cpu")
         self._turn = threading.Lock()  # Held by each collective.
         self._failure: _Failure | None = None
 
@@ -133,14 +135,14 @@ class Agreement:
 
     def _exchange(self, call: Call) -> list[Call]:
         """What all ranks call, in rank order."""
-        layout = self._layout
+        host_map = self._host_map
         own = torch.tensor(call, device="cpu")
-        block = torch.zeros(layout.most, len(call), dtype=torch.int64, device="cpu")
+        block = torch.zeros(host_map.most, len(call), dtype=torch.int64, device="cpu")
         self._local.all_gather(own, block)
-        shape = (len(layout.hosts), *block.shape)
+        shape = (len(host_map.hosts), *block.shape)
         table = torch.empty(shape, dtype=torch.int64, device="cpu")
         reason = "as its peer here has noticed"
-        if layout.position == 0:
+        if host_map.position == 0:
             assert self._link is not None
             try:
                 table = self._link.all_gather(block)
@@ -159,9 +161,9 @@ class Agreement:
         if isinstance(error, LinkError):
             message = f"{error}, in {what}"
             return TimeoutError(message) if error.late else PeerError(message, None)
-        numbers = ", ".join(f"{i} is rank {rank}" for i, rank in enumerate(self._layout.members))
+        numbers = ", ".join(f"{i} is rank {rank}" for i, rank in enumerate(self._host_map.members))
         message = f"in {what}, counting the ranks of this host alone ({numbers}): {error}"
         if isinstance(error, TimeoutError):
             return TimeoutError(message)
         assert error.rank is not None, "shared memory knows its ranks"
-        return PeerError(message, self._layout.members[error.rank])
+        return PeerError(message, self._host_map.members[error.rank])

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.hosts.agreement import Agreement
 from pipekernels.comm.hosts.call import Call, Operation
-from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.route import Route
 from pipekernels.comm.hosts.steps import ReduceInPlace, Steps
 from pipekernels.comm.shared_memory import SharedMemoryEnd
@@ -29,12 +29,12 @@ class SteppedEnd(ABC):
     run in steps.
 
     Args:
-        layout: of all ranks.
+        host_map: of all ranks.
         steps: for tensors on this end's device.
     """
 
-    def __init__(self, layout: Layout, steps: Steps) -> None:
-        self._layout = layout
+    def __init__(self, host_map: HostMap, steps: Steps) -> None:
+        self._host_map = host_map
         self._steps = steps
 
     @abstractmethod
@@ -55,7 +55,7 @@ class SteppedEnd(ABC):
         with self._collective(call_reducing(Operation.REDUCE_SCATTER, input, op)):
             if output.numel() > 0:
                 reduced = self._steps.reduced(input.view(-1), op)
-                mine = reduced[self._layout.rank * output.numel() :][: output.numel()]
+                mine = reduced[self._host_map.rank * output.numel() :][: output.numel()]
                 self._deliver(mine, output.view(-1))
 
     def all_gather(self, input: Tensor, output: Tensor) -> None:
@@ -68,7 +68,7 @@ class SteppedEnd(ABC):
         with self._collective(_call_moving(Operation.BROADCAST, tensor, root=src)):
             if tensor.numel() > 0:
                 copied = self._steps.copied(_bytes_of(tensor), src).view(tensor.dtype)
-                wanted = 0 if self._layout.rank == src else tensor.numel()  # The root has it.
+                wanted = 0 if self._host_map.rank == src else tensor.numel()  # The root has it.
                 self._deliver(copied[:wanted], tensor.view(-1)[:wanted])
 
     def _all_reduce(
@@ -105,25 +105,25 @@ class HostsEnd(SteppedEnd):
 
     Args:
         local: the end over the ranks of this host; owned.
-        layout: of all ranks.
+        host_map: of all ranks.
         route: to the ranks of this position on the other hosts; ``None`` if there is not one on
             each.
         timeout: seconds that a call waits for one in another thread.
 
     Attributes:
-        local, layout, route: as above.
+        local, host_map, route: as above.
         agreement: by which each collective begins.
     """
 
     def __init__(
-        self, local: SharedMemoryEnd, layout: Layout, route: Route | None, timeout: float
+        self, local: SharedMemoryEnd, host_map: HostMap, route: Route | None, timeout: float
     ) -> None:
         link = None if route is None else route.link
-        super().__init__(layout, Steps(local, link, layout, _CPU))
+        super().__init__(host_map, Steps(local, link, host_map, _CPU))
         self.local = local
-        self.layout = layout
+        self.host_map = host_map
         self.route = route
-        self.agreement = Agreement(local, layout, link, timeout)
+        self.agreement = Agreement(local, host_map, link, timeout)
         self.empty = local.empty
         self.output = local.output
         self.close = self.agreement.close

@@ -64,7 +64,7 @@ class HostsCudaEnd(SteppedEnd):
         self._local: CudaEnd = local
         self._link: Link | None = link
         self._device: torch.device = local.device
-        super().__init__(hosts.layout, Steps(local, link, hosts.layout, local.device))
+        super().__init__(hosts.host_map, Steps(local, link, hosts.host_map, local.device))
         self._failed = MappedWord(self._device)  # Not 0 if anything has, on any device.
         self._last: streams.Event = streams.DONE  # End of the last collective.
 

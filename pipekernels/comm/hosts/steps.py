@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm.end import End
-from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
 
 ReduceInPlace = Callable[[Tensor, str], None]
@@ -29,7 +29,7 @@ class Steps:
     Args:
         local: the end for tensors on ``device`` over the ranks of this host.
         link: that of this rank's position, for ``device``; ``None`` if there is none.
-        layout: of all ranks.
+        host_map: of all ranks.
         device: where the tensors are.
     """
 
@@ -37,14 +37,14 @@ class Steps:
         self,
         local: End,
         link: Link | None,
-        layout: Layout,
+        host_map: HostMap,
         device: torch.device,
     ) -> None:
         self._local = local
         self._link = link
-        self._layout = layout
+        self._host_map = host_map
         self._device = device
-        self._places = torch.tensor(layout.places, device=device)
+        self._places = torch.tensor(host_map.places, device=device)
 
     def reduced(
         self, tensor: Tensor, op: str, reduce_inside: ReduceInPlace | None = None
@@ -58,11 +58,11 @@ class Steps:
                 given; if ``None``, only each rank's part is reduced, in a copy.
         """
         inside = "sum" if op == "avg" else op
-        part = -(-tensor.numel() // self._layout.links)
+        part = -(-tensor.numel() // self._host_map.links)
         if reduce_inside is not None:
             reduce_inside(tensor, inside)
         # Ranks without a link reduce padding.
-        padded = self._shared(len(self._layout.members) * part, tensor.dtype)
+        padded = self._shared(len(self._host_map.members) * part, tensor.dtype)
         padded[: tensor.numel()] = tensor
         padded[tensor.numel() :] = 0
         mine = self._shared(part, tensor.dtype)
@@ -77,15 +77,15 @@ class Steps:
 
     def gathered(self, data: Tensor) -> Tensor:
         """``[world_size, data.numel()]``: the bytes of all ranks."""
-        size, hosts = data.numel(), len(self._layout.hosts)
-        links, most = self._layout.links, self._layout.most
+        size, hosts = data.numel(), len(self._host_map.hosts)
+        links, most = self._host_map.links, self._host_map.most
         part = -(-most * size // links)
         block = self._zeros(links * part)  # Of this host.
         self._local.all_gather(data, block)
         mine = self._shared(hosts * part, torch.uint8)
         if self._link is not None:
             mine.copy_(self._link.all_gather(self._part_of(block, part)).flatten())
-        shape = (len(self._layout.members), hosts, part)
+        shape = (len(self._host_map.members), hosts, part)
         parts = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._local.all_gather(mine, parts)
         blocks = parts[:links].transpose(0, 1).reshape(hosts, links * part)
@@ -93,17 +93,17 @@ class Steps:
 
     def copied(self, data: Tensor, root: int) -> Tensor:
         """The bytes of rank ``root``, of which ``data`` are this rank's."""
-        host, part = self._layout.host_of(root), -(-data.numel() // self._layout.links)
-        padded = self._zeros(len(self._layout.members) * part)
+        host, part = self._host_map.host_of(root), -(-data.numel() // self._host_map.links)
+        padded = self._zeros(len(self._host_map.members) * part)
         padded[: data.numel()] = data
-        if host == self._layout.host:
-            position = self._layout.members.index(root)
+        if host == self._host_map.host:
+            position = self._host_map.members.index(root)
             self._local.broadcast(padded[: data.numel()], position)
         mine = self._shared(part, torch.uint8)
         mine.copy_(self._part_of(padded, part))
         if self._link is not None:
             self._link.broadcast(mine, host)
-        if host != self._layout.host:
+        if host != self._host_map.host:
             self._local.all_gather(mine, padded)
         return padded[: data.numel()]
 
@@ -115,11 +115,11 @@ class Steps:
             parts = link.all_gather(mine)
             mine.copy_(parts.amax(0) if op == "max" else parts.amin(0))
         if op == "avg":
-            mine /= self._layout.world_size
+            mine /= self._host_map.world_size
 
     def _part_of(self, padded: Tensor, part: int) -> Tensor:
         """What this rank's link carries; empty if it has none, or nothing is left for it."""
-        return padded[self._layout.position * part :][:part]
+        return padded[self._host_map.position * part :][:part]
 
     def _shared(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Best in memory that the other ranks of this host read in place."""

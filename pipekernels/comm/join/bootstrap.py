@@ -22,7 +22,7 @@ from pipekernels import _backend
 from pipekernels.comm import limits as tuning
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
-from pipekernels.comm.hosts.layout import Layout
+from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.route import Route
 from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
 
@@ -41,14 +41,14 @@ class Seat(NamedTuple):
     """What a rank has of the communicator that it joins.
 
     Attributes:
-        layout: which ranks are on which host.
+        host_map: which ranks are on which host.
         segment: the memory that the ranks of this host share.
         pidfds: a pidfd for every rank of this host, -1 for this one; to be owned by the taker.
         route: to one rank of every other host, if there are any, see
             :mod:`pipekernels.comm.hosts.steps`; its link is to be owned by the taker.
     """
 
-    layout: Layout
+    host_map: HostMap
     segment: Any
     pidfds: list[int]
     route: Route | None
@@ -90,23 +90,23 @@ def join_processes(
         processes = [introduced[rank] for rank in ranks]
         rank = ranks.index(rendezvous.rank)
         _check_distinct(processes)
-        layout = Layout(_group_by_host(processes), rank)
+        host_map = HostMap(_group_by_host(processes), rank)
 
         undo = stack.enter_context(contextlib.ExitStack())
         segment, pidfds, route, problem = None, [], None, ""
         try:
             soon = deadline.early()  # So that the peers still hear of what takes too long.
             module = _backend.load()
-            fd = _share(listener, processes, layout, soon)
+            fd = _share(listener, processes, host_map, soon)
             try:
-                segment = module.Segment(fd, len(layout.members))
+                segment = module.Segment(fd, len(host_map.members))
             finally:
                 os.close(fd)
-            for member in layout.members:
+            for member in host_map.members:
                 pidfds.append(-1 if member == rank else module.open_pidfd(processes[member].pid))
                 if pidfds[-1] >= 0:
                     undo.callback(os.close, pidfds[-1])
-            route = _connect_hosts(rendezvous, layout, processes[0].address, timeout, soon)
+            route = _connect_hosts(rendezvous, host_map, processes[0].address, timeout, soon)
             if route is not None:
                 undo.callback(route.link.close)
         except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
@@ -118,7 +118,7 @@ def join_processes(
             segment = None  # Not to be kept by the traceback.
         raise_join_failure(problems)
         undo.pop_all()
-    return Seat(layout, segment, pidfds, route)
+    return Seat(host_map, segment, pidfds, route)
 
 
 def problem_of(rank: int, error: Exception) -> str:
@@ -163,33 +163,33 @@ def _check_distinct(processes: list[_Process]) -> None:
 
 
 def _connect_hosts(
-    rendezvous: Rendezvous, layout: Layout, name: str, timeout: float, deadline: Deadline
+    rendezvous: Rendezvous, host_map: HostMap, name: str, timeout: float, deadline: Deadline
 ) -> Route | None:
     """To the ranks that have the same position on each host, where all have one."""
-    if len(layout.hosts) == 1 or layout.position >= layout.links:
+    if len(host_map.hosts) == 1 or host_map.position >= host_map.links:
         return None
     store = rendezvous.store
     assert store is not None, "only processes of one host do without a store"
-    name = f"{name[1:]}/{layout.position}"  # Nobody else has it: a socket's address is unique.
+    name = f"{name[1:]}/{host_map.position}"  # Nobody else has it: a socket's address is unique.
     # Connecting has the timeout of a lane's operations: it begins when nobody is late any more.
-    keys = [f"{name}/{host}" for host in range(len(layout.hosts))]
-    store.set(keys[layout.host], "")
-    absent = [str(layout.hosts[host][layout.position]) for host in late(store, keys, deadline)]
+    keys = [f"{name}/{host}" for host in range(len(host_map.hosts))]
+    store.set(keys[host_map.host], "")
+    absent = [str(host_map.hosts[host][host_map.position]) for host in late(store, keys, deadline)]
     if absent:
         raise TimeoutError(
             f"rank(s) {', '.join(absent)} did not come to connect the hosts within "
             f"{deadline.seconds:.3g} s"
         )
-    hosts = len(layout.hosts)
-    return Route(store, name, layout.host, hosts, timeout, rendezvous.cuda_backend)
+    hosts = len(host_map.hosts)
+    return Route(store, name, host_map.host, hosts, timeout, rendezvous.cuda_backend)
 
 
 def _share(
-    listener: socket.socket, processes: list[_Process], layout: Layout, deadline: Deadline
+    listener: socket.socket, processes: list[_Process], host_map: HostMap, deadline: Deadline
 ) -> int:
     """The descriptor of the memory for the ranks of this host."""
-    first, *others = layout.members
-    if layout.rank == first:
+    first, *others = host_map.members
+    if host_map.rank == first:
         return _hand_out(listener, {processes[member].pid: member for member in others}, deadline)
     return _receive(processes[first], first, deadline)
 

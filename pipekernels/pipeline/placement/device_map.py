@@ -63,7 +63,7 @@ def move_to_device(data: Any, device: Device) -> Any:
     of other kinds with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are
     moved by it; all else, modules included, stays as it is.
 
-    Copies to and from CUDA devices are those of :func:`pipekernels.local_ops.p2p_copy`: they
+    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they
     overlap what both devices compute, and make the caller wait where they go to the CPU or come
     from pinned memory.
 

@@ -70,8 +70,8 @@ class Tape:
     """What a forward leaves behind for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory is free as soon as nobody
-    needs its values; a leaf that the stage returned as it is stands for itself. A checkpointed
-    forward has ``inputs`` instead of both.
+    needs its values. If the stage returns an input unchanged, its root is that leaf tensor. A
+    checkpointed forward has ``inputs`` instead of both.
     """
 
     leaves: Sequence[torch.Tensor | None] = ()

@@ -17,7 +17,7 @@ class NoChunk:
     positions.
 
     Args:
-        tensor: must not require a gradient: it is not cut up, so its gradient is nobody's share.
+        tensor: must not require a gradient: it is not split, so no micro-batch has a part of it.
 
     Raises:
         TypeError: ``tensor`` is no tensor.
@@ -70,7 +70,7 @@ class Structure:
         return tree_unflatten(leaves, self._spec)
 
     def on(self, device: torch.device) -> Structure:
-        """The same, with the tensors that are nobody's share (:class:`NoChunk`) on ``device``."""
+        """The same, with the unsplit (:class:`NoChunk`) tensors on ``device``."""
         for leaf in self._leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device != device:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Layout:
+class HostMap:
     """The ranks of a communicator over several hosts, as one of them sees them.
 
     Args:
