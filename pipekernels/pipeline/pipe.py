@@ -115,13 +115,13 @@ class Pipe(nn.Module):
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
-        execution: how mini-batches run on CPUs; results do not depend on it. ``'auto'``: the
-            fastest of the others, measured for each kind of mini-batch; the first of a kind runs
-            inline, and is watched for random numbers that threads could not keep apart.
-            ``'inline'``: on the calling thread. ``'threads'``: each lane of the schedule on a
-            thread of its own. ``'split'``: likewise, and the backward of ``pipe(x)`` computes
-            gradients of inputs first, those of parameters later, where the graphs allow it. Stages
-            that share layers or have collectives run inline.
+        execution: how mini-batches run on CPUs. ``'auto'``: the fastest of the others, measured for
+            each kind of mini-batch; the first of a kind runs inline, and is watched for random
+            numbers that threads could not keep apart. ``'inline'``: on the calling thread.
+            ``'threads'``: each lane of the schedule on a thread of its own, unwatched: results do
+            not depend on timing if torch's Python functions draw all random numbers. ``'split'``:
+            likewise, and where graphs allow it the backward of ``pipe(x)`` computes gradients of
+            inputs first. Stages that share layers or have collectives run inline.
         cuda_graphs: experimental, no GPU has run it yet: launch the work of each stage on a CUDA
             device as CUDA graphs, captured in the third mini-batch of a kind; stages elsewhere run
             as ever. Python in layers is run while they are captured only, so what it does must
