@@ -137,7 +137,7 @@ def test_what_cannot_be_read_to_its_end_is_ignored(
     make(tuning.path())
     script = (
         "import warnings; from pipekernels import Communicator; "
-        "warnings.simplefilter('always'); print(Communicator.threads(2)[0]._core.one_shot_bytes)"
+        "warnings.simplefilter('always'); print(Communicator.threads(2)[0]._host_end.core.one_shot_bytes)"
     )
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
