@@ -157,9 +157,15 @@ class Engine:
     def recorded_by(self, timeline: Timeline) -> Iterator[None]:
         """Have ``timeline`` record in the body, in place of one around it."""
         outer, self._timeline = self._timeline, timeline
+        if outer is not None:
+            outer.is_recording = False
+        timeline.is_recording = True
         try:
             yield
         finally:
+            timeline.is_recording = False
+            if outer is not None:
+                outer.is_recording = True
             self._timeline = outer
 
     @contextmanager

@@ -400,7 +400,7 @@ class MiniBatch:
     def _recorded(
         self, compute: Callable[[Action, Any], Any], program: Program
     ) -> AbstractContextManager[Callable[[Action, Any], Any]]:
-        if self._timeline is None:
+        if self._timeline is None or not self._timeline.is_recording:
             return nullcontext(compute)
         devices = {task.device for task in self._tasks}
         clocks = {device: self._transport.clock(device) for device in devices}

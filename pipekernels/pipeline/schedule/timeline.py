@@ -118,10 +118,15 @@ class Timeline:
     Of stages on CUDA devices, the device's time is recorded, not the time of issue; the thread then
     waits for the devices before and after each of them. Copies between devices are not shown, but
     the time that a stage waits for them counts as its own.
+
+    Attributes:
+        phases: what was recorded.
+        is_recording: whether the body of that ``with`` runs, and none inside it.
     """
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
+        self.is_recording = False
 
     @contextmanager
     def recorded(

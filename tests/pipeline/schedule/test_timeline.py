@@ -119,3 +119,16 @@ def test_a_timeline_within_another() -> None:
             pipe(torch.ones(1, 2))
         pipe(torch.ones(1, 2))
     assert len(inner.phases) == len(outer.phases) == 1
+
+
+def test_backwards_outside_are_not_recorded() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu"] * 2)
+    with pipe.timeline() as outer:
+        y = pipe(torch.ones(4, 2))
+        with pipe.timeline() as inner:
+            z = pipe(torch.ones(4, 2))
+            y.sum().backward()
+        z.sum().backward()
+    assert [len(timeline.phases) for timeline in (outer, inner)] == [1, 1]
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert len(outer.phases) == 1
