@@ -25,7 +25,7 @@ import torch.utils._device
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
@@ -60,6 +60,24 @@ def in_backward() -> bool:
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward that this thread is in has ``retain_graph=True``: a node that manages memory
 of its own may throw it away otherwise."""
+
+
+def run_backward(
+    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
+) -> None:
+    """``torch.autograd.backward`` for gradients that autograd itself has computed. The public
+    function first compares each gradient's shape with its root's in Python, which takes half as
+    long again as the backward of a small layer; the engine checks shapes once more."""
+    _engine_run_backward(
+        tuple(roots),
+        tuple(grads),
+        keep_graph,
+        False,  # create_graph
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context manager: operations called in it go past autograd, as the kernel of an Autograd key calls

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipekernels._torch_private import is_node_of_python
+from pipekernels._torch_private import is_node_of_python, run_backward
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Entry
@@ -229,7 +229,7 @@ class Task:
                 root_grads.append(grad)
         if roots:
             try:
-                torch.autograd.backward(roots, root_grads, retain_graph=keep_graph)
+                run_backward(roots, root_grads, keep_graph=keep_graph)
             except BaseException:
                 for tape in tapes:  # Their graphs may be gone through once more.
                     for leaf in tape.leaves:
