@@ -1,13 +1,11 @@
-"""Changes to the process, a thread or a model that are taken back whatever ends them, Ctrl-C
-included.
+"""Temporary changes to the process, a thread or a model that are undone even if Ctrl-C interrupts.
 
-KeyboardInterrupt may be raised after any call. So it may come between the change that an
-``__enter__`` makes and the body of its ``with``, or at the beginning of an ``__exit__`` that has
-done nothing yet: nested context managers alone lose changes
-(https://github.com/python/cpython/issues/74174). Here each change is in a list of its thread until
-it is taken back (:class:`restoring`). When an exception leaves the outermost function
-(:func:`restore_despite_interrupt`), it takes back what is left there, and sets what torch keeps per
-thread to what it was.
+KeyboardInterrupt can be raised after any call: between the change made by an ``__enter__`` and the
+body of its ``with``, or at the start of an ``__exit__`` that has done nothing yet. Nested context
+managers alone then lose changes (https://github.com/python/cpython/issues/74174). Here every change
+is listed per thread until it is undone (:class:`restoring`). When an exception leaves a function
+decorated with :func:`restore_despite_interrupt`, the decorator undoes the changes still listed and
+resets torch's per-thread state.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ _changes = _Changes()
 
 
 class restoring:
-    """Calls ``put_back`` at the end of the body, in which the change is made.
+    """Calls ``put_back`` at the end of the body. The body makes the change.
 
     Args:
-        put_back: takes the change back, however much of it was made. Where Ctrl-C interrupts it, it
-            is called again.
+        put_back: undoes the change, even one made in part. If Ctrl-C interrupts it, it is called
+            again.
     """
 
     def __init__(self, put_back: Callable[[], object]) -> None:
@@ -67,16 +65,17 @@ class restoring:
 
 
 class holding(restoring):
-    """Holds ``lock`` in the body. In Python 3.14 Ctrl-C may come between a ``with`` and its body
-    for what is written in C as well (https://github.com/python/cpython/issues/148874)."""
+    """Holds ``lock`` in the body. ``with lock`` is not enough: in Python 3.14 Ctrl-C may interrupt
+    between a context manager written in C and its body
+    (https://github.com/python/cpython/issues/148874)."""
 
     def __init__(self, lock: threading.RLock) -> None:
         super().__init__(self._release)
         self._lock: Any = lock
         self._asked = False
 
-    # Ctrl-C comes up behind a call, not before: the flag is set if and only if the next line is
-    # reached.
+    # KeyboardInterrupt is raised after a call, never before it, so the flag is set if and only if
+    # the next line is reached.
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -84,21 +83,21 @@ class holding(restoring):
         self._lock.acquire()
 
     def _release(self) -> None:
-        if self._asked and self._lock._is_owned():  # Not if it was interrupted while it waited.
+        if self._asked and self._lock._is_owned():  # Not if interrupted while waiting.
             self._asked = False
             self._lock.release()
 
 
 def _take_back(made: list[restoring], left: int) -> None:
-    """Take back all changes but the first ``left``, the latest first."""
+    """Undo all changes but the first ``left``, the latest first."""
     while len(made) > left:
         made[-1].put_back()
         del made[-1]
 
 
 class FunctionModes:
-    """The calling thread's ``TorchFunctionMode`` objects, whether they are called, and its default
-    device, to be brought back."""
+    """Snapshot of the calling thread's ``TorchFunctionMode`` stack, whether it is enabled, and the
+    default device."""
 
     def __init__(self) -> None:
         self._state = function_modes_state()
@@ -118,9 +117,9 @@ def _is(one: object, other: object) -> bool:
 
 
 class entered(restoring, Generic[T]):
-    """As ``with mode``, a function mode or default device, but what comes back are the modes that
-    there were, not all but the last: torch takes one away meanwhile where it calls it from
-    Python."""
+    """As ``with mode``, for a function mode or default device, but restores the whole stack of
+    modes instead of popping the last: torch pops a mode while it runs the mode's Python code, so
+    after an interrupt there the last one would be another."""
 
     def __init__(self, mode: AbstractContextManager[T]) -> None:
         super().__init__(FunctionModes().put_back)
@@ -132,7 +131,7 @@ class entered(restoring, Generic[T]):
 
 
 class Autocast(NamedTuple):
-    """Autocast of a thread, by value."""
+    """Autocast settings of a thread."""
 
     on_cpu: bool
     on_cuda: bool
@@ -142,7 +141,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def now(cls) -> Autocast:
-        """That of the calling thread."""
+        """Those of the calling thread."""
         return cls(
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
@@ -152,7 +151,7 @@ class Autocast(NamedTuple):
         )
 
     def set(self) -> None:
-        """Make it that of the calling thread."""
+        """Apply them to the calling thread."""
         torch.set_autocast_enabled("cpu", self.on_cpu)
         torch.set_autocast_enabled("cuda", self.on_cuda)
         torch.set_autocast_dtype("cpu", self.cpu_dtype)
@@ -161,13 +160,11 @@ class Autocast(NamedTuple):
 
 
 class _Nesting:
-    """One level of nested autocasts. With the outermost of them torch drops the casts that it
-    keeps."""
+    """One level of nested autocasts. torch clears its cache of casts at the end of the outermost
+    one."""
 
     def __init__(self) -> None:
-        self._inside = False
-
-    # As in `holding`: the flag tells whether the call was made.
+        self._inside = False  # Set if and only if the call was made, as in `holding`.
 
     def enter(self) -> None:
         self._inside = True
@@ -181,7 +178,7 @@ class _Nesting:
 
 
 def autocast_as(wanted: Autocast) -> AbstractContextManager[None]:
-    """Have ``wanted`` on the calling thread in the body."""
+    """Apply ``wanted`` to the calling thread in the body."""
     before = Autocast.now()
     return nullcontext() if wanted == before else _changed_autocast(before, wanted)
 
@@ -196,12 +193,12 @@ def _changed_autocast(before: Autocast, wanted: Autocast) -> Iterator[None]:
 
 
 def at_end(work: Callable[[], object]) -> Iterator[None]:
-    """An object that calls ``work`` when it is gone. Ctrl-C that comes meanwhile is not lost, as it
-    would be in a ``__del__``, where Python does no more than print it: ``work`` is called again,
-    and then the interrupt comes up wherever the main thread has got to.
+    """Return an object that calls ``work`` when it is destroyed. Ctrl-C during ``work`` is not
+    lost, as it would be in a ``__del__``, where Python only prints it: ``work`` is called again,
+    and the interrupt is then raised in the main thread.
     """
-    # A generator, as its end begins inside its `try`; Ctrl-C may come before the first line of a
-    # function.
+    # A generator, because closing it resumes inside its `try`: Ctrl-C can be raised before the
+    # first line of a function.
     generator = _call_at_end(work)
     next(generator)
     return generator
@@ -215,27 +212,28 @@ def _call_at_end(work: Callable[[], object]) -> Iterator[None]:
             work()
         except KeyboardInterrupt:
             work()
-            # Not by this thread: it would come up here once more.
+            # From another thread: interrupt_main() called here would raise in this very place.
             _thread.start_new_thread(_thread.interrupt_main, ())
 
 
 def _end_contexts(error: BaseException) -> None:
-    """End generators that ``error`` has left suspended, coming up in ``contextlib``'s own code:
-    torch has such that put a mode back, which they must not do when the traceback is dropped."""
+    """Close generators that ``error`` left suspended because it was raised in ``contextlib``'s own
+    code. torch has context managers of this kind that restore a mode; they must do so now, not when
+    the traceback is freed."""
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code.co_filename == contextlib.__file__:
             generator = getattr(frame.f_locals.get("self"), "gen", None)
             if generator is not None:
-                with contextlib.suppress(Exception):  # It would not come up later either.
+                with contextlib.suppress(Exception):  # Python would ignore it, too.
                     generator.close()
         trace = trace.tb_next
 
 
 def restore_despite_interrupt(function: Function) -> Function:
-    """Have ``function`` restore, before an exception leaves it, what it has changed by
-    :class:`restoring`, and of what torch keeps per thread: function modes, grad mode and autocast.
+    """Decorate ``function`` so that an exception leaves it only after all its :class:`restoring`
+    changes are undone and torch's function modes, grad mode and autocast are as at its start.
     Retry the restore if KeyboardInterrupt hits it, then re-raise."""
 
     @functools.wraps(function)

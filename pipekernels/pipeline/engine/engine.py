@@ -1,4 +1,4 @@
-"""What a pipe keeps from mini-batch to mini-batch, and how it runs each."""
+"""Runs mini-batches, and keeps what a pipe carries from one to the next."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from pipekernels.pipeline.stage.parameters import StageParameters, unique
 from pipekernels.pipeline.stage.task import Grads, differentiable
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter
 
-# Engines whose layers run, on this thread or on one whose lane this is: lanes have their caller's
-# variables.
+# Engines whose layers are running: on this thread, or on the caller's if this thread is a lane
+# (lanes run in a copy of their caller's context).
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())
 
 MakeLosses = Callable[
     [Sequence[int], Callable[[int], AbstractContextManager[Any]], LossGradients], Losses
 ]
-"""Makes the losses of a mini-batch: of micro-batches of so many rows, with these random numbers,
-capturing gradients there."""
+"""Makes the losses of a mini-batch from the number of rows of each micro-batch, the random state of
+each loss, and the object that captures the losses' own gradients."""
 
 
 class Engine:
     """Runs mini-batches through stages.
 
-    Lanes run only where every stage is on the CPU. On CUDA a launch returns at once, so one thread
-    keeps every device busy; and a backward that waited for other threads there would block
-    autograd's only thread for that device.
+    Lanes run only if every stage is on the CPU. CUDA launches return at once, so one thread keeps
+    all devices busy, and a backward that waited for other threads would block autograd's only
+    thread for that device.
 
     With stages on CUDA devices, a backward runs on autograd's thread for the output's device. While
-    that waits for another device it may begin the next backward that is due, of another mini-batch
-    of this pipe, before the first one has ended. So there mini-batches do not share what a backward
-    changes: each has aliases of its own, and what one puts in place of the other's it gives back.
+    that thread waits for another device, it may start the backward of another mini-batch of this
+    pipe before the first one has ended. Mini-batches on CUDA therefore share nothing that a
+    backward changes: each has aliases of its own, and restores those that it replaced.
 
     Args:
         partitions: the stages.
@@ -72,16 +72,16 @@ class Engine:
         self._findings = LayerFindings()
         self._chooser = Chooser(self.stages, self._findings, execution)
         self._timeline: Timeline | None = None
-        # Held by one forward or backward at a time: both put the aliases in place and take what
-        # they accumulate.
+        # Held during each forward and each backward: both install the aliases and take the
+        # gradients that those accumulate.
         self._lock = threading.RLock()
-        # Entered where a training step waits for autograd's threads: one of these may be at the
-        # beginning of a backward of this pipe, which gets the lock meanwhile. Other steps and
-        # forwards do not: they would take the aliases for parameters.
+        # Entered while a training step waits for autograd's threads: such a thread may be starting
+        # a backward of this pipe, which needs the lock. Other training steps and forwards must not
+        # get it, as they would mistake the aliases for parameters: `_turns` keeps them out.
         self._unlocked = _Unlocked(self._lock)
         self._turns = threading.RLock()
         self._parameters = [StageParameters(stage) for stage in partitions]
-        # Of mini-batches that have ended.
+        # Aliases of mini-batches that have ended, for reuse on CUDA.
         self._spare: list[list[StageParameters]] = []
 
     @restore_despite_interrupt
@@ -89,10 +89,11 @@ class Engine:
         """Run a mini-batch through all stages; returns the last one's value.
 
         Args:
-            batch: the mini-batch and how to cut it up.
+            batch: the mini-batch and how to split it.
             checkpoint: one of ``checkpoint.MODES``.
         """
-        # A step may wait for the thread of a backward, so that does not wait for the step.
+        # A training step may be waiting for a thread that runs a backward, so a forward on such a
+        # thread must not wait for the step.
         turn = nullcontext() if in_backward() else holding(self._turns)
         with self._as_running(), turn, holding(self._lock):
             mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
@@ -119,10 +120,10 @@ class Engine:
         """Run a mini-batch forward and backward, and accumulate its gradients.
 
         Args:
-            batch: the mini-batch and how to cut it up.
-            make_losses: makes what computes the loss.
+            batch: the mini-batch and how to split it.
+            make_losses: makes the object that computes the losses.
             checkpoint: one of ``checkpoint.MODES``.
-            schedule: who runs what when.
+            schedule: the order of forwards and backwards.
 
         Returns:
             The loss, a scalar without a graph.
@@ -139,7 +140,7 @@ class Engine:
             losses = make_losses(mini_batch.sizes, mini_batch.loss_randomness, captured)
             parameters = unique(self._parameters)
             with self._committed():
-                # No other reference to a gradient, or autograd would copy it.
+                # Keep no other reference to a gradient: autograd would then copy it.
                 grads = _joined(*mini_batch.train(losses), captured, parameters)
                 losses.check()
             self._recycle(mini_batch)
@@ -147,7 +148,7 @@ class Engine:
             wanted = [
                 target for target, grad in zip(targets, grads, strict=True) if grad is not None
             ]
-            # Through autograd, so that hooks are called.
+            # Accumulated by autograd, so that the parameters' hooks run.
             root = Given.apply(grads, *wanted) if wanted else None
         if root is not None:
             torch.autograd.backward(root)
@@ -155,7 +156,7 @@ class Engine:
 
     @contextmanager
     def recorded_by(self, timeline: Timeline) -> Iterator[None]:
-        """Have ``timeline`` record in the body, in place of one around it."""
+        """Record the body with ``timeline`` instead of an enclosing timeline."""
         outer, self._timeline = self._timeline, timeline
         if outer is not None:
             outer.is_recording = False
@@ -170,8 +171,8 @@ class Engine:
 
     @contextmanager
     def _as_running(self) -> Iterator[None]:
-        """Be one whose layers run. It must not be one already: on a lane they would wait for a lock
-        that the caller of the pipe holds, who waits for them."""
+        """Mark this engine as running. Refuse a nested run of the same pipe: on a lane it would
+        wait for the lock of the caller, who waits for the lane."""
         around = _running.get()
         if self in around:
             raise RuntimeError(
@@ -187,15 +188,15 @@ class Engine:
         return committed(self.stages.modules) if deferred else nullcontext()
 
     def _recycle(self, mini_batch: MiniBatch) -> None:
-        """Take over the aliases of a mini-batch that has ended."""
+        """Keep the aliases of a mini-batch that has ended, for reuse."""
         if self.stages.with_streams and mini_batch.parameters:
             self._spare.append(mini_batch.parameters)
 
     def _start(
         self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool
     ) -> MiniBatch:
-        """The next mini-batch. ``trains``: under a schedule that the user has named, loss and
-        all."""
+        """Make the next mini-batch. ``trains``: for a training step, whose schedule the user
+        chose."""
         stages = self.stages
         known: Sequence[StageParameters | None] = self._parameters
         if stages.with_streams:
@@ -260,6 +261,7 @@ class _Unlocked:
         self.lock_again()
 
     def lock_again(self) -> None:
-        """Whether or not it was released: Ctrl-C may have come in between."""
+        """Acquire the lock if it is not held: Ctrl-C may have struck on either side of its
+        release."""
         if not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.acquire()

@@ -1,4 +1,4 @@
-"""Which way a mini-batch runs: chosen here, once, before the mini-batch exists."""
+"""Chooses how a mini-batch runs, once, before the mini-batch exists."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pipekernels.pipeline.stage.task import Task
 from pipekernels.pipeline.values.micro_batch import Scatter
 
 EXECUTIONS = ("auto", "inline", "threads", "split")
-"""The fastest way, measured; on the calling thread; on a thread per lane; likewise, with backwards
-in two parts where that is possible."""
+"""``auto``: whichever measures fastest; ``inline``: on the calling thread; ``threads``: a thread
+per lane; ``split``: also with backwards in two parts where possible."""
 
 
 class Execution(NamedTuple):
@@ -29,16 +29,16 @@ class Execution(NamedTuple):
 
     way: Way
     tasks: Sequence[Task | GraphedTask]
-    """What runs the stages, of which a task has one or all."""
+    """One per stage, or a single one of all stages."""
     program: Program
-    """Who of ``tasks`` does what when."""
+    """The actions of ``tasks``, in order."""
     threads: int
     """Intra-op threads of each task."""
     randomness: TaskRandomness
     in_backward: Callable[[], AbstractContextManager[Any]]
-    """Makes the context in which graphs are gone through backwards."""
+    """Makes the context for running autograd."""
     timing: Pass | None
-    """Where the time that it takes is noted, if that is wanted."""
+    """Records the time taken; None if the execution was not chosen by time."""
 
 
 class Chooser:
@@ -71,17 +71,17 @@ class Chooser:
 
         Args:
             traits: of the layers.
-            schedule: who runs what when.
+            schedule: the order of forwards and backwards.
             scatter: the micro-batches.
             parameters: the stages', None where no backward can follow.
-            recomputed: how many micro-batches are recomputed.
-            may_split: whether backwards, whole in the schedule, may be done in two parts where that
-                is faster. A schedule that the user has named runs as it is.
-            has_timeline: whether the stages are to be seen one by one.
+            recomputed: number of micro-batches that are recomputed.
+            may_split: whether backwards that are whole in the schedule may run in two parts. False
+                for a schedule that the user chose.
+            has_timeline: whether a timeline records, which needs the stages unfused.
         """
         stages = self._stages
         micro_batches = len(scatter)
-        lanes = schedule.lanes(len(stages.tasks))  # Raises whatever way is taken.
+        lanes = schedule.lanes(len(stages.tasks))  # May raise, whatever the execution.
         grad = parameters is not None
         may_split = may_split and grad and not recomputed
         may_use_threads = (
@@ -121,7 +121,7 @@ class Chooser:
         program = schedule.program(len(tasks), micro_batches, split=way == "split")
         if program.splits and mode == "inline":
             mode = "hooks"
-        # Shared out alike on lanes and inline, so that the way taken cannot show in the bits.
+        # The same number inline and on lanes, so that the execution cannot change the bits.
         threads = torch.get_num_threads()
         if traits.may_use_threads:
             threads = max(1, threads // min(lanes, micro_batches))

@@ -43,19 +43,19 @@ T = TypeVar("T")
 
 
 class MiniBatch:
-    """What one forward leaves for its backward. Knows the stages and how it is to run, and no pipe.
+    """Runs one forward, and keeps its tapes for the backward. Knows the stages, not the pipe.
 
     Args:
-        stages: what runs.
-        execution: which way.
-        findings: hears what is found out about the layers.
-        scatter: the micro-batches, detached where a backward can follow: the graph of the inputs
-            belongs to the autograd node, which holds this object.
+        stages: the stages to run.
+        execution: how to run them.
+        findings: collects what is observed about the layers.
+        scatter: the micro-batches; detached if a backward can follow, as the autograd node that
+            holds this object holds the graph of the inputs.
         wants_grad: which inputs want a gradient.
-        structure: how the first stage's input is put together.
-        parameters: the stages' parameters, None where no backward can follow.
-        recomputed: which micro-batches keep their inputs only, and are recomputed in the backward.
-        timeline: records what runs, if there is one.
+        structure: structure of the first stage's input.
+        parameters: the stages' parameters; None if no backward can follow.
+        recomputed: which micro-batches keep only their inputs and are recomputed in the backward.
+        timeline: records the actions, if given.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MiniBatch:
         self._findings = findings
         self._scatter = scatter
         self._wants_grad = wants_grad
-        # Dropped after the forward: what is no tensor in it may be large.
+        # Dropped after the forward: its non-tensor values may be large.
         self._structure: Structure | None = structure
         self._recomputed = recomputed
         self._recomputes = any(recomputed)
@@ -90,32 +90,31 @@ class MiniBatch:
             self.grad and any(self.parameters[index].pairs for index, _ in task.stages)
             for task in self._tasks
         ]
-        # Of the thread that begins the forward. Asked for where lanes or recomputations need it:
-        # cold, it takes as long as two small layers.
+        # Context of the thread that starts the forward. Read only if lanes or recomputations need
+        # it: the first read takes as long as two small layers.
         self._context: CallerContext | None = None
-        self._as_in_forward: AsInForward | None = None  # Where backwards recompute.
+        self._as_in_forward: AsInForward | None = None  # If backwards recompute.
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
-        # Of the inputs of each (stage, micro-batch) that is to be recomputed.
+        # Versions of the inputs of each (stage, micro-batch) to be recomputed.
         self._versions: dict[tuple[int, int], list[int]] = {}
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         self._skips = SkipTable(stages.skips, stages.devices)
-        # Devices of a stage's inputs before they were brought to its own, for those stages whose
-        # inputs were elsewhere. Their gradients go back there.
+        # By (stage, micro-batch): the devices that its inputs were copied from, if on another one
+        # than the stage's. Their gradients are copied back there.
         self._homes: dict[tuple[int, int], list[torch.device]] = {}
         self._input_grads: list[Grads] = [()] * micro_batches
         self._released = False
-        # The last attribute, so that it outlives the tapes: with its end it takes back what they
-        # used.
+        # The last attribute, so that it is destroyed after the tapes: its end releases the
+        # buffers that they received.
         self._transport = Transport(stages.with_streams)
 
     def loss_randomness(self, micro_batch: int) -> AbstractContextManager[Any]:
-        """Entered for the loss of ``micro_batch``: as if the loss were a stage behind the last
-        one."""
+        """Context for the loss of ``micro_batch``, seeded as if the loss were one more stage."""
         return self._randomness.of(micro_batch, len(self._stages.modules))
 
     def forward(self, outputs: Outputs, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run every forward of the program; returns the outputs ``[batch, ...]``, in memory of
-        their own and not that of ``given``: autograd would not know that they share it."""
+        """Run every forward of the program; returns the outputs ``[batch, ...]``. They share no
+        memory with ``given``, as autograd would not know of it."""
         aliases = installed(self.parameters) if self.grad else nullcontext()
         forward = partial(self._forward, outputs)
         around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -138,8 +137,8 @@ class MiniBatch:
         """Run every backward of the program.
 
         Args:
-            outputs: what :meth:`forward` filled.
-            grads: of the outputs, None for one that nobody differentiated.
+            outputs: the object that :meth:`forward` filled.
+            grads: gradients of the outputs; None for an output that has none.
             keep_graph: whether another backward may follow.
 
         Returns:
@@ -172,10 +171,10 @@ class MiniBatch:
         return results.inputs, results.parameters
 
     def train(self, losses: Losses) -> tuple[Grads, Grads]:
-        """Run the whole program, the loss in between.
+        """Run the whole program, with the losses between forwards and backwards.
 
         Returns:
-            The gradients of the inputs, and of the parameters but for those that ``losses``
+            The gradients of the inputs, and those of the parameters that ``losses`` has not
             captured.
         """
 
@@ -237,7 +236,7 @@ class MiniBatch:
         return self._sent(outputs, stage + 1, m)
 
     def _sent(self, value: Activation, stage: int, m: int) -> Activation:
-        """``value``, on its way to the device of ``stage``."""
+        """Start copying ``value`` to the device of ``stage``, if it is on another one."""
         device = self._tasks[stage].device
         for tensor in value.tensors:
             if tensor.device != device:
@@ -275,7 +274,7 @@ class MiniBatch:
             return ()
         if tape.inputs is not None:
             tape = self._recompute(tape, tape.inputs, stage, m)
-        # Hooks on tensors would be called in both parts.
+        # Not in two parts if tensors have hooks: each part would call them.
         if kind == "I" and not self._randomness.saw_tensor_hooks:
             compute = partial(task.backward_of_inputs, tape, grads, keep_graph=keep_graph)
             result, second_part = self._go_back(task, m, compute)
@@ -295,7 +294,7 @@ class MiniBatch:
         return result
 
     def _go_back(self, task: Task | GraphedTask, m: int, compute: Callable[[], T]) -> T:
-        """``compute()``, which goes through graphs of micro-batch ``m`` backwards."""
+        """Call ``compute``, which runs autograd on graphs of micro-batch ``m``."""
         try:
             with self._execution.in_backward():
                 return compute()
@@ -304,14 +303,14 @@ class MiniBatch:
             raise
 
     def _recompute(self, tape: Tape, inputs: Activation, stage: int, m: int) -> Tape:
-        """What a second forward on the ``inputs`` of ``tape`` leaves behind."""
+        """The tape of a second forward on the ``inputs`` of ``tape``."""
         if inputs.versions() != self._versions[stage, m]:
             raise RuntimeError(
                 f"an input of stage {stage} was modified in place after the stage was given it, "
                 "and checkpointing needs it to recompute the stage; modify a copy, or use "
                 "checkpoint='never'"
             )
-        # The forward's autocast and the like, on a thread that may be another.
+        # With the forward's autocast and other settings: this may be another thread.
         task, context = self._tasks[stage], self._context
         assert context is not None
         try:
@@ -322,7 +321,7 @@ class MiniBatch:
             raise
 
     def _returned(self, grads: Grads, stage: int, m: int) -> Grads:
-        """Gradients of the inputs of ``stage``, on their way to where these have come from."""
+        """Start copying the gradients of the inputs of ``stage`` back to these inputs' devices."""
         if (stage, m) not in self._homes:
             return grads
         receiver = Receiver(stage - 1, m, backward=True)
@@ -331,10 +330,10 @@ class MiniBatch:
     def _backward_at_once(
         self, task: Task | GraphedTask, outputs: Outputs, keep_graph: bool
     ) -> None:
-        """On one thread, with nothing to recompute, autograd needs to be entered only once. It goes
-        through the micro-batches in the program's order, the latest forward first."""
+        """Enter autograd once for all micro-batches: possible on one thread with nothing to
+        recompute. Autograd takes the latest forward first, as the program does."""
         begin = time.perf_counter()
-        # None is missing: whoever gets here has parameters or inputs that want gradients.
+        # No tape is None here: parameters or inputs want gradients.
         tapes = [tape for tape in self._tapes[0] if tape is not None]
         if not keep_graph:
             self._tapes[0] = []
@@ -353,8 +352,8 @@ class MiniBatch:
 
     @contextmanager
     def _accumulating(self) -> Iterator[_Results]:
-        """Fill in the results of the body's backwards. After a failure nothing is kept: what was
-        accumulated must not leak into the next backward."""
+        """Collect the gradients of the body's backwards. Drop them after a failure: they must not
+        leak into the next backward."""
         results = _Results()
         with restoring(partial(self._take_grads, results)):
             yield results
@@ -381,11 +380,11 @@ class MiniBatch:
         *,
         last: bool,
     ) -> None:
-        """Run ``program`` the way that was chosen; ``last`` tells that nothing follows."""
+        """Run ``program`` as the execution says; ``last``: no other part of the pass follows."""
         begin = time.perf_counter()
         threads = self._execution.threads
         with self._recorded(compute, program) as recorded:
-            # Observed may be a backward alone.
+            # The caller may have entered a mode for the backward alone.
             if self._execution.way != "inline" and not needs_this_thread():
                 executor.run_on_lanes(program, recorded, threads=threads, around=around)
             else:
@@ -407,7 +406,7 @@ class MiniBatch:
         return self._timeline.recorded(compute, program, lambda s: clocks[self._tasks[s].device])
 
     def _placed(self, compute: Callable[[Action, Any], Any]) -> Callable[[Action, Any], Any]:
-        """``compute``, with each stage's device as the current one."""
+        """``compute``, with the current device set to that of the action's stage."""
 
         def placed(action: Action, value: Any) -> Any:
             with self._transport.on(self._tasks[action.stage].device):
