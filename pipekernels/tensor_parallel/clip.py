@@ -1,4 +1,4 @@
-"""The norm of the gradients of a model with sharded layers."""
+"""Gradient clipping for models with sharded layers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.linear import sharded_parameters, whole
+from pipekernels.tensor_parallel.linear import as_full_tensor, sharded_parameters
 
 
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip the gradients of ``module``, in place, by their norm in the full model.
+    """Clip the gradients of ``module``, in place, by the norm of the full model's gradients.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which on a rank knows the gradients of its own parts
-    alone, so that ranks would scale what they all have by different factors. A collective: all
-    ranks of all sharded layers call it.
+    Use it in place of ``torch.nn.utils.clip_grad_norm_``, which sees only one rank's shards and
+    would scale replicated gradients differently on each rank. A collective: all ranks of all
+    sharded layers must call it.
 
     Args:
-        module: the model; sharded layers may be at any depth, of several communicators.
-        max_norm: the largest norm that is left as it is.
+        module: the model; sharded layers may be at any depth and use several communicators.
+        max_norm: gradients with a larger norm are scaled down to it.
         norm_type: ``p`` of the p-norm; may be ``inf``.
         error_if_nonfinite: whether to raise if the norm is infinite or NaN.
 
@@ -29,9 +29,9 @@ def clip_grad_norm_(
         The norm before clipping, a scalar, the same on every rank.
 
     Raises:
-        TypeError: ``module`` is no module; a sharded layer has got a parametrization, or a mask.
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; on every rank, and
-            nothing is clipped then.
+        TypeError: ``module`` is not a module, or a sharded layer has a parametrization or a mask.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set. All ranks raise,
+            and no gradient is changed.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -41,16 +41,16 @@ def clip_grad_norm_(
     sharded = sharded_parameters(module)
     grads: dict[Communicator | None, list[Tensor]] = {}
     for parameter in module.parameters():
-        home, grad = sharded.get(parameter), parameter.grad
-        comm = None if home is None else home[0].comm
+        shard_key, grad = sharded.get(parameter), parameter.grad
+        comm = None if shard_key is None else shard_key[0].comm
         if grad is None and comm is not None:
-            # Another rank may have one, and counts on this one's norm.
+            # Another rank may have a gradient here, so this rank must join the all-gather below.
             grad = parameter.new_zeros(())
         if grad is not None:
             grads.setdefault(comm, []).append(grad)
     norms = []
-    for comm, of_comm in grads.items():
-        norm = whole(get_total_norm(of_comm, norm_type))
+    for comm, comm_grads in grads.items():
+        norm = as_full_tensor(get_total_norm(comm_grads, norm_type))
         if comm is not None:
             norm = torch.linalg.vector_norm(comm.all_gather(norm[None]), norm_type)
         norms.append(norm)

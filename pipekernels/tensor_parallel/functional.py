@@ -1,7 +1,7 @@
 """The differentiable steps of tensor parallelism, over the ranks of a communicator.
 
-Autograd convention: all ranks compute one and the same loss from a replicated result, so the
-gradient of a replicated tensor is already whole on every rank and must not be summed again:
+Autograd convention: all ranks compute the same loss from a replicated result, so every rank already
+has the full gradient of a replicated tensor, which must not be summed again:
 
 =====================  =======================  ============================
 step                   forward                  backward
@@ -10,7 +10,7 @@ step                   forward                  backward
 ``reduce_from_ranks``  all-reduce               identity
 ``scatter_to_ranks``   own slice, last dim      all-gather
 ``gather_from_ranks``  all-gather, last dim     own slice
-``row_linear``         GEMM, then all-reduce    GEMMs alone
+``row_linear``         GEMM, then all-reduce    GEMMs only
 ... with ``scatter``   GEMM, reduce-scatter     all-gather, then GEMMs
 =====================  =======================  ============================
 
@@ -18,9 +18,9 @@ step                   forward                  backward
 conventions.) After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2022).
 
-All ranks must call these in the same order, and an input must require a gradient on all ranks or on
-none. They are differentiable once; a backward with ``create_graph=True`` raises a RuntimeError, and
-so do forward mode and the transforms of ``torch.func``.
+All ranks must call these functions in the same order, and an input must require a gradient on all
+ranks or on none. They can be differentiated once: a backward with ``create_graph=True``,
+forward-mode differentiation and the transforms of ``torch.func`` raise a RuntimeError.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from pipekernels.local_ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, me
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.tensor_parallel.overlap import choose_overlap, gemm_all_reduce
 
-_LAYERS = "a layer that is sharded over ranks"
+_LAYERS = "a layer that is sharded over ranks"  # For errors.
 
 ROW_ALGORITHMS = (*ALGORITHMS, "overlapped")
 
 
 def shard_sizes(size: int, world_size: int) -> list[int]:
-    """How many of ``size`` features each rank holds: equal shares, the first ranks one more.
+    """How many of ``size`` features each rank holds; if not equal, the first ranks hold one more.
 
     Raises:
-        ValueError: a rank would hold none.
+        ValueError: a rank would hold no feature.
     """
     if not 1 <= world_size <= size:
         raise ValueError(
@@ -63,9 +63,9 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
 
 
 def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
-    """A view of ``x``, replicated, where each rank goes on with a part of the work of its own.
+    """A view of the replicated ``x``, from which each rank computes its own part of the layer.
 
-    Backward: the all-reduce of the gradients that these parts contribute.
+    Backward: the all-reduce of the gradients that the ranks' parts contribute.
     """
     if can_skip_dispatcher([x]):
         return x.view_as(x)
@@ -102,8 +102,7 @@ def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
-    """The slices of all ranks, joined along the last dimension; the loss that follows is
-    replicated.
+    """The slices of all ranks, joined along the last dimension, for a replicated loss.
 
     Args:
         x: ``[..., shard_sizes(size, world_size)[rank]]``.
@@ -132,20 +131,20 @@ def row_linear(
         x: ``[..., k_rank]``.
         weight: ``[out_features, k_rank]``.
         comm: the communicator.
-        scatter: return this rank's slice of the first dimension alone.
+        scatter: return only this rank's slice of the first dimension.
         algorithm: of the products, forward and backward, on a GPU: as for
-            :func:`pipekernels.ops.sharded_gemm`. Also ``'overlapped'``: the Triton kernel,
-            with the all-reduce running while it does (experimental: no GPU has run it yet).
-            ``'auto'`` takes that where a prediction from
-            measurements says that it pays, but not in a captured CUDA graph. The same on all ranks.
+            :func:`pipekernels.ops.sharded_gemm`, or ``'overlapped'``: the Triton kernel and the
+            all-reduce run at the same time (experimental: no GPU has run it yet). ``'auto'`` does
+            so where measurements predict a gain, but not in a captured CUDA graph. The same on all
+            ranks.
 
     Returns:
         ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
         ``[rows / world_size, ..., out_features]``.
 
     Raises:
-        ValueError: ``scatter``, and the first dimension of ``x`` is no multiple of the world size;
-            an ``algorithm`` that does not exist, or not for these arguments.
+        ValueError: ``scatter`` is set and the first dimension of ``x`` is not a multiple of the
+            world size; ``algorithm`` is unknown or does not support these arguments.
     """
     if algorithm not in ROW_ALGORITHMS:
         names = ", ".join(ROW_ALGORITHMS)
@@ -156,9 +155,10 @@ def row_linear(
         raise ValueError("there is no overlapped reduce-scatter; use algorithm='auto'")
     if scatter:
         check_rows(x, comm.world_size, dims=2)
-    device = x.device.type  # Autocast does not know "meta".
-    casts = x.is_floating_point() and x.dtype != torch.float64
-    if casts and device != "meta" and torch.is_autocast_enabled(device):
+    device = x.device.type
+    can_cast = x.is_floating_point() and x.dtype != torch.float64
+    # is_autocast_enabled("meta") raises.
+    if can_cast and device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     if can_skip_dispatcher([x, weight]):
@@ -169,7 +169,7 @@ def row_linear(
 
 
 def _check_transforms(tensors: list[Tensor]) -> None:
-    """Refuse what the functions below have no rules for, in words of ours."""
+    """Raise a RuntimeError for transforms that the autograd functions below do not support."""
     if not torch.compiler.is_compiling() and transforms_are_active():
         raise RuntimeError(
             f"{_LAYERS} does not run inside the transforms of torch.func, such as vmap or grad; "
@@ -231,7 +231,7 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, algorithm: str
     ) -> Tensor:
         ctx.comm, ctx.scatter, ctx.algorithm = comm, scatter, algorithm
-        ctx.on_gpu = x.is_cuda  # In torch 2.6 a backward that is compiled may not ask a tensor.
+        ctx.on_gpu = x.is_cuda  # In torch 2.6 a compiled backward cannot read x.is_cuda.
         ctx.save_for_backward(x, weight)
         if can_skip_dispatcher([x, weight]):
             return _row_linear(x, weight, comm, scatter, algorithm)
@@ -260,7 +260,7 @@ class _RowLinear(torch.autograd.Function):
 def _own_slice(x: Tensor, comm: Communicator) -> Tensor:
     sizes = shard_sizes(x.shape[-1], comm.world_size)
     start = sum(sizes[: comm.rank])
-    # A copy, so that the result of a forward does not alias its input.
+    # A copy: the result of a custom forward must not alias its input.
     return x[..., start : start + sizes[comm.rank]].clone(memory_format=torch.contiguous_format)
 
 
@@ -271,7 +271,7 @@ def _join_slices(x: Tensor, comm: Communicator, size: int) -> Tensor:
             f"rank {comm.rank} holds {sizes[comm.rank]} of {size} features over {comm.world_size} "
             f"ranks, but x has shape {tuple(x.shape)}"
         )
-    # All-gather wants equal shapes: the narrower slices are padded by the one feature they lack.
+    # All-gather needs equal shapes: narrower slices are padded by one feature.
     slices = all_gather(pad(x, (0, sizes[0] - x.shape[-1])).unsqueeze(0), comm)
     return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
 
@@ -289,12 +289,12 @@ def _row_linear(
     if not x.is_cuda:
         torch.mm(rows, weight.t(), out=product)
     else:
-        if not scatter and (algorithm != "auto" or _agreed(comm, x.device)):
+        if not scatter and (algorithm != "auto" or _ranks_measured_alike(comm, x.device)):
             overlap = choose_overlap(rows, weight, product, comm.world_size, algorithm)
             if overlap is not None:
                 gemm_all_reduce(rows, weight, product, comm, overlap)
                 return out
-        # What is forced to overlap but has nothing to overlap with: one rank, or no rows.
+        # 'overlapped' was asked for, but with one rank or no rows there is nothing to overlap.
         algorithm = "triton" if algorithm == "overlapped" else algorithm
         gemm_into(product, rows, weight, algorithm=algorithm)
     return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
@@ -313,19 +313,19 @@ def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algori
     return x.new_empty(shape)
 
 
-def _agreed(comm: Communicator, device: torch.device) -> bool:
-    """Whether all ranks have the same measurements and so choose alike."""
+def _ranks_measured_alike(comm: Communicator, device: torch.device) -> bool:
+    """Whether all ranks have the same measurements, so that 'auto' chooses the same on each."""
     key = comm.handle, device
-    if key not in _agreements:
+    if key not in _measured_alike:
         if torch.cuda.is_current_stream_capturing():
-            return False  # They cannot be compared now.
+            return False  # A capture cannot read the result of the comparison.
         known = repr((gpu_of(device), measured(device)))
-        mine = torch.tensor([zlib.crc32(known.encode())], device=device)
-        _agreements[key] = len(set(comm.all_gather(mine).tolist())) == 1
-    return _agreements[key]
+        checksum = torch.tensor([zlib.crc32(known.encode())], device=device)
+        _measured_alike[key] = len(set(comm.all_gather(checksum).tolist())) == 1
+    return _measured_alike[key]
 
 
-_agreements: dict[tuple[int, torch.device], bool] = {}  # By handle of the communicator.
+_measured_alike: dict[tuple[int, torch.device], bool] = {}  # By the communicator's handle.
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")
 _library.define(

@@ -1,12 +1,12 @@
 """Linear layers whose weight is sharded over the ranks of a communicator.
 
-A column-parallel layer shards its output features, a row-parallel one its input features, so that
-the first feeds the second without a collective between them, and one pair (the two layers of an
-MLP; the projections into and out of attention) costs one all-reduce forward and one backward. The
-names follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
+A column-parallel layer shards its output features, a row-parallel one its input features. The first
+feeds the second without a collective between them, so a pair (the two layers of an MLP; the
+projections into and out of attention) needs one all-reduce forward and one backward. The names
+follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
 
-On CUDA the products are those of :func:`pipekernels.ops.sharded_gemm`: by Triton where that
-was measured to be faster, overlapped with the all-reduce where that pays, else by cuBLAS.
+On CUDA the products are those of :func:`pipekernels.ops.sharded_gemm`: by Triton where that was
+measured to be faster, overlapped with the all-reduce where a gain is predicted, else by cuBLAS.
 
 Autograd convention: all ranks compute the same loss
 (:mod:`pipekernels.tensor_parallel.functional`). All ranks must run the same forwards and backwards,
@@ -39,9 +39,9 @@ from pipekernels.tensor_parallel.functional import (
 
 
 class _ShardedLinear(nn.Module):
-    """What both layers share: the shards of a full ``nn.Linear``, cut, loaded and written back."""
+    """Base of both layers: shards the parameters of a full ``nn.Linear`` and gathers them."""
 
-    # Parameter name -> the dimension that is sharded; a parameter not named is replicated.
+    # Parameter name -> its sharded dimension; parameters not listed are replicated.
     _shard_dims: ClassVar[dict[str, int]]
 
     weight: nn.Parameter
@@ -75,12 +75,11 @@ class _ShardedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Communicator, **kwargs: Any) -> Any:
-        """This rank's part of ``linear``, with its dtype, device, mode and trainable parameters.
+        """This rank's shard of ``linear``, with its dtype, device, mode and ``requires_grad``.
 
-        In PyTorch's ``nn.TransformerEncoderLayer`` have
-        :func:`~pipekernels.tensor_parallel.tensor_parallelize` replace layers: it also keeps the
-        encoder from giving their weights to one kernel in evaluation mode, which takes a part for
-        the whole.
+        To replace layers inside PyTorch's ``nn.TransformerEncoderLayer``, use
+        :func:`~pipekernels.tensor_parallel.tensor_parallelize`: it also disables the encoder's
+        fused kernel for evaluation, which would read a shard as the full weight.
 
         Args:
             linear: the full layer, the same on every rank. Its parameters are copied, not shared.
@@ -88,9 +87,9 @@ class _ShardedLinear(nn.Module):
             kwargs: the remaining keyword arguments of the class, without ``device`` and ``dtype``.
 
         Raises:
-            TypeError: ``linear`` is no ``nn.Linear``, or a lazy one without a shape yet, or has
-                more than its weight, its bias and the forward of that class: a parametrization, an
-                adapter, hooks; ``device`` or ``dtype`` is given.
+            TypeError: ``linear`` is not an ``nn.Linear``, is a lazy one without a shape yet, or has
+                a parametrization, an adapter, hooks or a forward of its own; or ``device`` or
+                ``dtype`` is given.
             ValueError: as for the constructor.
         """
         if not isinstance(linear, nn.Linear):
@@ -100,45 +99,38 @@ class _ShardedLinear(nn.Module):
         for name in ("device", "dtype"):
             if name in kwargs:
                 raise TypeError(f"the {name} is that of linear; use linear.to({kwargs[name]!r})")
-        more = more_than_linear(linear)
-        if more is not None:
-            raise TypeError(f"linear has {more}, which would be lost; {REMEDY}")
-        has_bias = linear.bias is not None
-        layer = cls(
-            linear.in_features, linear.out_features, has_bias, comm=comm, device="meta", **kwargs
-        )
+        extras = extras_of(linear)
+        if extras is not None:
+            raise TypeError(f"linear has {extras}, which would be lost; {REMEDY}")
+        sizes = linear.in_features, linear.out_features
+        layer = cls(*sizes, linear.bias is not None, comm=comm, device="meta", **kwargs)
         layer._adopt(linear)
         return layer.train(linear.training)
 
     def reset_parameters(self) -> None:
-        """Initialise as a full ``nn.Linear`` does, and keep this rank's part.
+        """Initialise as a full ``nn.Linear`` does, and keep this rank's shard.
 
-        The same seed on every rank gives the same layer for any world size. For the moment of the
-        call the full weight exists on every rank.
+        The same seed on every rank gives the same layer for any world size. During the call every
+        rank allocates the full weight.
         """
-        full = nn.Linear(
-            self.in_features,
-            self.out_features,
-            self.bias is not None,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
-        )
+        sizes, bias, weight = (self.in_features, self.out_features), self.bias, self.weight
+        full = nn.Linear(*sizes, bias is not None, device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
             for name, parameter in self._plain_parameters().items():
-                parameter.copy_(like(parameter, self.shard(name, getattr(full, name))))
+                parameter.copy_(distributed_like(parameter, self.shard(name, getattr(full, name))))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state_dict of the full ``nn.Linear``, gathered; a collective that all ranks call.
 
         Raises:
-            TypeError: a parametrization, or a mask, has come in the place of a parameter.
+            TypeError: a parametrization or a mask has replaced a parameter.
         """
-        state = {}
-        for name, parameter in self._plain_parameters().items():
-            part = parameter.detach()
-            sharded = name in self._shard_dims
-            state[name] = self.gather(name, part) if sharded else whole(part).clone()
-        return state
+        return {
+            name: self.gather(name, parameter.detach())
+            if name in self._shard_dims
+            else as_full_tensor(parameter.detach()).clone()
+            for name, parameter in self._plain_parameters().items()
+        }
 
     def extra_repr(self) -> str:
         return (
@@ -155,7 +147,7 @@ class _ShardedLinear(nn.Module):
             self.register_parameter(name, parameter)
 
     def _plain_parameters(self) -> dict[str, nn.Parameter]:
-        """The weight and the bias, if there is one."""
+        """The weight, and the bias if there is one. TypeError if either is parametrized."""
         for name in ("weight", "bias"):
             if name not in self._parameters:
                 raise TypeError(
@@ -166,11 +158,10 @@ class _ShardedLinear(nn.Module):
         return {name: parameter for name, parameter in named.items() if parameter is not None}
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """What the parts of all ranks, each like its part of the parameter ``name``, are parts
-        of."""
+        """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
         dim = self._shard_dims[name]
         size = self.full_shape(name)[dim]
-        joined = gather_from_ranks(whole(part).movedim(dim, -1), self.comm, size)
+        joined = gather_from_ranks(as_full_tensor(part).movedim(dim, -1), self.comm, size)
         return joined.movedim(-1, dim).contiguous()
 
     def full_shape(self, name: str) -> tuple[int, ...]:
@@ -178,7 +169,7 @@ class _ShardedLinear(nn.Module):
         return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
 
     def shard(self, name: str, full: Tensor) -> Tensor:
-        """This rank's part of a full parameter, as a copy."""
+        """A copy of this rank's shard of the full parameter ``name``."""
         if name in self._shard_dims:
             dim = self._shard_dims[name]
             sizes = shard_sizes(full.shape[dim], self.world_size)
@@ -188,7 +179,7 @@ class _ShardedLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Replacing entries is safe: load_state_dict hands every module a dict of its own.
+        # Replacing entries is safe: load_state_dict gives every module its own dict.
         for name in self._shard_dims:
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and tuple(value.shape) == self.full_shape(name):
@@ -200,29 +191,29 @@ class _ShardedLinear(nn.Module):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} takes a tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != features:
+            remedy = ""
+            if x.dim() > 0 and x.shape[-1] == self.in_features:
+                remedy = "; for the full input, construct the layer with input_is_parallel=False"
             raise ValueError(
                 f"{name} on rank {self.rank} of {self.world_size} expects {features} features in "
                 f"the last dimension (in_features={self.in_features}), got a tensor of shape "
-                f"{tuple(x.shape)}{self._input_remedy(x)}"
+                f"{tuple(x.shape)}{remedy}"
             )
         if x.device != weight.device:
             raise ValueError(
                 f"{name} is on {weight.device} but its input on {x.device}; "
                 f"move one of them with .to(...)"
             )
-        if x.dtype != weight.dtype and (  # Autocast does not know "meta".
-            x.is_meta or not torch.is_autocast_enabled(x.device.type)
-        ):
+        # is_autocast_enabled("meta") raises.
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if x.dtype != weight.dtype and not autocast:
             raise TypeError(
                 f"{name} has dtype {weight.dtype} but its input {x.dtype}; "
                 f"convert one of them with .to(...), or use torch.autocast"
             )
 
-    def _input_remedy(self, x: Tensor) -> str:
-        return ""
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.comm)] = self.comm  # The copy talks to the same ranks.
+        memo[id(self.comm)] = self.comm  # The copy shares the communicator.
         clone = memo[id(self)] = type(self).__new__(type(self))
         clone.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
         return clone
@@ -243,20 +234,20 @@ class RowParallelLinear(_ShardedLinear):
     """A linear layer that holds a part of the input features, ``Y = sum over ranks of X_t W_t^T``.
 
     Args:
-        in_features: of the full layer; the ranks hold equal shares, the first ones one more.
+        in_features: of the full layer; if not divisible, the first ranks hold one more.
         out_features: of the full layer.
         bias: whether there is one; replicated, and added once, after the reduction.
         comm: the communicator whose ranks hold the layer.
-        input_is_parallel: the input is this rank's features already (the output of a
+        input_is_parallel: the input holds only this rank's features (the output of a
             :class:`ColumnParallelLinear`); else it is the full, replicated input.
         reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
-            slice of its first dimension, which the world size must divide; before a column-parallel
-            layer, or a loss, join the slices of the ``rows`` by ``gather_from_ranks(y.movedim(0,
-            -1), comm, rows).movedim(-1, 0)``, from :mod:`pipekernels.tensor_parallel.functional`,
-            as the backward of ``ops.all_gather`` would sum over the ranks what is whole already.
-            ``'none'``: this rank's partial sum, for a caller who reduces later; the bias cannot be
-            added then, so it wants ``bias=False`` or ``skip_bias_add=True``.
-        skip_bias_add: return ``(output, bias)``, with the bias not added, for a later fused add.
+            slice of the output's first dimension, which the world size must divide. Before a
+            column-parallel layer or a loss, join the slices of all ``rows`` by
+            ``gather_from_ranks(y.movedim(0, -1), comm, rows).movedim(-1, 0)`` from
+            :mod:`pipekernels.tensor_parallel.functional`; the backward of ``ops.all_gather`` would
+            sum gradients that are already full. ``'none'``: this rank's partial sum, to be reduced
+            by the caller; needs ``bias=False`` or ``skip_bias_add=True``.
+        skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -266,17 +257,17 @@ class RowParallelLinear(_ShardedLinear):
         rank, world_size: of the communicator.
 
     The forward takes ``[..., in_features / world_size]`` and gives ``[..., out_features]``. Its
-    backward needs no collective, but for ``'reduce_scatter'`` an all-gather of the output gradient
-    and an all-reduce of the bias gradient, which is thus whole on every rank: do not sum it again.
+    backward needs no collective. Exception: with ``'reduce_scatter'`` it all-gathers the output
+    gradient and all-reduces the bias gradient, so every rank has the full one: do not sum it again.
 
-    Initialisation equals that of ``nn.Linear`` under the same seed, for any world size; seed all
-    ranks alike. ``load_state_dict`` takes the state_dict of a full ``nn.Linear``, or of this rank's
-    part. ``copy.deepcopy`` shares the communicator; pickling raises TypeError. What is put on the
-    weight, as ``weight_norm`` and ``prune`` are, sees this rank's part alone. What ``torch.export``
-    makes of the layer is for ``torch.no_grad()``: it has not got the layer's backward.
+    Initialisation equals that of ``nn.Linear`` under the same seed, for any world size; use the
+    same seed on all ranks. ``load_state_dict`` takes the state_dict of a full ``nn.Linear`` or of
+    this rank's shard. ``copy.deepcopy`` shares the communicator; pickling raises TypeError.
+    ``weight_norm``, ``prune`` and other parametrizations see only this rank's shard. A program from
+    ``torch.export`` lacks the layer's backward: run it under ``torch.no_grad()``.
 
     Raises:
-        TypeError: ``comm`` is no communicator; an input of another dtype without autocast.
+        TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
         ValueError: more ranks than ``in_features``; an unknown ``reduce``; a bias with
             ``reduce='none'``; an input of the wrong shape or device.
     """
@@ -321,24 +312,19 @@ class RowParallelLinear(_ShardedLinear):
             y = row_linear(x, self.weight, self.comm, scatter=scatter)
         bias: Tensor | None = self.bias
         if bias is not None and self.reduce == "reduce_scatter":
-            # Every rank adds the bias to rows of its own, so its gradient is a sum over ranks.
+            # Each rank adds the bias to its own rows only, so its gradient is a sum over ranks.
             bias = copy_to_ranks(bias, self.comm)
         if self.skip_bias_add:
             return y, bias
         if bias is None:
             return y
-        # Selective checkpointing may keep ``y``, which must not change then; nor must a subclass's,
-        # which is a view of what row_linear has returned.
+        # In place where that is safe: selective checkpointing may keep ``y``, and a tensor subclass
+        # is a view of row_linear's result.
         plain = type(y) is Tensor and not is_observed()
         return y.add_(bias) if plain else (y + bias).to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, reduce={self.reduce!r}"
-
-    def _input_remedy(self, x: Tensor) -> str:
-        if self.input_is_parallel and x.dim() > 0 and x.shape[-1] == self.in_features:
-            return "; for the full input, construct the layer with input_is_parallel=False"
-        return ""
 
 
 class ColumnParallelLinear(_ShardedLinear):
@@ -346,11 +332,11 @@ class ColumnParallelLinear(_ShardedLinear):
 
     Args:
         in_features: of the full layer.
-        out_features: of the full layer; the ranks hold equal shares, the first ones one more.
+        out_features: of the full layer; if not divisible, the first ranks hold one more.
         bias: whether there is one; sharded like the output.
         comm: the communicator whose ranks hold the layer.
         gather_output: return the full output on every rank, instead of this rank's features.
-        skip_bias_add: return ``(output, bias)``, with the bias not added, for a later fused add.
+        skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -365,7 +351,7 @@ class ColumnParallelLinear(_ShardedLinear):
     Initialisation, state_dicts, deepcopy, pickling and export: as for :class:`RowParallelLinear`.
 
     Raises:
-        TypeError: ``comm`` is no communicator; an input of another dtype without autocast.
+        TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
         ValueError: more ranks than ``out_features``; an input of the wrong shape or device.
     """
 
@@ -410,34 +396,28 @@ REMEDY = (
 )
 
 
-def more_than_linear(linear: nn.Linear) -> str | None:
-    """What ``linear`` has beyond its weight, its bias and the forward of ``nn.Linear``, and would
-    not have in parts; None if nothing."""
+def extras_of(linear: nn.Linear) -> str | None:
+    """What ``linear`` has that a sharded layer would lose (state, forward, hooks), if anything."""
     names = linear.state_dict().keys() - {"weight", "bias"}
     if names:
         return f"state of its own ({', '.join(sorted(names))})"
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
         return "a forward of its own"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = any(getattr(linear, kind) for kind in hooks) or any(
-        map(has_hooks, linear.parameters())
-    )
-    return "hooks" if hooked else None
+    if any(getattr(linear, kind) for kind in hooks) or any(map(has_hooks, linear.parameters())):
+        return "hooks"
+    return None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
 
 
-Home: TypeAlias = tuple[_ShardedLinear, str]  # A parameter's layer, and its name there.
+ShardKey: TypeAlias = tuple[_ShardedLinear, str]  # A parameter's layer, and its name there.
 
 
-def sharded_parameters(module: nn.Module) -> dict[Tensor, Home]:
-    """The parameters in ``module`` that a rank has a part of.
-
-    Raises:
-        TypeError: a sharded layer has got a parametrization, or a mask.
-    """
+def sharded_parameters(module: nn.Module) -> dict[Tensor, ShardKey]:
+    """The sharded parameters of ``module``. TypeError if one has a parametrization or a mask."""
     return {
         parameter: (layer, name)
         for layer in module.modules()
@@ -447,15 +427,16 @@ def sharded_parameters(module: nn.Module) -> dict[Tensor, Home]:
     }
 
 
-def whole(value: Tensor) -> Tensor:
+def as_full_tensor(value: Tensor) -> Tensor:
     """``value``, gathered if it is a ``DTensor``, as FSDP2's parameters are."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def like(parameter: Any, value: Tensor) -> Tensor:
-    """The inverse of :func:`whole`: ``value`` as a ``DTensor``, if ``parameter`` is one."""
+def distributed_like(parameter: Any, value: Tensor) -> Tensor:
+    """``value`` as a ``DTensor`` if ``parameter`` is one: the inverse of :func:`as_full_tensor`."""
     if not hasattr(parameter, "full_tensor"):
         return value
-    from torch.distributed.tensor import distribute_tensor  # By now it has been imported.
+    # Costs nothing here: a DTensor exists, so the module has been imported.
+    from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)

@@ -1,13 +1,12 @@
-"""A row-parallel product whose all-reduce begins while it is computed, where that pays.
+"""A row-parallel product whose all-reduce begins while the product is computed, where that is
+predicted to be faster. Experimental: no GPU has run it yet.
 
-Experimental: no GPU has run it yet.
+The kernel of :mod:`pipekernels.kernels.sharded_gemm` runs on some of the multiprocessors and
+announces each finished block of rows. On the others, in a stream of its own, the communicator
+reduces the announced blocks. The results are bitwise those without overlap.
 
-The kernel of :mod:`pipekernels.kernels.sharded_gemm` announces each finished block of rows, on
-fewer multiprocessors than there are; on the others the communicator reduces the announced blocks,
-in a stream of its own. The product's bits do not depend on that, nor do those of the sum.
-
-Times are compared by an alpha-beta model: a transfer of b bytes takes alpha + beta b (Hockney,
-1994). The product and the reduction of blocks are a flow shop of two machines with equal jobs.
+The prediction: a transfer of b bytes takes alpha + beta b (Hockney, 1994), and the product and the
+reduction of blocks are a flow shop of two machines with equal jobs.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from pipekernels.kernels.config import BLOCKS, Config, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
 from pipekernels.local_ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allowed
 
-# Fewer blocks of rows hide less, more of them wait more often.
+# At least this many blocks of rows: fewer hide less of the reduction, more wait more often.
 ROW_BLOCKS = 8
-REDUCING_BLOCKS = (4, 8, 16)
-# By how much the overlap must be faster in the model, which knows nothing of contention for memory.
-GAIN = 1.05
+REDUCING_BLOCKS = (4, 8, 16)  # Thread blocks of the reduction to choose from.
+GAIN = 1.05  # Least predicted speedup: the model ignores contention for memory.
 
 
 class LinkModel(NamedTuple):
-    """Between GPUs that reach each other directly.
+    """Transfers between GPUs with peer access.
 
     Attributes:
         alpha: seconds until every rank has seen a signal of every other.
@@ -46,8 +44,7 @@ class LinkModel(NamedTuple):
     block_beta: float
 
 
-# NVLink of the generation, a quarter below its data sheet's rate per direction. Assumed, not
-# measured.
+# By generation of GPU: NVLink at 75% of its data sheet's rate per direction. Assumed, not measured.
 LINK_MODELS = {
     80: LinkModel(4e-6, 1 / 225e9, 1 / 20e9),
     90: LinkModel(4e-6, 1 / 340e9, 1 / 25e9),
@@ -56,14 +53,8 @@ LINK_MODELS = {
 
 
 def all_reduce_seconds(size: int, ranks: int, link: LinkModel, blocks: int = 0) -> float:
-    """Of ``size`` bytes over ``ranks``: in one step or in two, whichever is faster.
-
-    Args:
-        size: in bytes.
-        ranks: how many.
-        link: between any two of them.
-        blocks: how many thread blocks do it; 0 for as many as the link needs.
-    """
+    """Predicted time to all-reduce ``size`` bytes over ``ranks`` by ``blocks`` thread blocks (0: as
+    many as the link needs), in one step or in two, whichever is faster."""
     beta = max(link.beta, link.block_beta / blocks) if blocks else link.beta
     one_step = link.alpha + (ranks - 1) * size * beta
     two_steps = 2 * link.alpha + 2 * (ranks - 1) / ranks * size * beta
@@ -71,19 +62,19 @@ def all_reduce_seconds(size: int, ranks: int, link: LinkModel, blocks: int = 0) 
 
 
 def overlapped_seconds(gemm: float, reduce: float, row_blocks: int) -> float:
-    """Of a product and a reduction, each in ``row_blocks`` equal parts, one behind the other."""
+    """Predicted time of a product and its reduction, pipelined in ``row_blocks`` equal parts."""
     first, last = gemm / row_blocks, reduce / row_blocks
     return max(gemm + last, first + reduce)
 
 
 class Overlap(NamedTuple):
-    """How to run the two at once.
+    """How to run a product and its all-reduce at once.
 
     Attributes:
-        config: of the product; a group of its rows of tiles is announced as one block.
+        config: of the product; ``group_m`` rows of tiles are announced as one block.
         reducing_blocks: thread blocks of the reduction.
-        seconds: that the model gives it.
-        plain_seconds: and to one after the other; infinite where that is not known.
+        seconds: predicted time.
+        plain_seconds: predicted time without overlap; infinite if unknown.
     """
 
     config: Config
@@ -96,14 +87,14 @@ def best_overlap(
     m: int, size: int, config: Config, seconds: float, plain_seconds: float,
     *, ranks: int, sms: int, link: LinkModel,
 ) -> Overlap:  # fmt: skip
-    """The best way to run a product and its all-reduce at once; a pure function.
+    """The best way to run a product and its all-reduce at once, according to the model.
 
     Args:
         m: rows of the product.
         size: bytes of its result.
         config: of the kernel.
-        seconds: the kernel's time, with all multiprocessors.
-        plain_seconds: that of the fastest way to the product alone.
+        seconds: the kernel's time with all multiprocessors.
+        plain_seconds: the time of the fastest algorithm for the product alone.
         ranks: over how many the result is summed.
         sms: multiprocessors of a GPU.
         link: between the GPUs.
@@ -116,28 +107,27 @@ def best_overlap(
         reduce = all_reduce_seconds(size, ranks, link, blocks) + row_blocks * link.alpha
         return overlapped_seconds(seconds * sms / (sms - blocks), reduce, row_blocks)
 
-    # A part of a GPU may have few multiprocessors: the product keeps half of them at least.
+    # A partition of a GPU may have few multiprocessors: leave at least half to the product.
     blocks = min((min(blocks, max(1, sms // 2)) for blocks in REDUCING_BLOCKS), key=total)
     plain = plain_seconds + all_reduce_seconds(size, ranks, link)
     return Overlap(config, blocks, total(blocks), plain)
 
 
 def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str) -> Overlap | None:
-    """How to overlap ``out = a @ b.T`` and its all-reduce; ``None`` where that does not pay.
+    """How to overlap ``out = a @ b.T`` with its all-reduce; ``None`` to run one after the other.
 
     Args:
         a, b, out: CUDA tensors.
         ranks: over how many ``out`` is to be summed.
-        algorithm: ``'overlapped'`` for a way at any price, ``'auto'`` for one that is predicted
-            to be faster by what has been measured on this GPU, but not while a graph is captured;
-            ``None`` for all others.
+        algorithm: ``'overlapped'`` forces overlap; ``'auto'`` overlaps if measurements on this GPU
+            predict a gain and no graph is being captured; others never do.
     """
     kind, layout = kind_of(a.dtype, tf32_allowed()), layout_of(a, b)
     forced = algorithm == "overlapped"
     (m, k), n = a.shape, b.shape[0]
     if not (forced or algorithm == "auto") or ranks == 1 or m * n * k == 0 or kind is None:
         return None
-    # A graph may begin with the reduction, and give it what the product needs to begin.
+    # A graph may launch the reduction first, which would then hold what the product needs to start.
     if torch.cuda.is_current_stream_capturing() and not forced:
         return None
     gpu = gpu_of(a.device)
@@ -154,10 +144,10 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
             chosen = Chosen(Config(BLOCKS[gpu.generation, kind].whole[0]))
         config = chosen.config
         return best_overlap(m, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link)
-    part = m * n * k / (entry.shape.m * entry.shape.n * entry.shape.k)
+    scale = m * n * k / (entry.shape.m * entry.shape.n * entry.shape.k)
     found = best_overlap(
         m, size, entry.config,
-        part * entry.seconds, part * min(entry.seconds, entry.vendor_seconds),
+        scale * entry.seconds, scale * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
     )  # fmt: skip
     return found if forced or found.seconds * GAIN < found.plain_seconds else None
@@ -166,51 +156,41 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
 def gemm_all_reduce(
     a: Tensor, b: Tensor, out: Tensor, communicator: Communicator, overlap: Overlap
 ) -> None:
-    """``out``, this rank's ``a @ b.T``, summed over all ranks while it is computed.
+    """Compute ``out = a @ b.T`` and sum it over all ranks at the same time.
 
-    Work that follows in the current stream comes after both.
+    The current stream then waits for both.
 
     Args:
         a, b: ``[m, k]`` and ``[n, k]``, on CUDA.
         out: ``[m, n]``, contiguous; best in symmetric memory.
-        communicator: whose ``all_reduce_when_ready`` is called, in another stream.
-        overlap: how. The same on all ranks.
+        communicator: its ``all_reduce_when_ready`` is called, in another stream.
+        overlap: how to overlap them. The same on all ranks.
     """
     from pipekernels.kernels.launch import Product, launch, tiles
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
-    assert kind is not None  # Or nothing would be overlapped.
+    assert kind is not None  # choose_overlap() returns None for other dtypes.
     product = Product(kind, a, b, out)
-    config = overlap.config
+    config, blocks = overlap.config, overlap.reducing_blocks
     rows, columns = tiles(product, config.blocks)
     with torch.cuda.device(a.device):
         ready = torch.zeros(ceil(rows / config.group_m), dtype=torch.int32, device=a.device)
         side = _side_stream(communicator.handle, a.device)
         side.wait_stream(torch.cuda.current_stream())
-        # First the product: the reduction waits for it, on the GPU.
-        launch(
-            product,
-            config,
-            generation=gpu.generation,
-            sms=gpu.sms - overlap.reducing_blocks,
-            ready=ready,
-        )
+        # Launch the product first: the reduction's kernel waits for it on the GPU.
+        launch(product, config, generation=gpu.generation, sms=gpu.sms - blocks, ready=ready)
+        tiles_per_group, rows_per_group = config.group_m * columns, config.group_m * config.blocks.m
         with torch.cuda.stream(side):
             communicator.all_reduce_when_ready(
-                out,
-                ready,
-                config.group_m * columns,
-                config.group_m * config.blocks.m,
-                blocks=overlap.reducing_blocks,
+                out, ready, tiles_per_group, rows_per_group, blocks=blocks
             )
         torch.cuda.current_stream().wait_stream(side)
 
 
 @functools.cache
 def _side_stream(handle: int, device: torch.device) -> torch.cuda.Stream:
-    """A communicator's own: in a stream shared by ranks that are threads, they could wait in a
-    circle.
+    """A stream per communicator: ranks that are threads would deadlock in a shared one.
 
-    Streams of high priority come from a pool apart from the one that users' streams come from.
+    High-priority streams come from another pool than the streams of users.
     """
     return torch.cuda.Stream(device, priority=-1)

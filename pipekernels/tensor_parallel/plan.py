@@ -1,4 +1,4 @@
-"""Swaps linear layers of a whole model for sharded ones, by their names."""
+"""Replaces linear layers of a whole model by sharded ones, selected by name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipekernels.tensor_parallel.linear import (
     REMEDY,
     ColumnParallelLinear,
     RowParallelLinear,
-    more_than_linear,
+    extras_of,
 )
 
-# What a plan may make of a layer: the class, and its arguments.
+# The kinds that a plan may name: class and arguments of the sharded layer.
 KINDS: dict[str, tuple[Any, dict[str, bool]]] = {
     "column": (ColumnParallelLinear, {}),
     "column_gather_output": (ColumnParallelLinear, {"gather_output": True}),
@@ -31,85 +31,83 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator) -> Model:
-    """Replace the layers that ``plan`` names by this rank's parts of them, in place.
+    """Replace the layers that ``plan`` names by this rank's shards of them, in place.
 
-    A collective: all ranks call it, and compare what they are to cut up.
+    A collective: all ranks call it, and compare which layers they shard.
 
-    A column-parallel layer is to feed a row-parallel one, as in ``{"*.q_proj": "column",
-    "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}``: then the result is the
-    model's, with one all-reduce per pair in the forward and one in the backward. What lies between
-    the two sees this rank's features alone. So a module that counts heads must be told the count of
-    this rank (``attention.num_heads //= comm.world_size``, say), and the world size must divide it.
-    Ranks take consecutive features: of a layer that several outputs are fused in (``qkv``,
-    ``gate_up_proj``), a rank's part is no such fusion, unless its features are grouped by head. A
-    parameter between the two, such as the norms of queries and keys in Qwen3, gets this rank's part
-    of its gradient; have the parts summed with ``parameter.register_hook(lambda grad:
-    comm.all_reduce(grad.clone()))``. Dropout between the two may differ from rank to rank;
-    elsewhere all ranks must draw the same, so there ranks want the same seed and one process each.
-    If the world size does not divide the features, ranks draw unlike numbers of random numbers
-    between the two, and differ afterwards: no dropout there then.
+    Let each column-parallel layer feed a row-parallel one, as in ``{"*.q_proj": "column",
+    "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}``. The model's result is then
+    unchanged, at one all-reduce per pair in the forward and one in the backward. Modules between
+    the two see only this rank's features:
 
-    A layer that has no such partner, an output head say, can be ``'column_gather_output'``, which
-    returns all features on every rank, or ``'row_split_input'``, which takes all: its neighbours
-    are as before, for one more collective.
+    - Divide head counts by the world size (``attention.num_heads //= comm.world_size``).
+    - Ranks take consecutive features, so the shard of a fused layer (``qkv``, ``gate_up_proj``) is
+      not a smaller fused layer, unless the features are grouped by head.
+    - A parameter there, such as Qwen3's norms of queries and keys, gets a partial gradient on each
+      rank; sum them by ``parameter.register_hook(lambda grad: comm.all_reduce(grad.clone()))``.
+    - Dropout may differ between ranks there; elsewhere all ranks must draw the same random numbers:
+      use one process per rank and the same seed. If the world size does not divide the features, do
+      without dropout there: ranks would draw different counts of random numbers and diverge.
 
-    In evaluation mode PyTorch's ``nn.TransformerEncoderLayer`` hands the weights of its layers to
-    one kernel; where some of them are replaced, it calls them in all modes.
+    A layer without a partner, such as an output head, can be ``'column_gather_output'``, which
+    returns all features on every rank, or ``'row_split_input'``, which takes all features. Either
+    adds one collective.
 
-    Gradients of all other parameters that are not sharded are whole on every rank. So what is taken
-    from all gradients differs between ranks, which would then change those parameters differently.
-    In place of ``torch.nn.utils.clip_grad_norm_`` use
-    :func:`pipekernels.tensor_parallel.clip_grad_norm_`; in place of a ``GradScaler``
-    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, with the group of the ranks;
-    ``LBFGS`` does not work. Optimizers that look at a whole matrix (``Muon``, ``Adafactor``) see
-    this rank's part of it. Make optimizers afterwards: the sharded layers have parameters of their
-    own.
+    An ``nn.TransformerEncoderLayer`` with sharded layers no longer uses PyTorch's fused kernel in
+    evaluation mode.
 
-    DDP and FSDP around the model take the group of the ranks that hold the same parts: over all
-    ranks, DDP would write those of rank 0 over the others'.
+    Every rank has the full gradients of replicated parameters, but only its shards of the others.
+    So use :func:`pipekernels.tensor_parallel.clip_grad_norm_` in place of
+    ``torch.nn.utils.clip_grad_norm_``, and
+    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`` with the group of the ranks in
+    place of ``GradScaler``; ``LBFGS`` does not work. Optimizers that use whole matrices (``Muon``,
+    ``Adafactor``) see this rank's shard. Make optimizers afterwards: sharded layers have new
+    parameters.
+
+    Give DDP and FSDP around the model the group of the ranks that hold the same shards: over all
+    ranks, DDP would overwrite their shards with those of rank 0.
 
     Args:
-        model: the full model, the same on every rank (seed all alike, or load a checkpoint first:
-            weights are not sent); any ``nn.Module``, of Hugging Face or others.
-        plan: patterns for the names that ``model.named_modules()`` gives, as in :mod:`fnmatch`
-            (``*`` matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'``
-            (a :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'``
-            (a :class:`RowParallelLinear` with ``input_is_parallel=False``). Names that none matches
-            stay as they are.
+        model: the full model, the same on every rank: weights are not sent, so use the same seed or
+            load the same checkpoint first. Any ``nn.Module``, of Hugging Face or others.
+        plan: patterns for the names in ``model.named_modules()``, as in :mod:`fnmatch` (``*``
+            matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
+            :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'`` (a
+            :class:`RowParallelLinear` with ``input_is_parallel=False``). Modules that no pattern
+            matches stay unchanged.
         comm: the communicator.
 
     Returns:
-        ``model``. Its ``state_dict()`` holds this rank's parts;
-        :func:`pipekernels.tensor_parallel.full_state_dict` gives that of the full model back, which
+        ``model``. Its ``state_dict()`` holds this rank's shards;
+        :func:`pipekernels.tensor_parallel.full_state_dict` returns the full model's, which
         ``load_state_dict`` takes on any world size, and
-        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` that of its optimizer. Give
-        ``torch.distributed.checkpoint`` the full ones: parts have the same key on all ranks, so it
-            takes
-        them for copies and keeps one.
+        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` its optimizer's. Save the full
+        ones with ``torch.distributed.checkpoint``: shards have the same key on all ranks, so it
+        would keep only one of them.
 
     Raises:
-        TypeError: a pattern matches a module that is no plain ``nn.Linear``, or one with more than
-            its weight and bias: a parametrization, an adapter, hooks (register them afterwards); or
-            ``comm`` is no communicator.
-        ValueError: a pattern matches nothing or the model itself, or patterns that match one layer
-            disagree; a kind that does not exist; a layer with fewer features than there are ranks;
-            one whose weight belongs to another module too; ranks whose layers, or the first numbers
-            of their weights, differ. The model is unchanged then.
+        TypeError: a pattern matches a module that is not a plain ``nn.Linear``, or one with a
+            parametrization, an adapter or hooks (register them afterwards); or ``comm`` is not a
+            communicator.
+        ValueError: a pattern matches nothing or the model itself; patterns that match one layer
+            disagree; a kind is unknown; a layer has fewer features than there are ranks, or shares
+            its weight with another module; layers, or the first elements of their weights, differ
+            between ranks. The model is then unchanged.
     """
     for pattern, kind in plan.items():
-        if kind not in tuple(KINDS):  # It may be unhashable.
+        if kind not in tuple(KINDS):  # ``kind`` may be unhashable.
             known = ", ".join(map(repr, KINDS))
             raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {kind!r}")
     kinds = _match(model, plan)
-    _check_sharing(model, kinds)
+    _check_untied(model, kinds)
     sharded = {layer: _shard(layer, *kind, comm) for layer, kind in kinds.items()}
     if sharded:
-        _check_agreement(kinds, comm)
+        _check_ranks_agree(kinds, comm)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, nn.Linear) and child in sharded:
                 parent._modules[name] = sharded[child]
-    _call_the_layers(model, set(sharded.values()))
+    _disable_fused_encoder(model, set(sharded.values()))
     return model
 
 
@@ -122,9 +120,8 @@ def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Mod
     return result
 
 
-def _check_agreement(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communicator) -> None:
-    """Whether all ranks cut up the same layers: parts of others would be summed, or wait for
-    ever."""
+def _check_ranks_agree(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communicator) -> None:
+    """Raise unless all ranks shard the same layers: else they hang, or sum unrelated shards."""
     sizes = [(layer.in_features, layer.out_features, layer.bias is None) for layer in kinds]
     digest = zlib.crc32(repr((list(kinds.values()), sizes)).encode())
     digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
@@ -134,11 +131,9 @@ def _check_agreement(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communica
             f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
         )
-    firsts = [[_first(layer.weight) for layer in kinds]]
-    ranks = comm.all_gather(
-        torch.tensor(firsts, dtype=torch.float64, device="cpu")
-    )  # [rank, layer]
-    differences = (ranks - ranks[0]).nan_to_num(0).nonzero().tolist()
+    elements = [[_first_element(layer.weight) for layer in kinds]]
+    gathered = comm.all_gather(torch.tensor(elements, dtype=torch.float64, device="cpu"))
+    differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, layer], ...]
     if differences:
         rank, layer = differences[0]
         name, _ = list(kinds.values())[layer]
@@ -148,15 +143,15 @@ def _check_agreement(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communica
         )
 
 
-def _first(weight: Tensor) -> float:
-    """The first number; NaN if there is none."""
+def _first_element(weight: Tensor) -> float:
+    """The first element; NaN if there is none."""
     if weight.is_meta or weight.numel() == 0:
         return nan
     return weight.detach().flatten()[0].item().real
 
 
 def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, tuple[str, str]]:
-    """The layers to replace, each with its name and what it becomes."""
+    """The layers to replace, each with its name and kind."""
     kinds: dict[nn.Linear, tuple[str, str]] = {}
     unused = set(plan)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -174,11 +169,11 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, tuple[s
                     f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only nn.Linear "
                     "can be sharded; use a narrower pattern"
                 )
-            more = more_than_linear(module)
-            if more is not None:
+            extras = extras_of(module)
+            if extras is not None:
                 raise TypeError(
-                    f"{pattern!r} matches {name!r}, which has {more}; a shard would lose that, so "
-                    f"{REMEDY}"
+                    f"{pattern!r} matches {name!r}, which has {extras}; a shard would lose that, "
+                    f"so {REMEDY}"
                 )
             known = kinds.setdefault(module, (name, kind))[1]
             if known != kind:
@@ -191,21 +186,19 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, tuple[s
     return kinds
 
 
-def _call_the_layers(model: nn.Module, sharded: set[nn.Module]) -> None:
-    """Keeps PyTorch's encoders from giving the weights of ``sharded`` layers to a kernel that takes
-    them for whole ones."""
+def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:
+    """Disable PyTorch's fused encoder kernel, which would read ``sharded`` weights as full ones."""
     for module in model.modules():
         if sharded.isdisjoint(module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # Neither of the two that the kernel knows.
+            module.activation_relu_or_gelu = 0  # The fused kernel needs 1 (ReLU) or 2 (GELU).
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # Only that kernel takes nested ones.
+            module.use_nested_tensor = False  # Only the fused kernel takes nested tensors.
 
 
-def _check_sharing(model: nn.Module, sharded: Container[nn.Module]) -> None:
-    """A weight that another module uses as well, as tied embeddings do, cannot be cut up for
-    one."""
+def _check_untied(model: nn.Module, sharded: Container[nn.Module]) -> None:
+    """Raise if another module uses the weight of a layer to shard, as tied embeddings do."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""The state of models with sharded layers, and of their optimizers, as it is without shards."""
+"""Full (unsharded) state_dicts of models with sharded layers, and of their optimizers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels.tensor_parallel.linear import Home, like, sharded_parameters, whole
+from pipekernels.tensor_parallel.linear import (
+    ShardKey,
+    as_full_tensor,
+    distributed_like,
+    sharded_parameters,
+)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state_dict of ``module`` with every sharded layer gathered to a full ``nn.Linear``'s.
+    """The state_dict of ``module`` with the parameters of every sharded layer gathered.
 
-    A collective: all ranks call it, and all receive the whole. ``module`` may hold sharded layers
-    at any depth, or be one. What is a ``DTensor``, by FSDP2 around such layers say, is gathered
-    too. Tensors are copies, which later steps of training leave alone.
+    A collective: all ranks call it and receive the full state. ``module`` may be a sharded layer or
+    contain some at any depth. ``DTensor``\\ s, such as FSDP2's parameters, are gathered too. The
+    tensors are copies, which further training does not change.
 
     Raises:
-        TypeError: a sharded layer has got a parametrization, or a mask.
+        TypeError: a sharded layer has a parametrization or a mask.
         RuntimeError: a hook of ``state_dict()`` replaces or removes a sharded parameter.
     """
     state = module.state_dict(keep_vars=True)
@@ -30,13 +35,15 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
             "a hook of state_dict() has put something else in place of parameters of sharded "
             "layers; remove it, or gather layer by layer, layer.full_state_dict()"
         )
-    full: dict[Tensor, Tensor] = {}  # By what stands for it in ``state``, under whatever keys.
-    for parameter, (layer, name) in sharded.items():
-        full[parameter] = layer.gather(name, parameter.detach())
+    # Full tensor of each tensor in ``state``; a tensor may have several keys there.
+    full: dict[Tensor, Tensor] = {
+        parameter: layer.gather(name, parameter.detach())
+        for parameter, (layer, name) in sharded.items()
+    }
     for key, value in state.items():
         if isinstance(value, Tensor):
             if value not in full:
-                full[value] = whole(value.detach()).clone()
+                full[value] = as_full_tensor(value.detach()).clone()
             state[key] = full[value]
     return state
 
@@ -46,23 +53,23 @@ def full_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state_dict of ``optimizer`` with the state of every sharded parameter gathered.
 
-    A collective, as :func:`full_state_dict`. :func:`load_full_optimizer_state_dict` takes it on any
-    world size, and for the model without shards. Parameters have the names that
-    :func:`full_state_dict` gives them; the form is that of
+    A collective, as :func:`full_state_dict`. :func:`load_full_optimizer_state_dict` loads it on any
+    world size, and into the model without shards. Parameters have their names in
+    :func:`full_state_dict`; the format is that of
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
     Args:
         module: the model.
-        optimizer: of parameters of ``module``; all, or some.
+        optimizer: an optimizer of some or all parameters of ``module``.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}, ...]}``. State
-        that has a sharded parameter's shape is gathered as that is; numbers, and what belongs to
-        other parameters, are as the optimizer has them. Tensors are copies.
+        that has a sharded parameter's shape is gathered like the parameter; scalars, and the state
+        of other parameters, are unchanged. Tensors are copies.
 
     Raises:
-        TypeError: a sharded parameter has other state, as in ``Adafactor``; or its layer has got a
-            parametrization, or a mask.
+        TypeError: state of a sharded parameter has another shape, as in ``Adafactor``; or its layer
+            has a parametrization or a mask.
         ValueError: ``optimizer`` has a parameter that is not in the state_dict of ``module``.
     """
     sharded, names = sharded_parameters(module), _names(module, optimizer)
@@ -83,22 +90,21 @@ def full_optimizer_state_dict(
 def load_full_optimizer_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Load into ``optimizer`` what :func:`full_optimizer_state_dict` has returned, each rank its
-    parts.
+    """Load this rank's shards of a :func:`full_optimizer_state_dict` into ``optimizer``.
 
-    Does what ``optimizer.load_state_dict()`` does; here, too, groups are to have the same
-    parameters in the same order. No collective, unless FSDP2 shards the parameters once more.
+    As with ``optimizer.load_state_dict()``, groups must have the same parameters in the same order.
+    Not a collective, unless FSDP2 also shards the parameters.
 
     Args:
         module: the model, with or without sharded layers.
-        optimizer: of the same kind as the one that the state is of.
-        state_dict: the same on every rank; left as it is.
+        optimizer: of the same class as the one that was saved.
+        state_dict: the same on every rank; not changed.
 
     Raises:
-        TypeError: a sharded layer has got a parametrization, or a mask.
-        ValueError: the groups of ``optimizer`` have other parameters, or the state numbers them, as
-            that of ``optimizer.state_dict()``; state of a sharded parameter is neither a number nor
-            of the full parameter's shape. ``optimizer`` is unchanged then.
+        TypeError: a sharded layer has a parametrization or a mask.
+        ValueError: the groups of ``optimizer`` have other parameters; the state numbers its
+            parameters, as ``optimizer.state_dict()`` does; or state of a sharded parameter is
+            neither a scalar nor of the full parameter's shape. ``optimizer`` is then unchanged.
     """
     sharded, names = sharded_parameters(module), _names(module, optimizer)
     state = {}
@@ -124,15 +130,14 @@ def load_full_optimizer_state_dict(
         for name, parameter in zip(given, own["params"], strict=True):
             if name in state_dict["state"]:
                 state[name] = {
-                    key: _own_part(key, value, parameter, sharded.get(parameter))
+                    key: _own_shard(key, value, parameter, sharded.get(parameter))
                     for key, value in state_dict["state"][name].items()
                 }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """What the parameters of ``module`` are called in its state_dict; the first of several
-    names."""
+    """The (first) name of each parameter in the state_dict of ``module``. Raises for others."""
     names: dict[Tensor, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
@@ -148,35 +153,35 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, 
     return names
 
 
-def _gathered(key: str, value: Any, parameter: Tensor, home: Home | None) -> Any:
-    """What a rank has as ``value`` of the state of ``parameter``, as the full model has it."""
+def _gathered(key: str, value: Any, parameter: Tensor, shard_key: ShardKey | None) -> Any:
+    """The full ``value`` of a sharded or replicated parameter's state, as a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach()
-    if home is None or value.dim() == 0:
-        return whole(value).clone()
+    if shard_key is None or value.dim() == 0:
+        return as_full_tensor(value).clone()
     if value.shape != parameter.shape:
         raise TypeError(
             f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter "
             f"of shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, "
             "and cannot be gathered; use an optimizer that works element by element, such as Adam"
         )
-    layer, name = home
+    layer, name = shard_key
     return layer.gather(name, value)
 
 
-def _own_part(key: str, value: Any, parameter: Tensor, home: Home | None) -> Any:
+def _own_shard(key: str, value: Any, parameter: Tensor, shard_key: ShardKey | None) -> Any:
     """The inverse of :func:`_gathered`, as a copy."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or home is None:
-        part = copy.deepcopy(value)
+    if not isinstance(value, Tensor) or value.dim() == 0 or shard_key is None:
+        shard = copy.deepcopy(value)
     else:
-        layer, name = home
+        layer, name = shard_key
         if value.shape != layer.full_shape(name):
             raise ValueError(
                 f"the state has a {key!r} of shape {tuple(value.shape)} for a parameter whose full "
                 f"shape is {layer.full_shape(name)}; pass what full_optimizer_state_dict() has "
                 "returned"
             )
-        part = layer.shard(name, value)
-    is_like = isinstance(part, Tensor) and part.shape == parameter.shape
-    return like(parameter, part) if is_like else part
+        shard = layer.shard(name, value)
+    is_like = isinstance(shard, Tensor) and shard.shape == parameter.shape
+    return distributed_like(parameter, shard) if is_like else shard
