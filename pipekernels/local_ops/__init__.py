@@ -1,3 +1,3 @@
-"""Operations that need no other rank: splitting and joining micro-batches, copies between devices,
-the sharded GEMM; and what it takes to register an operation. The public door is
-:mod:`pipekernels.ops`."""
+"""Operations that call no communicator: splitting and joining micro-batches, copies between
+devices, the sharded GEMM; and helpers of registered operations. :mod:`pipekernels.ops` exports
+them."""

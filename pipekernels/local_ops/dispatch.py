@@ -1,5 +1,5 @@
-"""When a registered operation may be called past the dispatcher and autograd, which to an operation
-in Python take longer than a small copy or product does."""
+"""When a registered operation may bypass the dispatcher and autograd. For an operation in Python
+both take longer than a small copy or product."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from pipekernels._torch_private import (
 
 
 def can_skip_dispatcher(tensors: list[Tensor]) -> bool:
-    """Whether both would do no more than pass a call with these tensors on."""
+    """Whether the dispatcher and autograd would only forward a call with these tensors."""
     return not is_observed() and not has_derivatives(tensors) and _backend.load().are_plain(tensors)
 
 
 def has_derivatives(tensors: Iterable[Tensor]) -> bool:
-    """Whether gradients may be asked for, or tensors may have tangents (of forward-mode
-    differentiation)."""
+    """Whether a backward or forward-mode differentiation may involve ``tensors``."""
     return (torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), tensors))) or (
         in_forward_mode() and tangents_are_enabled()
     )
 
 
 def is_observed() -> bool:
-    """Whether a compiler, a mode or the profiler is to see which operations are called."""
+    """Whether a compiler, a dispatch mode or the profiler records which operations are called."""
     return torch.compiler.is_compiling() or dispatch_mode_count() > 0 or is_profiler_enabled()

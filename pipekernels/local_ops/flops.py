@@ -1,7 +1,8 @@
-"""How many floating-point operations products take, for ``torch.utils.flop_counter``.
+"""FLOP counts of the products, for ``torch.utils.flop_counter``, which counts unknown operations
+as 0.
 
-What it does not know it counts as none. Importing it takes long, as it imports Triton, so only
-layers import this module, not the package.
+``flop_counter`` imports Triton, which takes long: so sharded layers import this module when they
+are made, and the package does not.
 """
 
 from __future__ import annotations
@@ -15,5 +16,5 @@ from torch.utils.flop_counter import register_flop_formula
 
 @register_flop_formula([torch.ops.pipekernels.row_linear, torch.ops.pipekernels.sharded_gemm])
 def linear_flops(x: torch.Size, weight: torch.Size, *rest: Any, out_shape: Any = None) -> int:
-    """Of ``x @ weight.T``, by the shapes of the arguments."""
+    """FLOPs of ``x @ weight.T``, from the shapes of the arguments."""
     return 2 * math.prod(x) * weight[0]

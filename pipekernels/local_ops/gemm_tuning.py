@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def tune(seconds: float, kind: str) -> list[str]:
-    """Measure products of row-parallel layers on the current GPU for a while, and keep the results.
+    """Measure products of row-parallel layers on the current GPU, and save the results.
 
     Args:
-        seconds: after how many no other product is begun.
-        kind: what is multiplied, one of :data:`pipekernels.kernels.config.KINDS`.
+        seconds: time after which no further product is started.
+        kind: of the operands, one of :data:`pipekernels.kernels.config.KINDS`.
 
     Returns:
-        What to tell the user, line by line.
+        Lines to print for the user.
     """
     name = torch.cuda.get_device_name()
     if not has_triton():
@@ -30,11 +29,9 @@ def tune(seconds: float, kind: str) -> list[str]:
     from pipekernels.kernels import tuner
 
     lines = [f"sharded_gemm(algorithm='auto') on {name}:"]
-    # Long products first: that is where most time is spent, and the short ones are many.
+    # Long products first, as time may run out: most time is spent in them, and short ones are many.
     tokens = sorted(tuner.TOKENS, reverse=True)
-    shapes = itertools.chain.from_iterable(
-        tuner.row_parallel_shapes([count], kind=kind) for count in tokens
-    )
+    shapes = tuner.row_parallel_shapes(tokens, kind=kind)
     found = tuner.measure(shapes, by_library, seconds=seconds, report=lines.append)
     faster = sum(entry.wins for entry in found.entries.values())
     lines.append(f"Triton for {faster} of {len(found.entries)} shapes, the library for all others")
@@ -42,14 +39,14 @@ def tune(seconds: float, kind: str) -> list[str]:
 
 
 def by_library(product: Product) -> None:
-    """Compute a product by the vendor's library, with TF32 where its kind says so."""
+    """Compute a product by the vendor's library; kind ``tfloat32`` enables TF32 meanwhile."""
     matmul: Any = torch.backends.cuda.matmul
     name: str = "allow_tf32"
-    values: tuple[Any, Any] = False, True
+    value: Any = product.kind == "tfloat32"
     if hasattr(matmul, "fp32_precision"):  # As in tf32_allowed().
-        name, values = "fp32_precision", ("ieee", "tf32")
+        name, value = "fp32_precision", "tf32" if value else "ieee"
     before = getattr(matmul, name)
-    setattr(matmul, name, values[product.kind == "tfloat32"])
+    setattr(matmul, name, value)
     try:
         _, a, b, out, _, _, scale_a, scale_b = product
         gemm_into(out, a, b, scale_a=scale_a, scale_b=scale_b, algorithm="cublas")
@@ -58,7 +55,7 @@ def by_library(product: Product) -> None:
 
 
 def describe(gpu: str) -> str:
-    """What is known of a GPU of this name."""
+    """Summary of the measurements for GPUs of this name."""
     known = table.for_gpu(gpu)
     if known is None:
         return "not measured, cuBLAS for 'auto' (`pipekernels tune` measures)"

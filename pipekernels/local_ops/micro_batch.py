@@ -1,7 +1,7 @@
-"""Split tensors into micro-batches and concatenate micro-batches, all of them in one native call.
+"""Split tensors into micro-batches and concatenate micro-batches, each in one native call.
 
 Both are registered operations (schema, fake, autograd), so they trace under
-``torch.compile(fullgraph=True)``; each is the backward of the other.
+``torch.compile(fullgraph=True)``. Each is the backward of the other.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
-    """Sizes of the micro-batches that ``batch`` entries are cut into, as ``torch.tensor_split``
-    does.
+    """Sizes of the micro-batches of ``batch`` entries, as ``torch.tensor_split`` cuts them.
 
-    They are ``max(1, min(chunks, batch))``, and differ by at most one, larger ones first.
+    There are ``max(1, min(chunks, batch))``; they differ by at most one, larger ones first.
     """
     count = max(1, min(chunks, batch))
-    size, larger = batch // count, batch % count  # divmod takes no symbolic sizes
+    size, larger = batch // count, batch % count  # divmod() does not support symbolic sizes.
     return [size + 1] * larger + [size] * (count - larger)
 
 
@@ -58,22 +57,22 @@ def split_micro_batches(
     Args:
         tensors: a tensor, or several of any shapes and dtypes on one device that agree in their
             size along ``dim``. Any strides.
-        chunks: how many micro-batches are wanted; a smaller batch gives as many as it has entries.
+        chunks: the number of micro-batches; a smaller batch gives as many as it has entries.
             ``torch.export`` needs a batch of fixed size, as their number depends on it.
-        dim: the batch dimension; negative ones count from the end.
-        dtype: float64, float32, float16 or bfloat16, which all floating-point tensors are cast to
-            on the way, as ``tensor.to(dtype)`` does it. Tensors of other kinds, such as token ids
-            and masks, keep theirs. Gradients come back in the dtypes of the input.
+        dim: the batch dimension; may be negative.
+        dtype: float64, float32, float16 or bfloat16: floating-point tensors are cast to it in the
+            same pass, as by ``tensor.to(dtype)``. Other tensors, such as token ids and masks, keep
+            their dtype. Gradients have the dtypes of the input.
 
     Returns:
         One entry per micro-batch (sizes: :func:`micro_batch_sizes`): a tensor if one was given,
-        else a tuple of tensors. None shares memory with the input or with another.
+        else a tuple of tensors. They share no memory with the input or with each other.
 
     Raises:
-        TypeError: something other than strided tensors, or integers, was given; ``dtype``, or with
-            it that of a floating-point tensor, is none of those four.
+        TypeError: an argument is not a strided tensor or not an integer; ``dtype``, or the dtype of
+            a tensor to cast, is none of those four.
         ValueError: ``chunks`` below 1, ``dim`` out of range, sizes along ``dim`` or devices that
-            differ, no tensor, a tensor without dimensions, or one to cast whose memory is not
+            differ, no tensor, a tensor without dimensions, or a tensor to cast whose memory is not
             aligned to its elements.
         RuntimeError: CUDA tensors with an extension built without CUDA.
     """
@@ -120,19 +119,18 @@ def concat_micro_batches(
     :func:`split_micro_batches`.
 
     Args:
-        micro_batches: one entry per micro-batch, in order: a tensor, or a sequence of as many
-            tensors as in every other entry, which agree in their size along ``dim``. Apart from
-            that size, the k-th tensor has the same shape, dtype and device in all of them. Any
-            strides.
-        dim: the batch dimension; negative ones count from the end.
+        micro_batches: one entry per micro-batch, in order: a tensor, or a sequence of tensors that
+            agree in their size along ``dim``. All entries have as many tensors, and the k-th has
+            the same dtype, device and, except along ``dim``, shape in all of them. Any strides.
+        dim: the batch dimension; may be negative.
         dtype: as in :func:`split_micro_batches`.
 
     Returns:
         A contiguous tensor, or a tuple of them if entries are sequences.
 
     Raises:
-        TypeError: something other than strided tensors was given, or dtypes differ; ``dtype``, or
-            with it that of a floating-point tensor, is none that can be cast.
+        TypeError: an argument is not a strided tensor, dtypes differ, or ``dtype`` or the dtype of
+            a tensor to cast is not supported.
         ValueError: no micro-batch, ``dim`` out of range, shapes, lengths or devices that differ, or
             a tensor to cast whose memory is not aligned to its elements.
         RuntimeError: CUDA tensors with an extension built without CUDA.
@@ -150,11 +148,11 @@ def concat_micro_batches(
                 f"number {i} has {len(row)}"
             )
     flat = [tensor for row in rows for tensor in row]
-    # Else what these check is part of the extension's look.
+    # In all other cases are_plain_and_fit() below does these checks.
     if dtype is not None or width == 0 or not isinstance(dim, int) or dim < 0:
         dim = _check_dim(rows[0], dim)
         _check_casts(rows[0], dtype)
-    # That is quick, but it cannot say what is wrong, nor do some tensors let it look.
+    # The quick native check accepts plain tensors only, and gives no reason when it fails.
     if not is_observed() and _backend.load().are_plain_and_fit(dim, width, flat):
         wholes = _CONCAT.directly(flat, width, dim, dtype)
     else:
@@ -172,7 +170,7 @@ def _as_list(tensors: Any, what: str) -> list[Tensor]:
 
 
 def _check_dim(group: list[Tensor], dim: int) -> int:
-    """Validate one tensor of each kind; returns ``dim`` counted from the front."""
+    """Validate the tensors of one micro-batch; returns ``dim`` as a non-negative number."""
     if not group:
         raise ValueError("there is no tensor; give at least one")
     if not isinstance(dim, int):
@@ -209,7 +207,7 @@ def _check_dim(group: list[Tensor], dim: int) -> int:
 
 
 def _check_fits(first: list[Tensor], row: list[Tensor], dim: int, index: int) -> None:
-    """Whether micro-batch ``index``, ``row``, can be concatenated with micro-batch 0, ``first``."""
+    """Raise unless micro-batch ``index``, ``row``, can be concatenated with micro-batch 0."""
     for t, (wanted, given) in enumerate(zip(first, row, strict=True)):
         if not isinstance(given, Tensor):
             raise TypeError(f"expected tensors, got {type(given).__name__} in micro-batch {index}")
@@ -259,9 +257,10 @@ _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FLOATING_NAMES = "float64, float32, float16 or bfloat16"
 
 
-# Its sizes one by one: a list of them takes torch longer to read than a small tensor to make.
+# Call the result with separate sizes: torch takes longer to parse a list of sizes than to make a
+# small tensor.
 def _new_like(tensor: Tensor, dtype: torch.dtype | None) -> Callable[..., Tensor]:
-    """Makes empty tensors of given sizes, and of ``dtype`` if it is cast, like another."""
+    """A function that makes empty tensors of given sizes like ``tensor``, cast to ``dtype``."""
     if dtype is None or not tensor.is_floating_point():
         return tensor.new_empty
     return functools.partial(tensor.new_empty, dtype=dtype)
@@ -414,8 +413,8 @@ def _batched(
 
 
 def _mark_unwanted(ctx: Any, results: Sequence[Tensor]) -> None:
-    """Have results require no gradient where their tensor, which ``ctx.wanted`` has an entry for,
-    needs none. Where there are tangents, which tensors have one is left to torch."""
+    """Mark results as non-differentiable where ``ctx.wanted`` says that their tensor needs no
+    gradient. In forward mode torch itself decides which results have tangents."""
     if not in_forward_mode():
         wanted = ctx.wanted
         ctx.mark_non_differentiable(
@@ -426,23 +425,24 @@ def _mark_unwanted(ctx: Any, results: Sequence[Tensor]) -> None:
 def _dtype_back(
     tensors: Sequence[Tensor], wanted: Sequence[bool], dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """What a backward casts to. Where ``tensors`` differ, nothing is: autograd does it then."""
+    """The dtype that a backward casts to; ``None`` if dtypes differ: then autograd casts."""
     if dtype is None:
         return None
-    pairs = zip(tensors, wanted, strict=False)  # Those of the first micro-batch stand for all.
+    # Pairs of the first micro-batch only: the others have the same dtypes.
+    pairs = zip(tensors, wanted, strict=False)
     given = {tensor.dtype for tensor, w in pairs if w and tensor.is_floating_point()}
     return given.pop() if len(given) == 1 else None
 
 
 class _Operation:
-    """A registered operation, called past the dispatcher where that would do no more than pass the
-    call on: to Python, it takes longer about it than a small copy does.
+    """A registered operation that bypasses the dispatcher where this would only forward the call
+    (which, for a kernel in Python, takes longer than a small copy).
 
     Args:
         schema: in ``torch.library``'s notation.
         kernel: computes it on all of ``_DEVICES``.
-        fake: gives empty results of the same shapes.
-        function: computes it where a derivative is wanted.
+        fake: returns empty results of the same shapes.
+        function: computes it where a derivative may be needed.
     """
 
     def __init__(
@@ -465,19 +465,19 @@ class _Operation:
         if not is_observed():
             if _backend.load().are_plain(tensors):
                 return self.directly(tensors, *args)
-            # The transforms of torch.func are to see an autograd function instead of the operation.
+            # The transforms of torch.func need an autograd function instead of the operation.
             if transforms_are_active() and not is_functionalizing():
                 return list(self._function.apply(*args, *tensors))
         return self._op(tensors, *args)
 
     def directly(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
-        """Past the dispatcher, for plain tensors and where nobody observes."""
+        """Bypass the dispatcher: for plain tensors, and if :func:`is_observed` is false."""
         if has_derivatives(tensors):
             return list(self._function.apply(*args, *tensors))
         return self._kernel(tensors, *args)
 
     def _with_autograd(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
-        """The kernel of the Autograd key: records a node only where a gradient can be asked for."""
+        """The kernel of the Autograd key: records a node only if a derivative may be needed."""
         if has_derivatives(tensors):
             return list(self._function.apply(*args, *tensors))
         with below_autograd():

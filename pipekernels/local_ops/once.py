@@ -1,4 +1,4 @@
-"""Backwards that cannot be differentiated themselves."""
+"""A check for backwards that cannot be differentiated again."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import torch
 
 
 def check_differentiated_once(what: str) -> None:
-    """Refuse ``create_graph=True``, at the beginning of a backward whose gradients have no graph.
+    """Refuse ``create_graph=True``; call this first in a backward whose gradients have no graph.
 
-    PyTorch's ``once_differentiable`` lets gradients without a graph pass where those of the outputs
-    have none either, as in ``torch.autograd.grad(y.sum(), x, create_graph=True)``: a penalty on the
-    gradient then has no effect on the parameters, and nothing says so.
+    PyTorch's ``once_differentiable`` raises only if the gradients of the outputs have a graph. So
+    in ``torch.autograd.grad(y.sum(), x, create_graph=True)`` a gradient penalty would silently have
+    no effect on the parameters.
 
     Args:
-        what: is differentiated, for the error.
+        what: what is differentiated, for the error.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: the backward runs with ``create_graph=True``.
     """
-    # Of a backward that is being compiled the mode says nothing; compiled ones refuse it
-    # themselves.
+    # Grad mode says nothing while a backward is compiled; compiled backwards refuse by themselves.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{what} can be differentiated once only; call this without create_graph=True"

@@ -1,5 +1,4 @@
-"""Copy tensors to another device, behind what both devices have been given to do already, on the
-streams of the edge between them."""
+"""Differentiable copies of tensors to another device, on the streams of the edge between both."""
 
 from __future__ import annotations
 
@@ -28,24 +27,24 @@ def p2p_copy(
 ) -> Tensor | list[Tensor]:
     """Copy ``tensors`` to ``device``, differentiably.
 
-    Synchronisation: a copy begins when the current stream of its source has made the values, and
-    does not wait for what the target computes. What is issued on the target's current stream
-    afterwards waits for the copy; the source's current stream goes on, and may overwrite the
-    tensor. The calling thread waits for copies to the CPU, and out of pinned memory.
+    Synchronisation: a copy waits for the work issued so far on the source's current stream, but not
+    for the target's. Work issued later on the target's current stream waits for the copy. Work
+    issued later on the source's current stream may overwrite the tensor. The calling thread waits
+    for copies to the CPU, and for copies out of pinned memory.
 
     Args:
         tensors: a tensor, or several, on any devices, of any dtypes and strides.
         device: the target.
 
     Returns:
-        The copies, like ``tensors``, those from a CUDA device to the CPU in pinned memory; a tensor
-        that is on the device already is returned itself.
+        The copies, structured like ``tensors``; those from a CUDA device to the CPU are in pinned
+        memory. A tensor that is already on ``device`` is returned itself.
 
     Raises:
-        TypeError: something other than tensors was given, or one that is to move is not strided, or
-            on the meta device.
-        RuntimeError: there is no such device, or forward-mode differentiation of one that is to
-            move.
+        TypeError: an argument is not a tensor, or a tensor to copy is not strided or is on the meta
+            device.
+        RuntimeError: there is no such device, or a tensor to copy is differentiated in forward
+            mode.
     """
     single = isinstance(tensors, Tensor)
     group = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -109,8 +108,8 @@ class _P2PCopy(torch.autograd.Function):
         for source in dict.fromkeys(ctx.sources):
             group = [
                 i
-                for i, home in enumerate(ctx.sources)
-                if home == source and grads[i] is not None and ctx.needs_input_grad[2 + i]
+                for i, device in enumerate(ctx.sources)
+                if device == source and grads[i] is not None and ctx.needs_input_grad[2 + i]
             ]
             if group:
                 moved = _op([grads[i] for i in group], source, not ctx.is_backward)

@@ -1,9 +1,8 @@
-"""``Y = X W^T`` of a linear layer, by Triton or by the vendor's library, whichever was measured
-faster.
+"""``Y = X W^T`` of a linear layer, by Triton or by the vendor's library.
 
-On a GPU ``algorithm='auto'`` looks the product up in the table of what has been measured on GPUs of
-its name (:mod:`pipekernels.kernels.table`), and takes the Triton kernel where that says that it
-wins; everywhere else, and on CPUs, it is ``torch.nn.functional.linear``.
+On a GPU ``algorithm='auto'`` looks up measurements on GPUs of the same name
+(:mod:`pipekernels.kernels.table`) and uses the Triton kernel where it was faster; everywhere else,
+and on CPUs, it calls ``torch.nn.functional.linear``.
 """
 
 from __future__ import annotations
@@ -44,30 +43,29 @@ def sharded_gemm(
 ) -> Tensor:
     """``x @ weight.T + bias + residual``, accumulated in float32 or wider.
 
-    Both gradients are products of the same kind. float32 follows
-    ``torch.backends.cuda.matmul``: TF32 where that is allowed. Under autocast it is computed in
-    autocast's dtype, as ``torch.nn.functional.linear`` is.
+    Both gradients are products of the same kind. float32 is rounded to TF32 where
+    ``torch.backends.cuda.matmul`` allows it. Under autocast the product is computed in autocast's
+    dtype, as by ``torch.nn.functional.linear``.
 
     Args:
         x: ``[..., k]``, any strides.
         weight: ``[n, k]``, any strides, of the same dtype.
         bias: ``[n]``.
         residual: ``[..., n]``, like the result.
-        scale_x: with float8 (e4m3) operands: float32, of one element, or one per row of x; 1 if
+        scale_x: for float8 (e4m3) operands: float32, one element, or one per row of x; 1 if
             ``None``.
         scale_weight: likewise, one per row of ``weight``.
         out_dtype: of the result of float8 operands; bfloat16 if ``None``.
-        algorithm: ``'triton'``, ``'cublas'``, or ``'auto'``: see the module. With float8 ``'auto'``
-            takes Triton where the library does not take the operands.
+        algorithm: ``'triton'``, ``'cublas'``, or ``'auto'``: see the module. For float8 ``'auto'``
+            uses Triton where the library does not support the operands.
 
     Returns:
-        ``[..., n]``, of the dtype of ``x``, for float8 ``out_dtype``.
+        ``[..., n]``, of the dtype of ``x``; for float8 operands of ``out_dtype``.
 
     Raises:
-        TypeError: something other than tensors; dtypes that differ; scales or ``out_dtype`` with
-            other operands than float8; an ``out_dtype`` other than bfloat16, float16 and float32;
-            float8 where a gradient is needed; ``'triton'`` for a dtype other than bfloat16,
-            float16, float32 and float8.
+        TypeError: an argument is not a tensor; dtypes differ; scales or ``out_dtype`` with other
+            operands than float8; an ``out_dtype`` other than bfloat16, float16 and float32; float8
+            where a gradient is needed; ``'triton'`` for a dtype that it does not support.
         ValueError: shapes that do not fit; scales that are not float32; tensors on several devices;
             an unknown ``algorithm``; ``'triton'`` for CPU tensors.
         RuntimeError: ``'triton'`` on a GPU that is too old for it; on a GPU also forward-mode
@@ -76,11 +74,9 @@ def sharded_gemm(
     """
     _check(x, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm)
     device = x.device.type
-    autocast = (
-        device != "meta"  # Which autocast does not know.
-        and torch.is_autocast_enabled(device)
-        and x.dtype not in (torch.float64, FLOAT8)
-    )
+    # is_autocast_enabled("meta") raises.
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = autocast and x.dtype not in (torch.float64, FLOAT8)
     if x.dtype != weight.dtype and not autocast:
         raise TypeError(
             f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
@@ -118,15 +114,14 @@ def gemm_into(
     scale_b: Tensor | None = None,
     algorithm: str = "auto",
 ) -> None:
-    """``out = a @ b.T`` and so on, as :func:`sharded_gemm`, for matrices and without autograd.
+    """:func:`sharded_gemm` for matrices, into ``out`` and without autograd.
 
     Args:
         out: ``[m, n]``; may be symmetric memory.
-        a: ``[m, k]``.
-        b: ``[n, k]``.
-        bias, residual, scale_a, scale_b: ``[n]``, ``[m, n]``, ``[m]`` or ``[1]``, ``[n]`` or
-            ``[1]``.
-        algorithm: as there.
+        a, b: ``[m, k]`` and ``[n, k]``.
+        bias, residual: ``[n]`` and ``[m, n]``.
+        scale_a, scale_b: ``[m]`` or ``[1]``, and ``[n]`` or ``[1]``.
+        algorithm: as in :func:`sharded_gemm`.
     """
     added = (bias, residual, scale_a, scale_b)
     if a.is_cuda and out.numel() > 0 and a.shape[1] > 0:
@@ -137,7 +132,7 @@ def gemm_into(
 
 
 class Gpu(NamedTuple):
-    """What the kernel needs to know of a GPU."""
+    """Properties of a GPU that the kernel depends on."""
 
     name: str
     capability: tuple[int, int]
@@ -154,18 +149,18 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU that a CUDA device is."""
+    """Properties of a CUDA device's GPU."""
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether a Triton is installed that has what the kernel needs; it is not imported for that."""
+    """Whether a Triton that is new enough is installed, without importing it."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
         version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # A nightly build goes by another name.
+    except importlib.metadata.PackageNotFoundError:  # A nightly build has another name.
         return True
     return TorchVersion(version) >= OLDEST_TRITON
 
@@ -173,23 +168,23 @@ def has_triton() -> bool:
 def tf32_allowed() -> bool:
     """Whether torch may round float32 operands of matrix products to TF32."""
     matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # From torch 2.9 on; the older name may raise there.
+    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9, where allow_tf32 may raise.
         return bool(matmul.fp32_precision == "tf32")
     return bool(matmul.allow_tf32)
 
 
 def measured(device: torch.device) -> table.Table | None:
-    """What has been measured on GPUs of this name."""
+    """The measurements on GPUs of this device's name."""
     return table.for_gpu(gpu_of(device).name)
 
 
 class Chosen(NamedTuple):
-    """A way to run the Triton kernel.
+    """How to run the Triton kernel.
 
     Attributes:
         config: its configuration.
-        waits: whether the product is shorter than its launch by Python. Then the library is faster
-            after all, except in a captured graph.
+        waits: whether the product takes less time than its launch by Python. Then the library is
+            faster, except in a captured graph.
     """
 
     config: Config
@@ -199,14 +194,13 @@ class Chosen(NamedTuple):
 def choose(
     a: Tensor, b: Tensor, out: Tensor, residual: Tensor | None, algorithm: str
 ) -> Chosen | None:
-    """How to compute ``a @ b.T`` by the Triton kernel; ``None`` for the vendor's library."""
+    """How to run the Triton kernel for ``a @ b.T``; ``None`` to use the vendor's library."""
     kind = kind_of(a.dtype, tf32_allowed())
     if algorithm == "cublas" or (kind is None and algorithm == "auto"):
         return None
     layout = layout_of(a, b)
-    for tensor in (out, residual):
-        if tensor is not None and not has_rows(tensor):
-            layout = None
+    if not all(tensor is None or has_rows(tensor) for tensor in (out, residual)):
+        layout = None
     (m, k), n = a.shape, b.shape[0]
     gpu = gpu_of(a.device)
     entry = None
@@ -231,13 +225,13 @@ def choose(
 
 
 def _may_be_triton(x: Tensor, weight: Tensor, dtype: torch.dtype, algorithm: str) -> bool:
-    """Whether to go through the registered operation, which costs the host some time.
+    """Whether to call the registered operation, which takes the host more time than the library.
 
-    ``dtype``: in which the product is computed.
+    ``dtype`` is the one in which the product is computed.
     """
     if algorithm != "auto" or not x.is_cuda:
         return algorithm == "triton"
-    if torch.compiler.is_compiling():  # Then the choice is left to the operation.
+    if torch.compiler.is_compiling():  # The operation chooses when the compiled program runs.
         return True
     known = measured(x.device)
     if known is None or not has_triton():
@@ -257,11 +251,11 @@ def _may_be_triton(x: Tensor, weight: Tensor, dtype: torch.dtype, algorithm: str
     if entry.seconds < known.launch_seconds:
         first = (x.device, entry) not in _short
         _short.add((x.device, entry))
-        return first  # So that the operation can load the kernel for a capture to come.
+        return first  # Once: the operation then loads the kernel, for later captures.
     return True
 
 
-_short: set[tuple[torch.device, table.Entry]] = set()
+_short: set[tuple[torch.device, table.Entry]] = set()  # Products seen that a launch outlasts.
 
 
 def _check_triton(a: Tensor, kind: str | None, gpu: Gpu) -> None:
@@ -290,6 +284,7 @@ def _check(
     out_dtype: torch.dtype | None,
     algorithm: str,
 ) -> None:
+    """Raise TypeError or ValueError for arguments of :func:`sharded_gemm` that do not fit."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     added = [t for t in (bias, residual, scale_x, scale_weight) if t is not None]
@@ -330,7 +325,7 @@ def _check(
             )
 
 
-# ---- the two ways ----
+# ---- the product by Triton, and by the vendor's library ----
 
 
 def _by_triton(
@@ -344,19 +339,18 @@ def _by_triton(
     chosen: Chosen,
     forced: bool,
 ) -> bool:
-    """Launch the Triton kernel, or not; whether the product is computed so, and not by the
-    library."""
+    """Launch the Triton kernel if that is possible and fast; False if the library is to compute."""
     from pipekernels.kernels.launch import Product, is_loaded, launch
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
-    assert kind is not None  # Or there would be no configuration.
+    assert kind is not None  # choose() returns None for other dtypes.
     product = Product(kind, a, b, out, bias, residual, scale_a, scale_b)
     with torch.cuda.device(a.device):
         if not forced and torch.cuda.is_current_stream_capturing():
-            if not is_loaded(product, chosen.config):
+            if not is_loaded(product, chosen.config):  # A capture must not load a kernel.
                 return False
         elif not forced and chosen.waits:
-            # Once, so that a later capture can have it.
+            # Launch once, so that later captures find the kernel loaded.
             if not is_loaded(product, chosen.config):
                 launch(product, chosen.config, generation=gpu.generation, sms=gpu.sms)
             return False
@@ -373,7 +367,7 @@ def _by_library(
     scale_a: Tensor | None,
     scale_b: Tensor | None,
 ) -> None:
-    """By the vendor's library; on CPUs by torch's."""
+    """Compute by the vendor's library; on CPUs by torch's."""
     if a.dtype == FLOAT8:
         _float8_product(out, a, b, scale_a, scale_b)
         if bias is not None:
@@ -389,7 +383,7 @@ def _by_library(
 def _float8_product(
     out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 ) -> None:
-    """The scaled product, by float32 where cuBLAS does not take the operands."""
+    """The scaled product; computed in float32 where cuBLAS does not support the operands."""
     scale_a, scale_b = (
         torch.ones(1, dtype=torch.float32, device=a.device) if scale is None else scale
         for scale in (scale_a, scale_b)
@@ -397,14 +391,14 @@ def _float8_product(
     if not (a.is_cuda and _library_takes_float8(a, b, out)):
         out.copy_(a.float() @ b.float().t() * scale_a[:, None] * scale_b)
         return
-    if scale_a.numel() > 1 or scale_b.numel() > 1:  # Both per row, or both per tensor.
+    if scale_a.numel() > 1 or scale_b.numel() > 1:  # cuBLAS needs both per row or both per tensor.
         scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
         scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
     scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
 
 
 def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """cuBLAS wants sizes in steps of 16 and dense rows; per-row scales go to bfloat16 alone."""
+    """cuBLAS needs multiples of 16 and dense rows; with per-row scales a bfloat16 result."""
     (m, k), n = a.shape, b.shape[0]
     sizes = m > 0 and n > 0 and k > 0 and k % 16 == 0 and n % 16 == 0
     return sizes and layout_of(a, b) == "forward" and out.dtype == torch.bfloat16
@@ -413,31 +407,16 @@ def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
 # ---- the registered operation ----
 
 
-def _sharded_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale_x: Tensor | None,
-    scale_weight: Tensor | None,
-    out_dtype: torch.dtype | None,
-    algorithm: str,
-) -> Tensor:
-    out = _sharded_gemm_fake(x, weight, None, None, None, None, out_dtype, algorithm)
-    gemm_into(out, x, weight, bias, residual, scale_x, scale_weight, algorithm)
+# For the names of all arguments see the schema below.
+def _sharded_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    *added, _, algorithm = rest
+    out = _sharded_gemm_fake(x, weight, *rest)
+    gemm_into(out, x, weight, *added, algorithm)
     return out
 
 
-def _sharded_gemm_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale_x: Tensor | None,
-    scale_weight: Tensor | None,
-    out_dtype: torch.dtype | None,
-    algorithm: str,
-) -> Tensor:
+def _sharded_gemm_fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    *_, out_dtype, _ = rest
     dtype = out_dtype or (torch.bfloat16 if x.dtype == FLOAT8 else x.dtype)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
@@ -455,8 +434,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
-    multiply = torch.ops.pipekernels.sharded_gemm
-    rest = (None, None, None, None, None, ctx.algorithm)
+    multiply, rest = torch.ops.pipekernels.sharded_gemm, (*[None] * 5, ctx.algorithm)
     grad_x = multiply(grad, weight.t(), *rest) if needs_x else None
     grad_weight = multiply(grad.t(), x.t(), *rest) if needs_weight else None
     grad_bias = grad.sum(0) if needs_bias else None

@@ -1,5 +1,5 @@
-"""What operations with a backward of their own have no rules for: forward-mode differentiation, and
-backwards inside vmap."""
+"""Checks for operations with custom backwards, which support neither forward-mode differentiation
+nor backwards inside vmap."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from pipekernels._torch_private import (
 
 
 def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:
-    """Whether nothing differentiates ``tensors`` other than by a backward; ``name`` says what needs
-    that.
+    """Refuse every differentiation of ``tensors`` but a backward, for the operation ``name``.
 
     Raises:
-        RuntimeError: one has a tangent (``torch.autograd.forward_ad``), or a transform of
+        RuntimeError: a tensor has a tangent (``torch.autograd.forward_ad``), or a transform of
             ``torch.func`` differentiates it.
     """
     if not in_forward_mode() and (torch.compiler.is_compiling() or not transforms_are_active()):
@@ -38,10 +37,10 @@ def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:
 
 
 def deny_batched(name: str, grads: Iterable[Tensor | None]) -> None:
-    """Refuse several gradients at once, at the beginning of the backward of what ``name`` says.
+    """Refuse a batch of gradients; call this first in the backward of the operation ``name``.
 
     Raises:
-        RuntimeError: vmap goes through it backwards.
+        RuntimeError: the backward runs inside vmap.
     """
     for grad in grads:
         if grad is not None and is_batched(grad):
