@@ -1,9 +1,8 @@
-"""How the sharded GEMM may be cut up: the configurations there are, and a rough guess among them.
+"""The configurations of the sharded GEMM, and a rough estimate of which is best.
 
-Nothing here imports triton. A configuration's ``blocks`` are compiled in, all else is an argument
-of the kernel, so the tables below are all that is ever compiled. They are chosen so that the shared
-memory suffices and no registers spill, which the tests hold for every entry; how fast they are is
-for :mod:`pipekernels.kernels.tuner` to measure.
+Nothing here imports triton. Only a configuration's ``blocks`` are compile-time constants, so the
+kernel is compiled for the entries of the tables below only. Tests check that every entry fits in
+shared memory and spills no registers; :mod:`pipekernels.kernels.tuner` measures their speed.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-# What is multiplied, and how: 16-bit floats; float32 rounded to TF32; float32; float8 (e4m3).
+# Kinds of operands; "tfloat32" is float32 rounded to TF32.
 KINDS = ["bfloat16", "float16", "tfloat32", "float32", "float8_e4m3fn"]
 
 
 class Blocks(NamedTuple):
-    """What is compiled in.
+    """Compile-time constants of the kernel.
 
     Attributes:
-        m, n, k: sizes of the blocks of C = A B^T that a program works on at a time.
+        m, n, k: sizes of the blocks of C = A B^T that a program computes at a time.
         warps: per program.
-        stages: how many steps along k are in flight.
+        stages: steps along k in flight.
     """
 
     m: int
@@ -35,17 +34,17 @@ class Blocks(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In how many parts a tile is finished; two if a thread has 128 of its elements or more."""
+        """In how many parts a tile is stored; two if a thread has at least 128 of its elements."""
         return 2 if self.m * self.n >= 128 * 32 * self.warps else 1
 
 
 class Config(NamedTuple):
-    """One way to run the kernel.
+    """A configuration of the kernel.
 
     Attributes:
-        blocks: what is compiled in.
+        blocks: compile-time constants.
         group_m: rows of tiles in a group.
-        split_k: how many programs share a tile.
+        split_k: how many programs compute one tile together.
     """
 
     blocks: Blocks
@@ -54,12 +53,12 @@ class Config(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The blocks that there are for a generation of GPUs and a kind.
+    """The blocks to choose from for a generation of GPUs and a kind.
 
     Attributes:
-        whole: for tiles of one program.
-        shared: for tiles that several programs share.
-        odd: for operands that lie at odd addresses and are read element by element.
+        whole: for tiles computed by one program.
+        shared: for tiles computed by several programs (split-K).
+        odd: for operands that are not aligned and are read element by element.
     """
 
     whole: tuple[Blocks, ...]
@@ -151,10 +150,10 @@ BLOCKS |= {(g, "float16"): BLOCKS[g, "bfloat16"] for g in (80, 90, 100)}
 
 
 def generation(capability: tuple[int, int]) -> int:
-    """Whose configurations a GPU takes: those of 80, 90 or 100.
+    """The generation, 80, 90 or 100, whose configurations a GPU uses.
 
-    Hopper (90) and the data-centre Blackwells (100) read operands by tensor descriptors; all others
-    take those of 80, which fit the 99 KiB of shared memory that the smallest of them have.
+    Hopper (90) and the data-centre Blackwells (100) read operands by tensor descriptors. All others
+    use those of 80, which fit in 99 KiB of shared memory, the smallest size of these GPUs.
     """
     return {9: 90, 10: 100}.get(capability[0], 80)
 
@@ -168,9 +167,9 @@ def kind_of(dtype: torch.dtype, tf32: bool) -> str | None:
 
 
 def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> list[Config]:
-    """What is worth a try for C [m, n] of depth k on ``sms`` multiprocessors; best guess first."""
+    """Configurations to try for C [m, n] of depth k on ``sms`` multiprocessors; best first."""
     choice = BLOCKS[generation, kind]
-    # Tiles of 64 rows are worth a try for fewer, too.
+    # Also try tiles of 64 rows if m is smaller.
     lowest = min(blocks.m for blocks in choice.whole if blocks.m >= 64)
     found = [Config(blocks) for blocks in choice.whole if blocks.m < 2 * max(m, lowest)]
     for blocks, programs in itertools.product(choice.shared, (sms, 2 * sms, 4 * sms)):
@@ -184,9 +183,9 @@ def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> 
 
 
 def _cycles(config: Config, m: int, n: int, k: int, itemsize: int, sms: int) -> float:
-    """A guess at the clock cycles a product takes: rounds of items, each bound by its slower part.
+    """Estimated clock cycles of a product: rounds of items, each bound by arithmetic or loads.
 
-    Its constants are round numbers for a recent data-centre GPU, not measured ones.
+    The constants are round numbers for a recent data-centre GPU, not measurements.
     """
     blocks, split_k = config.blocks, config.split_k
     items = ceil(m / blocks.m) * ceil(n / blocks.n) * split_k

@@ -1,4 +1,4 @@
-"""Launches the sharded GEMM: ways to the operands, the grid, and the memory that split-K needs."""
+"""Launches the sharded GEMM: access to the operands, the grid, and the memory for split-K."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from pipekernels.kernels.sharded_gemm import gemm_kernel
 
 PRECISIONS = {"tfloat32": "tf32"}
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes that a program may have.
+SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per program, at most.
 
-
-# Kernels are compiled and loaded by one thread at a time: ranks may be threads, which come here at
-# the same time for the same kernel.
+# One thread at a time compiles and loads: ranks that are threads launch the same kernel at once.
 _loading = threading.Lock()
 _loaded: set[tuple[Any, ...]] = set()
 
@@ -31,9 +29,9 @@ class Product(NamedTuple):
     """``out = (A B^T) * scale_a * scale_b + bias + residual``, on one device.
 
     Attributes:
-        kind: what is multiplied, see :data:`pipekernels.kernels.config.KINDS`.
+        kind: of the operands, see :data:`pipekernels.kernels.config.KINDS`.
         a, b: [M, K] and [N, K], any strides.
-        out: [M, N], any strides that reach no element twice.
+        out: [M, N], any strides without overlap.
         bias: [N].
         residual: [M, N], any strides.
         scale_a, scale_b: float32, of one element, or [M] and [N].
@@ -58,16 +56,16 @@ def tiles(product: Product, blocks: Blocks) -> tuple[int, int]:
 def launch(
     product: Product, config: Config, *, generation: int, sms: int, ready: Tensor | None = None
 ) -> None:
-    """Launch the kernel on the current stream and device; the product has no size of 0.
+    """Launch the kernel on the current stream and device. M, N and K must be positive.
 
     Args:
         product: what to compute.
-        config: how.
+        config: the kernel's configuration.
         generation: of the GPU, see :func:`pipekernels.kernels.config.generation`.
-        sms: how many multiprocessors may be used.
-        ready: int32 [groups of rows], to which the tiles are announced: when all rows of a group
-            are stored, its counter has grown by ``group_m`` times the columns of tiles. Wants
-            ``split_k`` of 1.
+        sms: how many multiprocessors to use.
+        ready: int32 [groups of rows], counters that announce finished tiles: when all rows of a
+            group are stored, its counter has grown by ``group_m`` times the columns of tiles. Needs
+            ``split_k == 1``.
     """
     kind, a, b, out, bias, residual, scale_a, scale_b = product
     blocks, group_m, split_k = config
@@ -82,13 +80,12 @@ def launch(
     else:
         programs = min(items, sms * _residents(blocks, a.element_size(), generation))
     tma = generation >= 90
-    a_via, a_operand, a_strides = _way(a, (blocks.m, blocks.k), tma)
-    b_via, b_operand, b_strides = _way(b, (blocks.n, blocks.k), tma)
-    # Bulk stores are not ordered by the barrier and the release that announce a tile.
-    bulk_store = tma and ready is None and split_k == 1 and has_rows(out)
+    a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
+    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
     c_via, c_operand = "pointers", out
     c_strides: tuple[int, ...] = out.stride()
-    if bulk_store:
+    # The barrier and the release that announce a tile do not order TMA stores before them.
+    if tma and ready is None and split_k == 1 and has_rows(out):
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
     added = (bias, residual, scale_a, scale_b, partials, arrivals, ready)
@@ -108,31 +105,30 @@ def launch(
 
 
 def is_loaded(product: Product, config: Config) -> bool:
-    """Whether :func:`launch` would neither compile nor load anything, as none may in a capture."""
+    """Whether :func:`launch` needs neither compile nor load, which a graph capture forbids."""
     return _kernel(product, config, False) in _loaded
 
 
 def _kernel(product: Product, config: Config, announces: bool) -> tuple[Any, ...]:
-    """What has one compiled kernel."""
+    """The key of the compiled kernel."""
     return product.kind, config.blocks, config.split_k > 1, announces, *signature(product[1:])
 
 
 def numerics(kind: str, blocks: Blocks) -> dict[str, Any]:
     """Arguments of the kernel that decide how it rounds.
 
-    Hopper sums products of float8 in fewer bits than float32 has; every 128 of them are added to a
-    float32 sum.
+    Hopper accumulates float8 products in fewer bits than float32; so after every 128 the partial
+    sum is added to a float32 accumulator.
     """
     imprecise = min(blocks.k, 128) if kind == "float8_e4m3fn" else 0
     return {"PRECISION": PRECISIONS.get(kind, "ieee"), "IMPRECISE": imprecise}
 
 
-def _way(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
-    """How the kernel reads ``operand``, what it is given for that, and its strides if it needs
-    them."""
+def _access(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
+    """How the kernel reads ``operand``: its ``*_VIA``, the argument to pass, and strides."""
     if tma and has_rows(operand):
         return "descriptor", _descriptor(operand, block), (0, 0)
-    # Float8 tiles cannot be transposed on their way to the tensor cores.
+    # The tensor cores cannot read transposed float8 tiles.
     if tma and operand.itemsize > 1 and has_rows(operand.t()):
         return "descriptor_t", _descriptor(operand.t(), block[::-1]), (0, 0)
     by_columns = operand.stride(0) == 1 != operand.stride(1)
@@ -141,14 +137,13 @@ def _way(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, 
 
 def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     stride = tensor.stride(0)
-    if tensor.shape[0] == 1:  # Then it may be anything, and the descriptor wants it to be aligned.
+    if tensor.shape[0] == 1:  # The stride has no meaning, but a descriptor needs it aligned.
         stride = ceil(tensor.shape[1] / 16) * 16
     return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], list(block))
 
 
 def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
-    """How many programs fit on a multiprocessor at once, by registers (up to 255 each) and
-    memory."""
+    """Programs that fit on a multiprocessor, by registers (255 per thread) and shared memory."""
     memory = (blocks.m + blocks.n) * blocks.k * itemsize * blocks.stages
     memory += blocks.m * blocks.n * 2 // blocks.parts
     return max(1, min(8 // blocks.warps, SHARED_MEMORY[generation] // memory))
@@ -158,21 +153,19 @@ def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
 
 _COUNTERS = 1 << 20  # In an arena: 4 MiB.
 _PER_STREAM = 4096
-# Counters that are taken together: a kernel is another one for memory that is not aligned.
-_LINE = 32
+_LINE = 32  # Keeps counters aligned: unaligned arguments would be another kernel to compile.
 
 
 class _Arena:
-    """Counters that are zero whenever no kernel is using them, as every kernel leaves them so.
+    """Counters that are zero while no kernel uses them: every kernel resets them.
 
-    Calls on one stream follow each other and share counters. A captured call gets some of its own
-    for good, as graphs may be replayed beside anything else; only a graph's own replays follow each
-    other.
+    Kernels on one stream run one after another and share counters. A captured kernel gets counters
+    of its own, forever: its graph may run beside any other work, except its own replays.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # Other streams will use them, too.
+        torch.cuda.current_stream(device).synchronize()  # Other streams use the zeros, too.
         self._taken = 0
         self._of_stream: dict[int, Tensor] = {}
 
@@ -197,7 +190,7 @@ _arenas_lock = threading.Lock()
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
-    """``count`` counters, for a kernel that leaves them zero."""
+    """``count`` zeroed counters, for a kernel that resets them."""
     counters = None
     if device.type == "cuda" and count <= _PER_STREAM:
         stream = torch.cuda.current_stream(device)

@@ -1,4 +1,4 @@
-"""How the operands of ``A B^T`` lie in memory, and what follows for the kernel."""
+"""Memory layouts of the operands of ``A B^T``, on which the kernel's choice depends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def has_rows(tensor: Tensor) -> bool:
-    """Whether its rows are dense, and rows and base lie at multiples of 16 bytes.
+    """Whether the rows are dense and all start at multiples of 16 bytes.
 
-    Then a tensor descriptor can describe it, and threads can load 16 bytes at a time.
+    A tensor descriptor needs that, and it lets threads load 16 bytes at a time.
     """
     rows = tensor.shape[0] == 1 or (
         tensor.stride(0) >= tensor.shape[1] and tensor.stride(0) * tensor.itemsize % 16 == 0
@@ -20,10 +20,10 @@ def has_rows(tensor: Tensor) -> bool:
 
 
 def layout_of(a: Tensor, b: Tensor) -> str | None:
-    """Which product of a linear layer ``A B^T`` looks like; ``None`` for an odd one.
+    """Which product of a linear layer ``A B^T`` has the layout of; ``None`` for other layouts.
 
-    ``'forward'``: both have dense rows. ``'grad_input'``: A has, and B dense columns.
-    ``'grad_weight'``: both have dense columns.
+    ``'forward'``: dense rows of A and B. ``'grad_input'``: dense rows of A, dense columns of B.
+    ``'grad_weight'``: dense columns of A and B.
     """
     if has_rows(a) and has_rows(b):
         return "forward"
@@ -36,10 +36,10 @@ def layout_of(a: Tensor, b: Tensor) -> str | None:
 
 
 def signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
-    """Equal where one compiled kernel serves, given the same configuration and kind.
+    """A key: with equal signatures, configuration and kind, calls use the same compiled kernel.
 
-    It has what Triton compiles in (which sizes are 1, which are multiples of 16) or a little more:
-    the strides as they are.
+    Triton specialises on sizes and strides that are 1 or multiples of 16; the key has these for the
+    sizes, and the strides themselves.
     """
     return tuple(None if tensor is None else _signature(tensor) for tensor in tensors)
 

@@ -1,23 +1,22 @@
 """The Triton kernel of ``C = A B^T``: one for the forward and for both gradients of a linear layer.
 
 A linear layer with input X [M, K] and weight W [N, K] has three products, and each is ``A B^T`` of
-strided views: Y = X W^T; dX = dY (W^T)^T; dW = dY^T (X^T)^T. So one kernel serves them all. It
-reads an operand through a tensor descriptor (TMA), as it is or transposed, or else through pointers
-and strides.
+strided views: Y = X W^T; dX = dY (W^T)^T; dW = dY^T (X^T)^T. The kernel reads an operand through a
+tensor descriptor (TMA), possibly transposed, or else through pointers and strides.
 
-The grid is persistent: program p takes the items p, p + programs, p + 2 programs, ... Tiles are
+The grid is persistent: program p computes the items p, p + programs, p + 2 programs, ... Tiles are
 ordered in groups of ``group_m`` rows of tiles, column by column inside a group: neighbours then
 share operands in the L2 cache, and the groups are finished one after another.
 
 Split-K: ``split_k`` items share a tile. Each stores its partial sum in float32, and the program
-that arrives last adds all of them up, in the order of K. Who is last may differ from run to run,
-that order does not, so the bits are always the same.
+that arrives last adds them all in the order of K. Which program is last may differ from run to run,
+but the order of the sum does not, so the bits are always the same.
 
-Announcements: the program adds to a counter of the tile's group after all threads have stored the
-tile. The barrier orders the threads' stores before the one thread's release, which is cumulative:
-whoever acquires the counter sees them. That holds for ordinary stores only, so announced tiles are
-not stored by TMA. The counter's readers run on the same GPU, so its scope is that; what they send
-on to other GPUs they release themselves.
+Announcements: after all threads have stored a tile, the program adds to the counter of the tile's
+group. The barrier orders the threads' stores before the one thread's release, which is cumulative:
+a reader that acquires the counter sees the tile. That holds for ordinary stores only, so announced
+tiles are not stored by TMA. The readers run on the same GPU, so the release has GPU scope; what
+they pass on to other GPUs they release themselves.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _load(
     operand, row, k, rows, K, stride_row, stride_k,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, VIA: tl.constexpr,
 ):  # fmt: skip
-    """The block [ROWS, DEPTH] at (row, k) of an operand [rows, K], taken in its order in memory."""
+    """The block [ROWS, DEPTH] at (row, k) of an operand [rows, K], read in its memory order."""
     if VIA == "descriptor":
         block = operand.load([row, k])
     elif VIA == "descriptor_t":
@@ -96,7 +95,7 @@ def _finish_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, VIA: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """A wide tile is finished in two halves, which takes half the registers."""
+    """:func:`_finish` a tile, wide ones in two halves, which takes half the registers."""
     WIDTH: tl.constexpr = BLOCK_N // PARTS
     if PARTS == 2:
         left, right = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
@@ -118,7 +117,7 @@ def _finish_tile(
         )  # fmt: skip
 
 
-# The sizes that change from call to call must not cause a compilation each.
+# No specialisation on values that change from call to call, which would compile again for each.
 @triton.jit(do_not_specialize=["M", "group_m", "split_k"])
 def gemm_kernel(
     a, b, c,  # [M, K], [N, K], [M, N]: pointers, or descriptors where *_VIA says so
@@ -132,15 +131,15 @@ def gemm_kernel(
     A_VIA: tl.constexpr, B_VIA: tl.constexpr, C_VIA: tl.constexpr, OUT: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):  # fmt: skip
-    """One compilation per types, blocks, ways to the operands, and arguments that are None."""
+    """Compiled once per dtypes, blocks, ``*_VIA``, and set of arguments that are None."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(steps, split_k)
     items = tiles_m * tiles_n * split_k
-    # One loop over tiles and steps, so that the loads of a tile begin during the one before. The
-    # compiler joins them if all tiles have the same steps. A barrier in the joint loop would keep
-    # it from being pipelined, so announced tiles have an inner loop of their own.
+    # Flatten tiles and steps into one loop, so that a tile's loads begin during the tile before it.
+    # The compiler can do so if all tiles have the same steps. A barrier in the flattened loop would
+    # prevent pipelining, so with announcements the inner loop stays.
     FLATTEN: tl.constexpr = partials is None and ready is None
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
         tile = item // split_k
@@ -179,12 +178,12 @@ def gemm_kernel(
                     stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
                     BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT,
                 )  # fmt: skip
-                tl.store(arrivals + tile, 0)  # As it was found.
+                tl.store(arrivals + tile, 0)  # Reset for the next launch.
         if ready is not None:
             tl.debug_barrier()
             group = tile_m // group_m
-            # Every group counts up to group_m * tiles_n: in one that the edge cuts short, tiles of
-            # its first row count for those that are missing.
+            # Every group must count to group_m * tiles_n: in the last, shorter group the tiles of
+            # the first row also count for the missing rows.
             missing = max((group + 1) * group_m - tiles_m, 0)
             count = tl.where(tile_m % group_m == 0, 1 + missing, 1)
             tl.atomic_add(ready + group, count, sem="release", scope="gpu")

@@ -1,8 +1,8 @@
-"""What has been measured: by GPU, kind and shape class, the best configuration and how it compares.
+"""Measurements: the best configuration by GPU, kind and shape class, compared with the library.
 
-Tables of measured GPUs are shipped in ``tables/``; ``pipekernels tune`` measures the GPU at hand
-into the user's cache folder, whose entries come first. A lookup is one access to a dictionary.
-Where nothing has been measured there is no entry, and the vendor's library is taken.
+Tables of measured GPUs are shipped in ``tables/``; ``pipekernels tune`` measures the local GPU into
+the user's cache folder, whose entries take precedence. Products without an entry are left to the
+vendor's library.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 from pipekernels import _cache
 from pipekernels.kernels.config import KINDS, Blocks, Config
 
-FORMAT = 1  # To be raised when the kernel changes so that older measurements no longer hold.
+FORMAT = 1  # Increase it when a change of the kernel invalidates older measurements.
 FOLDER = Path(__file__).parent / "tables"
-# C = A B^T for the three products of a linear layer: which operands are contiguous along k.
-LAYOUTS = ["forward", "grad_input", "grad_weight"]
-# By how much the kernel must have been faster to be taken: measurements scatter by about as much.
-MARGIN = 1.02
+LAYOUTS = ["forward", "grad_input", "grad_weight"]  # See layout_of().
+MARGIN = 1.02  # Least measured speedup for 'auto' to use the kernel; about the measurements' noise.
 
 
 class Shape(NamedTuple):
-    """A product, or the class of those that one measurement stands for: the largest of them.
+    """A product, or a class of similar products, named by the largest of them.
 
     Attributes:
         kind: see :data:`pipekernels.kernels.config.KINDS`.
@@ -39,14 +37,15 @@ class Shape(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What was measured for a shape class.
+    """The measurement of a shape class.
 
     Attributes:
         shape: the product that was measured.
         config: the fastest configuration.
         seconds: its time.
-        vendor_seconds: that of the vendor's library.
-        speedup: the library's time by ours, the least over the class's shapes that were tried.
+        vendor_seconds: the time of the vendor's library.
+        speedup: the library's time divided by ours, the least over the measured shapes of the
+            class.
     """
 
     shape: Shape
@@ -57,19 +56,19 @@ class Entry(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        """Whether the kernel was so much faster that ``auto`` takes it."""
+        """Whether the kernel was faster by enough for ``auto`` to use it."""
         return self.speedup >= MARGIN
 
 
 class Table(NamedTuple):
-    """What has been measured on one GPU model.
+    """All measurements on one GPU model.
 
     Attributes:
         gpu: its name.
-        date: when.
-        versions: of what it was measured with.
-        launch_seconds: how long the host takes to launch the kernel. While launches are not
-            captured in a graph, a product that takes less time than that waits for the host.
+        date: of the measurement.
+        versions: of torch, CUDA and Triton.
+        launch_seconds: the host's time to launch the kernel. Outside CUDA graphs a shorter product
+            is bound by the host.
         entries: by shape class.
     """
 
@@ -80,55 +79,51 @@ class Table(NamedTuple):
     entries: dict[Shape, Entry]
 
     def entry(self, kind: str, layout: str, m: int, n: int, k: int) -> Entry | None:
-        """What was measured for the class of a product; sizes of at least 1."""
+        """The measurement for a product's class; sizes must be at least 1."""
         return self.entries.get(shape_class(kind, layout, m, n, k))
 
 
 def shape_class(kind: str, layout: str, m: int, n: int, k: int) -> Shape:
-    """The class of a product; sizes of at least 1.
+    """The class of a product; sizes must be at least 1.
 
-    Features come in steps of a quarter of a power of two, as models have few of them. The number of
-    tokens (k of a weight's gradient, else m) is rounded up to a power of two.
+    Features are rounded up to a quarter step between powers of two, as models have few distinct
+    sizes. The number of tokens (k of a weight's gradient, else m) is rounded up to a power of two.
     """
     if layout == "grad_weight":
-        return Shape(kind, layout, _quarters(m), _quarters(n), _power(k))
-    return Shape(kind, layout, _power(m), _quarters(n), _quarters(k))
+        return Shape(kind, layout, _round_to_quarter(m), _round_to_quarter(n), _round_to_power(k))
+    return Shape(kind, layout, _round_to_power(m), _round_to_quarter(n), _round_to_quarter(k))
 
 
-def _power(size: int) -> int:
+def _round_to_power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _quarters(size: int) -> int:
-    step = max(_power(size) // 8, 1)
+def _round_to_quarter(size: int) -> int:
+    step = max(_round_to_power(size) // 8, 1)
     return -(-size // step) * step
 
 
 @functools.cache
 def for_gpu(name: str) -> Table | None:
-    """Everything measured on GPUs of this name, shipped or at hand; read once per process."""
-    shipped = _cache.read(FOLDER / f"{_cache.slug(name)}.json", from_json)
-    found = [table for table in (shipped, load(name)) if table]
-    if not found:
-        return None
-    entries: dict[Shape, Entry] = {}
-    for table in found:
-        entries |= table.entries
-    return found[-1]._replace(entries=entries)
+    """All shipped and the user's measurements on GPUs of this name; read once per process."""
+    shipped, own = _cache.read(FOLDER / f"{_cache.slug(name)}.json", from_json), load(name)
+    if shipped is None or own is None:
+        return own or shipped
+    return own._replace(entries=shipped.entries | own.entries)
 
 
 def path(gpu: str) -> Path:
-    """Where ``pipekernels tune`` keeps what it measures."""
+    """Where ``pipekernels tune`` saves its measurements."""
     return _cache.file("sharded-gemm", gpu)
 
 
 def load(gpu: str) -> Table | None:
-    """What the user has measured; ``None``, with a warning, if the file cannot be used."""
+    """The user's measurements; ``None`` without any, or with a warning if the file is not valid."""
     return _cache.read(path(gpu), from_json)
 
 
 def save(table: Table) -> Path:
-    """Add ``table`` to what the user has measured on this GPU, and return the file's path."""
+    """Add ``table`` to the user's measurements on this GPU, and return the file's path."""
     file, before = path(table.gpu), load(table.gpu)
     if before is not None:
         table = table._replace(entries=before.entries | table.entries)
@@ -138,17 +133,11 @@ def save(table: Table) -> Path:
 
 
 def to_json(table: Table) -> dict[str, Any]:
-    """``table`` as it is written to files, for :func:`from_json`."""
-    entries = [
-        {
-            **entry.shape._asdict(),
-            "config": entry.config,
-            "seconds": entry.seconds,
-            "vendor_seconds": entry.vendor_seconds,
-            "speedup": entry.speedup,
-        }
-        for entry in table.entries.values()
-    ]
+    """``table`` as JSON, for :func:`from_json`."""
+    entries = []
+    for entry in table.entries.values():
+        record = entry._asdict()
+        entries.append({**record.pop("shape")._asdict(), **record})
     return {"format": FORMAT, **table._asdict(), "entries": entries}
 
 
@@ -156,7 +145,7 @@ def from_json(record: Any) -> Table:
     """The inverse of :func:`to_json`.
 
     Raises:
-        ValueError: ``record`` is no such table.
+        ValueError: ``record`` is not a valid table.
     """
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}, which this version uses")

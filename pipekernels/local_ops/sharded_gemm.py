@@ -409,9 +409,9 @@ def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 # For the names of all arguments see the schema below.
 def _sharded_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    *added, _, algorithm = rest
+    bias, residual, scale_x, scale_weight, _, algorithm = rest
     out = _sharded_gemm_fake(x, weight, *rest)
-    gemm_into(out, x, weight, *added, algorithm)
+    gemm_into(out, x, weight, bias, residual, scale_x, scale_weight, algorithm)
     return out
 
 
