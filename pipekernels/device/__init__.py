@@ -1,5 +1,2 @@
-"""CUDA streams, the copies between devices, and captured graphs, behind interfaces that tests can
-record.
-
-Knows tensors only. Called by operations, communicators and the pipeline.
-"""
+"""CUDA streams, copies between devices, and captured graphs, behind interfaces that tests can
+record."""

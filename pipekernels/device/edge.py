@@ -1,27 +1,27 @@
-"""Copies between two devices that overlap what both compute.
+"""Copies between two devices that overlap with computation on both.
 
-Copies run on streams of their own, in the order in which they are sent, and wait for nothing but
-their source and a place to go to. Who owns which memory, for how long:
+Copies run on streams of their own, in the order in which they are sent, and wait only for their
+source and for free memory at the target. Who owns which memory, and for how long:
 
 *Sources* were allocated on the source's computing stream. The edge refers to them until the next
-copy is sent; then it makes that stream wait for the copy, and lets go. So at any time one source is
-being read while the next one is computed. Of CPU memory only what is pinned is read as it lies; the
-stream that waits is the calling thread then.
+copy is sent; then it makes that stream wait for the copy, and drops them. So one source can be read
+while the next one is computed. CPU memory is read in place only if it is pinned; then the calling
+thread waits instead of a stream.
 
-*Received buffers* are allocated on the copies' own stream, so that a copy never waits for what the
-target computes meanwhile. Layers may keep them for the backward, so no fixed ring of them would do:
-the edge refers to the memory of each as well, and asks at every later copy whether it is the last
-to do so. All that read the buffer has been issued by then. An event is put behind that on the
-stream that used the buffer; one copy later the copies' stream waits for this event, and only then
-the edge lets go. A layer that keeps nothing is thus served from two buffers, taking turns.
+*Received buffers* are allocated on the copies' own stream, so that a copy never waits for the
+target's computation. A fixed ring of buffers would not do, as layers may keep them for the
+backward. So the edge keeps a reference to the storage of each, and checks at every later copy
+whether it is the last one. If so, all work that reads the buffer has been issued: the edge records
+an event on each stream that used it, and at the copy after that makes the copies' stream wait for
+these events and drops the buffer. If layers keep nothing, two buffers alternate.
 
-*Pinned memory* stands between where a device cannot read the other's: two slots per edge, which
-take turns. A slot is written again only behind the event of the copy out of it. Copies to the CPU
-arrive in pinned memory that torch's own allocator keeps until the copy is done.
+*Pinned memory* is the intermediate stop if a device cannot read the other's memory: two slots per
+edge, used in turn. A slot is written again only after the event of the copy out of it. Copies to
+the CPU arrive in pinned memory that torch's own allocator keeps until the copy is done.
 
 A copy's values become visible to the target's stream, or to the CPU, through ``Arrival.wait``.
-Nothing here uses ``record_stream``, and the calling thread waits only where the CPU is to read what
-arrives, or to write where a copy is not done yet: to a slot, or to pinned memory of the caller's.
+Nothing here uses ``record_stream``. The calling thread waits only where the CPU is to read received
+values, or to write memory (a slot, or pinned memory of the caller) that a copy still reads.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ SLOT_BYTES = 4 << 20
 
 
 class Arrival:
-    """Copies on their way.
+    """Copies in flight.
 
     Args:
-        device: where they go.
-        done: when they are there.
+        device: their target.
+        done: the event after the copies.
     """
 
     def __init__(self, device: torch.device, done: Event) -> None:
         self.users: list[Stream] = []
-        """The streams that were made to wait: they may use the copies."""
+        """The streams that have waited for the copies and may use them."""
         self._device = device
         self._done = done
 
     def wait(self) -> None:
-        """Have the device's current stream wait for the copies, or the calling thread where they go
-        to the CPU. To be called before anything uses them."""
+        """Make the device's current stream (for the CPU, the calling thread) wait for the copies.
+        Call it before their first use."""
         stream = streams.current(self._device)
         stream.wait_event(self._done)
         self.users.append(stream)
 
 
 class _Lent:
-    """A received buffer that somebody outside may refer to."""
+    """A received buffer that callers may still refer to."""
 
     def __init__(self, buffer: Tensor, arrival: Arrival) -> None:
         self.arrival = arrival
         self._storage = buffer.untyped_storage()
-        self._references = self._count()  # of which one is ``buffer``
+        self._references = self._count()  # ``buffer`` is one of them.
 
     def is_unused(self) -> bool:
         return self._count() < self._references
@@ -87,14 +87,10 @@ class _Slot:
 
 
 class Edge:
-    """Copies tensors from ``source`` to ``target``.
+    """Copies tensors from device ``source`` to another device, ``target``; thread-safe.
 
-    Between others than CUDA devices and the CPU a copy is done when it is sent. An edge may be used
-    by several threads.
-
-    Args:
-        source: a device.
-        target: another one.
+    Copies overlap computation between CUDA devices and the CPU. Copies between other devices are
+    done when :meth:`send` returns.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
@@ -109,7 +105,7 @@ class Edge:
         self._sources: list[tuple[Stream, Event, list[Tensor]]] = []
         self._lent: list[_Lent] = []
         self._unused: list[tuple[list[Event], set[_Lent]]] = []
-        # Reentrant: an allocation may collect garbage, and that call settle().
+        # Reentrant: an allocation may run the garbage collector, which may call settle().
         self._lock = threading.RLock()
 
     def send(
@@ -118,13 +114,12 @@ class Edge:
         """Begin to copy ``tensors``, as they are at this point of the source's current stream.
 
         Args:
-            tensors: on the source; any strides, which the copies share where the tensor is dense.
-            snapshot: whether the caller may overwrite them before :meth:`settle` is called. They
-                are copied on the source first then, and for those in pinned memory the thread
-                waits.
+            tensors: on the source; any strides, which copies of dense tensors share.
+            snapshot: whether the caller may overwrite them before :meth:`settle` is called. If so,
+                they are first cloned on the source, or the thread waits for those in pinned memory.
 
         Returns:
-            The copies, detached, and what must be waited for before they are used.
+            The copies, detached, and the arrival to wait for before they are used.
         """
         if not self._overlaps:
             return [t.detach().to(self.target) for t in tensors], Arrival(self.target, DONE)
@@ -143,7 +138,7 @@ class Edge:
             try:
                 for s in sources:
                     copies.append(self._copy(s))
-            finally:  # Of what is on its way when memory runs out, too.
+            finally:  # If memory runs out, keep the memory of copies that are already in flight.
                 last = self._leaving if self._arriving is HOST else self._arriving
                 done = last.record_event()
                 arrival = Arrival(self.target, done)
@@ -157,10 +152,10 @@ class Edge:
         return copies, arrival
 
     def settle(self) -> None:
-        """Let go of all sources, and of the buffers that nobody uses.
+        """Drop all sources, and the received buffers that are no longer used.
 
-        The streams that computed the sources are made to wait for their copies: what is issued
-        afterwards may overwrite them.
+        The streams that computed the sources wait for the copies, so later work on them may
+        overwrite the sources.
         """
         with holding(self._lock):
             self._let_go_of_sources()
@@ -171,7 +166,7 @@ class Edge:
         while self._sources:
             origin, done, _ = self._sources[0]
             origin.wait_event(done)
-            del self._sources[:1]  # Only now: Ctrl-C may have kept the stream from waiting.
+            del self._sources[:1]  # After the wait, in case Ctrl-C has interrupted that.
 
     def _take_back_buffers(self) -> None:
         while self._unused:
@@ -194,8 +189,8 @@ class Edge:
         if self._staged and not (self._leaving is HOST and source.is_pinned()):
             self._copy_in_pieces(_bytes(source), _bytes(copy))
         else:
-            # Between two GPUs torch copies on the source's current stream, behind the target's, and
-            # has the latter wait.
+            # Between two GPUs torch copies on the source's current stream after it has waited for
+            # the target's, which then waits for the copy.
             with streams.using(self._leaving), streams.using(self._arriving):
                 copy.copy_(source, non_blocking=True)
         return copy
@@ -203,7 +198,7 @@ class Edge:
     def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
         """``[bytes]`` to ``[bytes]`` through the slots, which take turns."""
         if not self._slots:
-            with torch.inference_mode(False):  # They will be written to outside it, too.
+            with torch.inference_mode(False):  # Inference tensors could not be written outside it.
                 self._slots = [_Slot(), _Slot()]
         for begin in range(0, source.numel(), SLOT_BYTES):
             slot = self._slots.pop(0)
@@ -220,7 +215,7 @@ class Edge:
 
 
 def pinned_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """CPU memory that a GPU reads and writes while the CPU goes on."""
+    """An empty tensor in pinned CPU memory, for asynchronous copies."""
     return torch.empty_strided(
         tuple(shape), tuple(strides), dtype=dtype, device="cpu", pin_memory=True
     )
@@ -231,11 +226,11 @@ def _can_read(device: torch.device, other: torch.device) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The same values in memory without holes, on the current stream."""
+    """``tensor`` itself if its memory has no holes or overlaps, else a contiguous copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
-    # What keeps its strides in a new tensor is dense.
+    # empty_like() keeps the strides of dense tensors only.
     kept = torch.empty_like(tensor, device="meta").stride()
     return tensor if kept == tensor.stride() else tensor.contiguous()
 
@@ -245,19 +240,15 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-# Edges belong to the process, as streams do: what a pipe leaves behind on one is taken back by the
-# next that uses it.
+# Edges belong to the process, as streams do: the next pipe on an edge frees what the last one left.
 _edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
 _edges_lock = threading.RLock()
 
 
 def edge(source: torch.device, target: torch.device, *, backward: bool = False) -> Edge:
-    """The process's edge from ``source`` to ``target``, which are different devices.
+    """The process's edge from ``source`` to ``target``, two devices (CUDA ones with an index).
 
-    Args:
-        source: with an index, if it is a CUDA device.
-        target: likewise.
-        backward: whether it is for gradients, which have streams of their own.
+    ``backward`` selects the edge for gradients, which has its own streams.
     """
     key = (source, target, backward)
     with holding(_edges_lock):
@@ -267,7 +258,7 @@ def edge(source: torch.device, target: torch.device, *, backward: bool = False) 
 
 
 def settle_all() -> None:
-    """:meth:`Edge.settle` of every edge of the process, unless that ends."""
+    """Call :meth:`Edge.settle` on every edge of the process, unless the interpreter is exiting."""
     if not sys.is_finalizing():
         for each in list(_edges.values()):
             each.settle()

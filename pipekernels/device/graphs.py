@@ -1,13 +1,14 @@
-"""CUDA graphs: a device's work recorded once, and from then on launched as a whole.
+"""Capture and replay of CUDA graphs.
 
-A graph repeats its kernels on the addresses that they had when it was captured. What it allocated
-then lies in a pool, of which torch gives away again what no tensor refers to. So whoever keeps a
-graph keeps all tensors that its work is to leave behind; and what a replay only uses meanwhile may
-be memory that a later capture from the same pool keeps for good. Graphs may share a pool if nothing
-that the later ones have left behind is needed when an earlier one is replayed.
+A graph repeats its kernels on the addresses they had during the capture. Memory allocated then is
+in a pool, and torch reuses the parts that no tensor refers to. So the owner of a graph must keep
+all tensors that a replay is to fill; the temporary memory of a replay may belong to tensors of a
+later capture from the same pool. Graphs may share a pool if no result of a later one is needed
+when an earlier one is replayed.
 
-All graphs of a device share what its libraries keep for the stream of captures, so their replays
-take turns (:meth:`Recorder.turn`): on one stream by the order of issue, between streams by events.
+All graphs of a device share the workspaces that its libraries keep for the capture stream, so their
+replays must not overlap (:meth:`Recorder.turn`): the order of issue ensures that on one stream,
+events ensure it between streams.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Launch it on its device's current stream."""
+        """Launch the work on its device's current stream."""
 
 
 class Recorder:
-    """Captures and replays on one device. Nobody waits for another thread's turn here: who does not
-    get one does the work without a graph.
+    """Captures and replays on one device. A thread never waits for its turn: a caller that does not
+    get one runs the work without a graph.
 
     Args:
         device: a device that has graphs.
@@ -46,17 +47,17 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # All captures of a device are on one stream: cuBLAS has one workspace per stream, which the
-        # graphs captured there share.
+        # All captures of a device use one stream: cuBLAS has one workspace per stream, and graphs
+        # captured on one stream share it.
         self._stream = streams.new(device)
-        self._turns = _Turns()
+        self._turns = _TryLock()
         self._last: Stream | None = None
-        self._alone = threading.RLock()  # A stage may have a pipe with graphs inside.
+        self._alone = threading.RLock()  # Reentrant: a stage may contain a pipe with graphs.
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Yields whether the body may use graphs of the device, on the current stream. All that it
-        issues is ordered behind the turns before."""
+        """Yields whether the body may use graphs of the device, on the current stream, which has
+        then been made to wait for the work of earlier turns."""
         with self._turns.one() as ours:
             if ours:
                 stream = streams.current(self._device)
@@ -66,36 +67,34 @@ class Recorder:
             yield ours
 
     def capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T] | None:
-        """Record ``work``, which is not done yet then. To be called in a turn.
+        """Capture ``work`` without executing it. Call it in a turn.
 
         Args:
-            work: issues work on the current stream of the device alone; run once, now.
-            pool: what it allocates from, of :func:`new_pool`.
+            work: issues work on the device's current stream only; called once, now.
+            pool: memory pool for its allocations, from :func:`new_pool`.
 
         Returns:
-            The graph and what ``work`` returned, or None while another capture goes on in this
-            process: torch knows only one at a time.
+            The graph and the result of ``work``; or None while another capture is in progress in
+            this process, as torch supports only one at a time.
 
         Raises:
-            Exception: what ``work`` raised, or torch because the work cannot be captured. Nothing
-                remains of the capture then.
+            Exception: ``work`` raised, or torch cannot capture it. The capture is then undone.
         """
         with _one_at_a_time.one() as ours:
             if not ours:
                 return None
             graph, result = self.alone(lambda: _record(work, self._stream, pool))
-            # Until now the capture's stream has been given what sets up its random numbers.
+            # The capture stream has been given work that sets up the graph's random numbers.
             streams.current(self._device).wait_event(self._stream.record_event())
             return graph, result
 
     def alone(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns. While it runs no other thread captures on the device; a capture
-        that goes on is waited for.
+        """Run ``work`` while no other thread captures on the device; wait for a capture to end.
 
-        To go through an autograd graph of a capture without a graph of its own: autograd issues
-        that on the stream of captures, and it would become part of one.
+        Needed for an eager backward through an autograd graph that was made in a capture: autograd
+        issues it on the capture stream, where it would become part of a capture in progress.
         """
-        # Autograd stays on this thread: its own thread for the device may be waiting here.
+        # Keep the backward on this thread: autograd's thread for the device may be waiting here.
         before = torch.autograd.is_multithreading_enabled()
         put_back = partial(torch.autograd.set_multithreading_enabled, before)
         with holding(self._alone), restoring(put_back):
@@ -103,9 +102,8 @@ class Recorder:
             return work()
 
 
-class _Turns:
-    """A lock that nobody waits for. It knows who holds it, so Ctrl-C can come at any point of
-    it."""
+class _TryLock:
+    """A lock without waiting. It records its holder, so Ctrl-C at any point leaves it correct."""
 
     def __init__(self) -> None:
         self._holder: dict[None, object] = {}
@@ -113,24 +111,24 @@ class _Turns:
     @contextmanager
     def one(self) -> Iterator[bool]:
         """Yields whether the body has the lock."""
-        me = object()
+        token = object()
 
-        def leave() -> None:
-            if self._holder.get(None) is me:
+        def release() -> None:
+            if self._holder.get(None) is token:
                 self._holder.clear()
 
-        with restoring(leave):
-            yield self._holder.setdefault(None, me) is me
+        with restoring(release):
+            yield self._holder.setdefault(None, token) is token
 
 
-_one_at_a_time = _Turns()
+_one_at_a_time = _TryLock()
 _recorders: dict[torch.device, Recorder] = {}
 _recorders_lock = threading.RLock()
 
 
 def recorder(device: torch.device) -> Recorder:
-    """The process's recorder for ``device``: the device's generator, and what its libraries keep
-    per stream, are the process's too."""
+    """The process's recorder for ``device``. There is one, as the device's random generator and its
+    libraries' workspaces also belong to the process."""
     with holding(_recorders_lock):
         if device not in _recorders:
             _recorders[device] = Recorder(device)
@@ -143,8 +141,8 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def input_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of a capture that is to be written before each replay. So not by a fill in the graph,
-    which is what torch does to empty tensors where algorithms are to be deterministic."""
+    """An empty input of a capture, to be written before each replay. With deterministic algorithms
+    torch would fill empty tensors, and the graph would repeat that and overwrite the input."""
     deterministic: Any = torch.utils.deterministic
     fills = deterministic.fill_uninitialized_memory
     with restoring(partial(setattr, deterministic, "fill_uninitialized_memory", fills)):
@@ -153,15 +151,14 @@ def input_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def new_pool() -> Any:
-    """A pool that nobody shares yet. Its memory is free when all graphs that were captured with it
-    are gone, and all tensors in it."""
+    """A new memory pool. It is freed with the last of its graphs and tensors."""
     return torch.cuda.graph_pool_handle()
 
 
 def _record(work: Callable[[], T], stream: Any, pool: Any) -> tuple[Graph, T]:
     graph = torch.cuda.CUDAGraph()
     try:
-        # The outer context brings the stream back where torch.cuda.graph leaves it after a failure.
+        # After a failure torch.cuda.graph does not restore the stream; the outer context does.
         with torch.cuda.stream(stream), _capturing(graph, stream, pool):
             result = work()
     except BaseException:
@@ -172,8 +169,8 @@ def _record(work: Callable[[], T], stream: Any, pool: Any) -> tuple[Graph, T]:
 
 
 def _capturing(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any = None) -> torch.cuda.graph:
-    """Other threads may go on meanwhile, such as a data loader's that pins memory, but with nothing
-    that waits for the whole device or draws from its generator."""
+    """Meanwhile other threads may use CUDA (a data loader may pin memory), but must not synchronise
+    the whole device or draw from its generator."""
     return torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local")
 
 
@@ -185,19 +182,19 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
     return True
 
 
-# torch's allocators go on asking a capture that failed whether a stream is its own.
+# Kept alive: torch's allocators keep asking failed captures whether a stream belongs to them.
 _failed: list[torch.cuda.CUDAGraph] = []
 
 
 def _end(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any) -> None:
-    """Do for a capture that CUDA declared invalid what torch does at the end of others only: have
-    the allocator and the generator leave it."""
+    """End a capture that CUDA declared invalid: take the allocator and the generator out of it,
+    which torch does for valid captures only."""
     _failed.append(graph)
-    # It may have failed before it had begun to allocate.
+    # Raises if the capture failed before it began to allocate.
     with contextlib.suppress(RuntimeError):
         end_capture_allocations(stream.device.index, pool)
-    # The generator believes that it is being captured until a capture ends well.
+    # The generator stays in capture mode until a capture ends without error.
     cell = torch.zeros((), device=stream.device)
-    again = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), _capturing(again, stream):
+    valid_graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), _capturing(valid_graph, stream):
         cell.add_(1)

@@ -1,8 +1,7 @@
-"""What orders work on a device whose operations return before they are done: streams and events.
+"""Streams and events, with a no-op version for devices without streams.
 
-The CPU, like ``meta``, needs neither: its work is done when the call returns. ``HOST`` stands for
-it, so that the same code runs everywhere. A stream has ``record_event()`` and
-``wait_event(event)``, an event has ``wait(stream)`` and ``synchronize()``, as torch's own have.
+On the CPU and ``meta`` an operation is done when its call returns. Their stream is ``HOST``, so
+that all devices run the same code. The interfaces are those of torch's streams and events.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ class Event(Protocol):
     """A point in a stream."""
 
     def wait(self, stream: Any) -> None:
-        """Have all that ``stream`` is given from now on wait for the point."""
+        """Make later work on ``stream`` wait for this event."""
 
     def synchronize(self) -> None:
-        """Have the calling thread wait for it."""
+        """Make the calling thread wait for this event."""
 
 
 class Stream(Protocol):
-    """Work in the order in which it is issued."""
+    """Work that runs in the order in which it is issued."""
 
     def record_event(self) -> Event:
-        """The point after all that has been issued."""
+        """An event after all work issued so far."""
 
     def wait_event(self, event: Any) -> None:
-        """Have all that is issued from now on wait for ``event``."""
+        """Make work issued later wait for ``event``."""
 
 
 class _Done:
-    """A point that is always reached."""
+    """An event that has already happened."""
 
     def wait(self, stream: Any) -> None:
         pass
@@ -47,7 +46,7 @@ class _Done:
 
 
 class _Host:
-    """The stream of a device that works while the caller waits."""
+    """The stream of a device whose operations are synchronous."""
 
     def record_event(self) -> Event:
         return DONE
@@ -61,8 +60,7 @@ HOST: Stream = _Host()
 
 
 def with_index(device: torch.device | str | int) -> torch.device:
-    """``device`` as a tensor there names it: ``"cuda"`` is the current CUDA device, where there is
-    one.
+    """``device`` as a ``torch.device``; ``"cuda"`` gets the current CUDA device's index, if any.
 
     Raises:
         TypeError: it is neither a device, nor a string, nor an index.
@@ -78,14 +76,14 @@ def with_index(device: torch.device | str | int) -> torch.device:
 
 
 def usable(device: torch.device | str | int) -> torch.device:
-    """``device`` as a tensor there names it.
+    """As :func:`with_index`, for a device that torch can use.
 
     Raises:
         TypeError: it is neither a device, nor a string, nor an index.
         RuntimeError: torch knows no device of that name, or cannot use it.
     """
     if isinstance(device, int) and not torch.accelerator.is_available():
-        require(device)  # Indices are then of CUDA devices, or of nothing that torch knows.
+        require(device)  # An index means a CUDA device: explain why it cannot be used.
     found = with_index(device)
     if found.type == "cuda":
         require(device, found.index)
@@ -93,7 +91,7 @@ def usable(device: torch.device | str | int) -> torch.device:
 
 
 def require(device: torch.device | str | int, index: int | None = None) -> None:
-    """Raise RuntimeError unless torch can use ``device``, the CUDA device of that index."""
+    """Raise RuntimeError unless torch can use the CUDA device ``device`` with this index."""
     try:
         require_cuda_devices()
     except RuntimeError as error:
@@ -109,29 +107,28 @@ def require(device: torch.device | str | int, index: int | None = None) -> None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether operations on ``device`` return before they are done."""
+    """Whether operations on ``device`` are asynchronous."""
     return device.type == "cuda"
 
 
 def current(device: torch.device) -> Stream:
-    """The stream that the calling thread's operations on ``device`` go to."""
+    """The stream of the calling thread's operations on ``device``."""
     return torch.cuda.current_stream(device) if has_streams(device) else HOST
 
 
 def default(device: torch.device) -> Stream:
-    """The stream of those who chose none."""
+    """The default stream of ``device``."""
     return torch.cuda.default_stream(device) if has_streams(device) else HOST
 
 
 def currents(devices: Iterable[torch.device]) -> list[Stream]:
-    """The current streams of those of ``devices`` that have some, and last that of the current
-    device."""
+    """Current streams of the ``devices`` that have streams; then, if any, the current device's."""
     found = [stream for stream in map(current, devices) if stream is not HOST]
     return [*found, torch.cuda.current_stream()] if found else []
 
 
 def make_current(found: Iterable[Any]) -> None:
-    """Make each of these streams the current one of its device, and that the current device."""
+    """Make each stream the current one of its device, and the last one's device the current one."""
     for stream in found:
         if stream is not HOST:
             torch.cuda.set_device(stream.device)
@@ -139,7 +136,7 @@ def make_current(found: Iterable[Any]) -> None:
 
 
 def new(device: torch.device) -> Stream:
-    """Another stream of ``device``. RuntimeError if torch cannot use its kind."""
+    """A new stream of ``device``. RuntimeError if torch cannot use such devices."""
     if not has_streams(device):
         return HOST
     require_cuda_devices()
@@ -147,5 +144,5 @@ def new(device: torch.device) -> Stream:
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:
-    """Make ``stream`` the current one of its device, and that the current device."""
+    """A context in which ``stream`` and its device are current."""
     return nullcontext() if stream is HOST else torch.cuda.stream(stream)  # type: ignore[arg-type]
