@@ -1,4 +1,4 @@
-"""The meeting point of ranks that are threads of one process."""
+"""A communicator for each of several ranks that are threads of one process."""
 
 from __future__ import annotations
 

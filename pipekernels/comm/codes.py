@@ -28,7 +28,7 @@ MOVABLE = REDUCIBLE | {
     torch.float8_e5m2: 18,
     torch.float8_e5m2fnuz: 19,
 }
-# Not in the oldest torch that this package runs with.
+# Not in the oldest supported torch.
 for _name, _code in {"float8_e8m0fnu": 20, "float4_e2m1fn_x2": 21}.items():
     if hasattr(torch, _name):
         MOVABLE[getattr(torch, _name)] = _code

@@ -23,8 +23,7 @@ from pipekernels.comm.tensors import (
 
 
 class Collectives(ABC):
-    """What :class:`Communicator` can do with tensors; errors that all have in common stand
-    there."""
+    """The collectives of :class:`Communicator`, whose docstring has the errors common to all."""
 
     def __init__(
         self, rank: int, world_size: int, all_reduce_tensor: Callable[[Tensor, str, str], bool]
@@ -49,13 +48,13 @@ class Collectives(ABC):
                 and dtype on all ranks.
             op: ``'sum'``, ``'avg'`` (of floating-point types), ``'max'`` or ``'min'`` (NaN where a
                 rank has NaN). Sums of integers wrap around.
-            algorithm: ``'one_shot'``: every rank reads all tensors (small ones). ``'two_shot'``:
-                every rank reduces its slice and collects those of its peers (large ones).
-                ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one of the
-                first two by size, at the limit that ``pipekernels tune`` has measured on the
-                machine, or a built-in one; below it few ranks take the second where all tensors
-                are symmetric. The result does not depend on it. Over several hosts all are the
-                same.
+            algorithm: ``'one_shot'``: every rank reads all tensors (for small tensors).
+                ``'two_shot'``: every rank reduces its slice and collects those of its peers (for
+                large ones). ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one
+                of the first two, by the size limit that ``pipekernels tune`` has measured on the
+                machine, or a built-in one; a few ranks also use ``two_shot`` below it if all
+                tensors are symmetric. The result does not depend on the algorithm. Ignored over
+                several hosts.
 
         Returns:
             ``tensor``.
@@ -64,7 +63,7 @@ class Collectives(ABC):
             TypeError: a dtype that cannot be reduced.
             ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
         """
-        # In one step, since Python would take longer than the reduction of a small tensor.
+        # One native call does everything: Python would take longer than a small reduction.
         if self._all_reduce_tensor(tensor, op, algorithm):
             return tensor
         check_tensor(tensor)
@@ -85,27 +84,27 @@ class Collectives(ABC):
     ) -> Tensor:
         """:meth:`all_reduce` of a CUDA tensor that another kernel is still writing, in place.
 
-        Rows ``i * block_rows .. (i + 1) * block_rows - 1`` (fewer in the last block) count as
-        complete when ``ready[i] >= target``. The tensor is reduced in chunks of consecutive rows,
-        each as soon as it is complete on all ranks; the order of chunks is that of the rows, so the
-        writer should finish rows in that order too. The result has the bits of :meth:`all_reduce`.
+        Rows ``i * block_rows .. (i + 1) * block_rows - 1`` (fewer in the last block) are complete
+        when ``ready[i] >= target``. The tensor is reduced in chunks of consecutive rows, in order,
+        each once it is complete on all ranks; so the writer should finish rows in that order too.
+        The result has the same bits as that of :meth:`all_reduce`.
 
-        The writer runs in another stream, and is launched before this call. It stores a block of
-        rows, and only then raises its counter, with release semantics at the scope of the GPU (in
-        Triton: ``tl.debug_barrier()``, then ``tl.atomic_add(ready + i, 1, sem="release")``). It
-        does not touch the rows again. Nothing resets ``ready``: zero it, or raise ``target``, for
-        the next call. This call returns at once, and work that follows in the current stream comes
-        after the whole reduction, hence after the writer.
+        The writer must run in another stream, and be launched before this call. It stores a block
+        of rows, then raises its counter with release semantics at GPU scope (in Triton:
+        ``tl.debug_barrier()``, then ``tl.atomic_add(ready + i, 1, sem="release")``), and does not
+        access the rows again. Nothing resets ``ready``: zero it, or raise ``target``, for the next
+        call. This call returns at once. Later work in the current stream runs after the whole
+        reduction, hence after the writer.
 
         Args:
             tensor: ``[rows, ...]``, contiguous, a dtype as for :meth:`all_reduce`, on CUDA; the
                 same shape and dtype on all ranks. A symmetric one is read and written in place.
             ready: ``[ceil(rows / block_rows)]``, int32, contiguous, on the device of ``tensor``.
-            target: what a counter reaches; may differ between ranks, as may ``block_rows``.
-            block_rows: how many rows one counter stands for.
+            target: final value of a counter; may differ between ranks, as may ``block_rows``.
+            block_rows: rows per counter.
             op: as for :meth:`all_reduce`.
-            blocks: how many thread blocks wait and reduce, at most; each keeps up to one
-                multiprocessor from the writer. The same on all ranks.
+            blocks: most thread blocks that wait and reduce; each may take one multiprocessor from
+                the writer. The same on all ranks.
 
         Returns:
             ``tensor``.
@@ -133,8 +132,7 @@ class Collectives(ABC):
             input: ``[world_size * k, ...]``, a dtype as for :meth:`all_reduce`; the same shape and
                 dtype on all ranks.
             op: as for :meth:`all_reduce`.
-            out: where the result is to be; a new tensor if ``None``. Contiguous, apart from
-                ``input``.
+            out: for the result; a new tensor if ``None``. Contiguous, no overlap with ``input``.
 
         Returns:
             ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduction.
@@ -142,7 +140,7 @@ class Collectives(ABC):
         Raises:
             TypeError: a dtype that cannot be reduced.
             ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``,
-                ``'avg'`` of integers, or an ``out`` that does not suit the result.
+                ``'avg'`` of integers, or an ``out`` that does not fit the result.
         """
         check_tensor(input)
         check_reducible(input, op)
@@ -164,14 +162,14 @@ class Collectives(ABC):
 
         Args:
             input: ``[k, ...]``, any dtype; the same shape and dtype on all ranks.
-            out: where the result is to be; a new tensor if ``None``. Contiguous; ``input`` may be
-                this rank's rows of it, but not overlap it otherwise.
+            out: for the result; a new tensor if ``None``. Contiguous; ``input`` may be this rank's
+                rows of it, but must not overlap it otherwise.
 
         Returns:
             ``[world_size * k, ...]``.
 
         Raises:
-            ValueError: ``input`` has no dimension, or ``out`` does not suit the result.
+            ValueError: ``input`` has no dimension, or ``out`` does not fit the result.
         """
         check_tensor(input)
         if input.dim() == 0:
@@ -199,7 +197,7 @@ class Collectives(ABC):
             ``tensor``.
 
         Raises:
-            ValueError: ``src`` is no rank.
+            ValueError: there is no rank ``src``.
         """
         check_tensor(tensor)
         check_root(src, self._world_size)

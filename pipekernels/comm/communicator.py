@@ -1,4 +1,4 @@
-"""One rank's end of a communicator: how it is made, what it owns, how it ends."""
+"""The communicator: construction, ownership of resources, and closing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _handles = itertools.count(1)
 # Compiled programs name a communicator by its handle. An entry lives as long as its communicator.
 _by_handle: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
-_LONGEST = 1e9  # Seconds: 31 years. No clock knows more than 292.
+_LONGEST = 1e9  # Seconds, 31 years; 64-bit clocks of nanoseconds overflow after 292 years.
 
 
 class Communicator(Collectives):
@@ -48,53 +48,50 @@ class Communicator(Collectives):
 
     Made by :meth:`from_process_group` or :meth:`from_store` (ranks are processes), or
     :meth:`threads` (ranks are threads of this process). All ranks call the same collectives in the
-    same order; calls from several threads of one rank take turns.
+    same order; calls from several threads of one rank run one after another.
 
-    Reductions have one answer: elements are combined in rank order, 16-bit floats in float32 and
-    rounded once, so that all ranks get the same bits, in every run and by every algorithm.
+    Reductions are deterministic: elements are combined in rank order, 16-bit floats in float32 and
+    rounded once, so all ranks get the same bits, in every run and by every algorithm.
 
-    Ranks share memory where they can: processes of one host, user, and pid and network namespace.
-    If they are on several hosts, data are reduced inside each host in rank order as above, then
-    between the hosts by Gloo, or NCCL for CUDA tensors, in its order and without wider intermediate
-    results (16-bit sums are rounded once inside each host, and at most once for each addition
-    between hosts), then gathered inside each host; all ranks get the same bits then too. Ranks that
-    see different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of
-    different hosts.
+    Processes of one host, user, and pid and network namespace share memory. Over several hosts,
+    data are reduced inside each host as above, then between the hosts by Gloo (NCCL for CUDA
+    tensors), in its order and without wider intermediate results: 16-bit sums are rounded once
+    inside each host, and at most once for each addition between hosts. All ranks still get the same
+    bits. Ranks with different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as
+    ranks of different hosts.
 
-    Tensors may have any strides. One made by :meth:`empty` is read by the peers in place, which
-    saves copies. No collective is differentiable; see :mod:`pipekernels.ops`.
+    Tensors may have any strides. Peers read a tensor made by :meth:`empty` in place, which saves
+    copies. No collective is differentiable; see :mod:`pipekernels.ops`.
 
-    On CUDA a rank has one device, that of its first CUDA tensor; several ranks may share one. That
-    first use is a collective, and cannot be captured in a graph; later ones can. A collective runs
-    in the current stream and returns at once. Ranks that are threads meet on the CPU before each
-    launch, and must use different streams on one device. What goes wrong on the device is raised by
-    this rank's next call, barrier or :meth:`synchronize`; until then the tensors that the
-    collective was to fill have all bits set (NaN, or -1), and the CUDA context stays usable. Every
-    such error ends the communicator, different calls included where the ranks are processes of one
-    host. Over several hosts (experimental on CUDA: no GPU has run it yet) a call waits on the CPU
-    until all ranks have made it, for different calls to be found before they reach NCCL; it cannot
-    be captured in a graph.
+    On CUDA a rank has one device, that of its first CUDA tensor; several ranks may share a device.
+    The first use of CUDA is a collective of its own, which cannot be captured in a graph; later
+    collectives can. A collective runs in the current stream and returns at once. Ranks that are
+    threads wait for each other on the CPU before each launch, and must use different streams on one
+    device. Errors on the device are raised by this rank's next call, barrier or
+    :meth:`synchronize`; until then all bits of the collective's result are set (NaN, or -1), and
+    the CUDA context stays usable. Every such error ends the communicator; between processes of one
+    host, different calls do too. Over several hosts (experimental on CUDA: no GPU has run it yet) a
+    call waits on the CPU until all ranks have made it, so that different calls are found before
+    they reach NCCL; it cannot be captured in a graph.
 
-    A graph orders what was captured, and nothing else does: the collectives of one communicator in
-    it belong in one stream, or one after the other, and its replays, and calls outside of it,
-    likewise. Ranks that are threads meet, by :meth:`barrier`, right before each replay. A graph
-    must not be replayed once a communicator that it uses has been closed, or is gone.
+    A graph orders only the work captured in it: the collectives of one communicator must be in one
+    stream or otherwise ordered, and so must replays and calls outside of the graph. Ranks that are
+    threads must call :meth:`barrier` right before each replay. Do not replay a graph after a
+    communicator that it uses has been closed or garbage-collected.
 
-    Every collective raises, besides what it says itself:
-        TypeError: what it is given is no tensor.
+    Every collective may raise, besides the errors that it lists itself:
+        TypeError: an argument is not a tensor.
         ValueError: the ranks call different collectives, or with different shapes, dtypes or
-            arguments; raised on all ranks, and the communicator stays usable. Or a tensor on a
-            device that this rank does not use, or one that is not strided.
-        PeerError: a rank has died, closed its communicator or given up; raised on all that are
-            left. Names the rank, unless it is on another host. The communicator cannot be used any
-            more.
-        TimeoutError: a rank did not arrive within ``timeout``. The communicator cannot be used any
-            more.
-        RuntimeError: the communicator has been closed, cannot be used any more, or belongs to the
-            process that this one was forked from.
+            arguments; raised on all ranks, and the communicator stays usable. Or a tensor is on a
+            device that this rank does not use, or is not strided.
+        PeerError: a rank has died, closed its communicator or given up; raised on all remaining
+            ranks. Names the rank, unless it is on another host. Ends the communicator.
+        TimeoutError: a rank did not arrive within ``timeout``. Ends the communicator.
+        RuntimeError: the communicator has been closed or ended, or belongs to the process from
+            which this one was forked.
 
-    After an error the contents of the tensors that a collective was to fill are undefined. An error
-    in a rank's own arguments is raised before any communication, on that rank alone.
+    After an error the contents of a collective's result are undefined. An error in a rank's own
+    arguments is raised before any communication, on that rank only.
     """
 
     def __init__(
@@ -111,10 +108,10 @@ class Communicator(Collectives):
         self._make_device_end = make_device_end
         self._timeout = timeout
         self._divide = divide
-        self._cuda_end: DeviceEnd | None = None  # From the first use of CUDA on.
-        self._lock = threading.Lock()  # Held to make that.
-        # torch keeps compiled graphs for other processes and later runs, by this handle alone; what
-        # was compiled depends on rank and size.
+        self._cuda_end: DeviceEnd | None = None  # Made at the first use of CUDA.
+        self._lock = threading.Lock()  # Held while ``_cuda_end`` is made.
+        # torch caches compiled graphs across processes and runs, keyed by the handle only; but they
+        # depend on rank and world size, so these are part of it.
         self._handle = next(_handles) << 40 | rank << 20 | world_size
         _by_handle[self._handle] = self
 
@@ -128,12 +125,12 @@ class Communicator(Collectives):
         afterwards.
 
         Args:
-            group: the default group if ``None``. Between hosts, the communicator makes connections
-                of its own through the group's store: by Gloo for CPU tensors, and by the group's
-                backend for CUDA ones (NCCL or Gloo) when they are first used.
-            timeout: seconds that this rank waits for the others, once they have met, to join them,
-                and then in any call of the communicator; one more for those of its host, if there
-                are several.
+            group: the default group if ``None``. Between hosts, the communicator makes its own
+                connections through the group's store: by Gloo for CPU tensors, and at the first use
+                of CUDA by the group's backend for CUDA tensors (NCCL or Gloo).
+            timeout: seconds that this rank waits for the others, while joining them after the first
+                exchange, and then in each call of the communicator. With several hosts, one second
+                more for ranks of its own host.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
@@ -154,23 +151,23 @@ class Communicator(Collectives):
     def from_store(
         cls, store: dist.Store, rank: int, world_size: int, *, timeout: float = 30.0
     ) -> Communicator:
-        """A communicator over processes that reach one store, with no group of theirs.
+        """A communicator over processes that share a store; they need no process group.
 
         CUDA tensors go from host to host by NCCL.
 
         Args:
-            store: not in use for another communicator at the same time. What earlier ones have left
-                in it, also those of processes that torchrun has restarted, does no harm. Whoever
-                can write to it can keep the ranks from joining.
+            store: must not be in use for another communicator at the same time. Entries of earlier
+                ones, also from before a restart by torchrun, do no harm. Anyone with write access
+                can prevent the ranks from joining.
             rank: of this process, in ``0 .. world_size - 1``.
             world_size: the number of ranks.
-            timeout: seconds that this rank waits for the others, to join them, from its call on,
-                and then as for :meth:`from_process_group`.
+            timeout: seconds, from this call on, until all ranks must have joined; then as for
+                :meth:`from_process_group`.
 
         Raises:
-            RuntimeError: the ranks cannot share memory or reach each other, or the store holds what
-                no rank can have written.
-            TimeoutError: a rank did not come within ``timeout``.
+            RuntimeError: the ranks cannot share memory or reach each other, or the store holds
+                invalid messages.
+            TimeoutError: a rank did not join within ``timeout``.
             ValueError: there is no such rank, or ``timeout`` is not in ``(0, 1e9]``.
         """
         _check_timeout(timeout)
@@ -200,7 +197,7 @@ class Communicator(Collectives):
         if spans_hosts:
             host_end = hosts = HostsEnd(local, host_map, seat.route, timeout)
             make_device_end = functools.partial(HostsCudaEnd, hosts)
-        # Ranks that share memory find it again without a store, which they need not keep.
+        # On one host split() uses the shared memory and needs no store.
         store = rendezvous.store if spans_hosts else None
         divide = functools.partial(
             _divide_processes, store=store, cuda_backend=rendezvous.cuda_backend
@@ -217,7 +214,7 @@ class Communicator(Collectives):
 
         Raises:
             ValueError: ``world_size`` is not in ``1 .. 1024``, or ``timeout`` not in ``(0, 1e9]``.
-            TypeError: one of them is no number of its kind.
+            TypeError: ``world_size`` is not an integer, or ``timeout`` not a number.
         """
         _check_timeout(timeout)
         check_integer("world_size", world_size)
@@ -271,23 +268,23 @@ class Communicator(Collectives):
 
     @property
     def handle(self) -> int:
-        """A number that names this communicator in this process, and has rank and size in it."""
+        """A number that identifies this communicator, its rank and world size in this process."""
         return self._handle
 
     def barrier(self) -> None:
-        """Return when all ranks have called it. Does not wait for what runs on a device."""
+        """Return when all ranks have called it. Does not wait for work on a device."""
         if self._cuda_end is not None:
             self._cuda_end.check()
         self._host_end.barrier()
 
     def synchronize(self) -> None:
-        """Wait until the collectives of this rank on its CUDA device have ended.
+        """Wait until this rank's collectives on its CUDA device have ended.
 
-        Those that belong to a CUDA graph count only if the stream in which it is replayed has been
-        synchronised before. Does not wait on a CPU, where a collective has ended when it returns.
+        For collectives in a replayed CUDA graph, first synchronise the stream of the replay. On the
+        CPU collectives have ended when they return.
 
         Raises:
-            ValueError, PeerError, TimeoutError: what has gone wrong in them.
+            ValueError, PeerError, TimeoutError: one of the collectives failed.
         """
         if self._cuda_end is not None:
             self._cuda_end.synchronize()
@@ -300,20 +297,19 @@ class Communicator(Collectives):
     ) -> Tensor:
         """An uninitialised tensor in memory that the peers can access: a symmetric tensor.
 
-        A call of this rank alone, but for the first use of CUDA. The memory is this tensor's (and
-        its views') as long as any of them lives, also after :meth:`close`. On CUDA it belongs to
-        the current stream, as torch's own does: keep a tensor that another stream uses until that
-        is done. On CPUs it is also shared with processes forked later, which write to it for all:
-        clone what is to be theirs.
+        Not a collective, except at the first use of CUDA. The memory stays allocated while the
+        tensor or a view of it exists, also after :meth:`close`. On CUDA it belongs to the current
+        stream, as torch's own does: keep a tensor until other streams have finished using it. On
+        CPUs, processes forked later share the memory: clone tensors that they are to write to.
 
         Args:
             shape: sizes, one by one or as one sequence.
             dtype: any but those of quantized tensors.
-            device: the CPU if ``None``, or this rank's CUDA device, where there is room for
-                ``PIPEKERNELS_SYMMETRIC_BYTES`` (an environment variable; by default 1 GiB).
+            device: the CPU if ``None``, or this rank's CUDA device. There, symmetric tensors take
+                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 1 GiB).
 
         Raises:
-            TypeError: ``dtype`` is none, or one of quantized tensors.
+            TypeError: ``dtype`` is not a dtype, or one of quantized tensors.
             ValueError: a negative size.
             RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
                 CUDA also while a graph is being captured.
@@ -331,8 +327,8 @@ class Communicator(Collectives):
     def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
         """As :meth:`empty`, of the dtype and on the device of ``like``; for results.
 
-        On CUDA an ordinary tensor where there is no room, or while a graph is captured, whose own
-        memory it then has.
+        On CUDA an ordinary tensor if there is no room, or while a graph is captured (from the
+        graph's pool).
 
         Raises:
             ValueError: ``like`` is on a device that this rank does not use.
@@ -347,16 +343,16 @@ class Communicator(Collectives):
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
 
-        A collective over all ranks. This communicator and the new ones are independent: each is
-        closed, and fails, by itself.
+        A collective over all ranks. This communicator and the new ones are closed, and fail,
+        independently.
 
         Args:
-            color: chooses the new communicator; ``None`` for a rank that will be in none.
+            color: chooses the new communicator; ``None`` for a rank that joins none.
             key: orders the ranks of the new communicator; this rank if ``None``. Ranks with equal
                 keys keep their order.
 
         Returns:
-            The new communicator, with the same timeout, or ``None`` if ``color`` is.
+            The new communicator, with the same timeout, or ``None`` if ``color`` is ``None``.
 
         Raises:
             TypeError: ``color`` or ``key`` is neither an integer nor ``None``.
@@ -371,9 +367,9 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Leave: peers that need this rank, now or later, get a :class:`PeerError`.
 
-        Gives the shared memory back, but for symmetric tensors that are still in use. Does nothing
-        the second time. A collective in another thread of this rank fails, as does one that a
-        signal handler closes it in; one on a CUDA device is waited for.
+        Frees the shared memory, except for symmetric tensors that are still in use. Idempotent. A
+        collective in progress in another thread, or interrupted by the signal handler that calls
+        this, fails; collectives on a CUDA device are waited for.
         """
         _by_handle.pop(self._handle, None)
         if self._cuda_end is not None:
@@ -389,7 +385,7 @@ class Communicator(Collectives):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:  # The peers learn that this rank gave up.
+        if kind is not None:  # Tell the peers that this rank failed.
             if self._cuda_end is not None:
                 self._cuda_end.close(abort=True)
             self._host_end.abort()
@@ -426,36 +422,36 @@ def _divide_processes(
     store: dist.Store | None,
     cuda_backend: str,
 ) -> Communicator | None:
-    """:meth:`Communicator.split` where the ranks are processes."""
+    """:meth:`Communicator.split` for ranks that are processes."""
     all_gather = functools.partial(_all_gather, parent)
     rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store, cuda_backend)
     return Communicator._join(rendezvous, parent.timeout, color, key)
 
 
 def _divide_threads(parent: Communicator, color: int | None, key: int) -> Communicator | None:
-    """:meth:`Communicator.split` where the ranks are threads: the first one makes the new ends."""
-    ranks = of_color(_all_gather(parent, (color, key), _choice), color)
+    """:meth:`Communicator.split` for ranks that are threads: the first rank makes the new ones."""
+    ranks = of_color(_all_gather(parent, (color, key), _parse_choice), color)
     made: list[Communicator] = []
     problem = ""
     if color is not None and ranks[0] == parent.rank:
         try:
             made = Communicator.threads(len(ranks), timeout=parent.timeout)
-        except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
+        except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
-    answers = _all_gather(parent, ([end.handle for end in made], problem), _ends)
+    answers = _all_gather(parent, ([end.handle for end in made], problem), _parse_handles)
     handles, problem = answers[ranks[0]]
     end = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
-    parent.barrier()  # By then every rank has its end, and `made` is not needed any more.
+    parent.barrier()  # Keep ``made`` alive until every rank has taken its communicator.
     raise_join_failure([problem])
     return end
 
 
-def _choice(record: Any) -> tuple[int | None, int]:
+def _parse_choice(record: Any) -> tuple[int | None, int]:
     color, key = messages.fields(record, (int, type(None)), int)
     return color, key
 
 
-def _ends(record: Any) -> tuple[list[int], str]:
+def _parse_handles(record: Any) -> tuple[list[int], str]:
     handles, problem = messages.fields(record, list, str)
     return messages.fields(handles, *[int] * len(handles)), problem
 

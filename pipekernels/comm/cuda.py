@@ -1,4 +1,4 @@
-"""The end of a rank for tensors on its CUDA device, where all ranks are on one host."""
+"""A rank's end for tensors on its CUDA device, if all ranks are on one host."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DEFAULT = 1 << 30
 
 
 def symmetric_bytes() -> int:
-    """How much device memory a rank sets aside for symmetric tensors.
+    """Bytes of device memory that a rank reserves for symmetric tensors.
 
     Raises:
-        ValueError: the environment variable ``PIPEKERNELS_SYMMETRIC_BYTES`` is no such number.
+        ValueError: the environment variable ``PIPEKERNELS_SYMMETRIC_BYTES`` is not valid.
     """
     text = os.environ.get(_VARIABLE, str(_DEFAULT))
     if not text.isdecimal() or not 0 < int(text) < 1 << 48:
@@ -42,8 +42,8 @@ class CudaEnd:
         device: a CUDA device.
 
     Raises:
-        RuntimeError: this build, torch, or one of the ranks' devices cannot do it, or a graph is
-            being captured.
+        RuntimeError: this build, torch, or a rank's device does not support it, or a graph is being
+            captured.
     """
 
     def __init__(self, local: SharedMemoryEnd, device: torch.device) -> None:
@@ -58,10 +58,10 @@ class CudaEnd:
         self._own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
             local.core, index, symmetric_bytes()
         )
-        # If nobody closes it: its destructor would wait with the lock of the interpreter, which the
-        # threads of other ranks may need to bring about what it waits for.
+        # Without this, the destructor of an end that was not closed would wait while it holds the
+        # GIL, which the threads of other ranks may need to finish what it waits for.
         closing = weakref.finalize(self, self._own.close, False)
-        closing.atexit = False  # The end of the process does not wait for what a rank still does.
+        closing.atexit = False  # Do not wait for collectives when the process exits.
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +132,7 @@ class CudaEnd:
         Raises:
             RuntimeError: there is no room, or a graph is being captured.
         """
-        self.check()  # What torch says in a forked child, for example, is not as clear.
+        self.check()  # Raises clearer errors than torch, for example in a forked child.
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "symmetric memory cannot be allocated while a graph is captured, which would go on "
@@ -148,14 +148,14 @@ class CudaEnd:
         return tensor
 
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A symmetric tensor where there is room and no capture, else an ordinary one."""
+        """A symmetric tensor if there is room and no capture, else an ordinary one."""
         tensor = None
         if not torch.cuda.is_current_stream_capturing():
             tensor = self._allocate(sizes, dtype)
         return torch.empty(sizes, dtype=dtype, device=self._device) if tensor is None else tensor
 
     def check(self) -> None:
-        """Raise what has gone wrong so far."""
+        """Raise errors of earlier collectives, as far as known."""
         self._own.check()
 
     def synchronize(self) -> None:
@@ -163,14 +163,14 @@ class CudaEnd:
         self._own.synchronize()
 
     def close(self, *, abort: bool) -> None:
-        """Wait for this rank's collectives, or end them, and give the memory back."""
+        """Wait for this rank's collectives, or abort them, and free the memory."""
         self._own.close(abort)
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
 
     def _caller(self) -> tuple[int, bool]:
-        """Its stream, and whether its thread may wait for those of other ranks."""
+        """The current stream, and whether this thread may wait for those of other ranks."""
         return self._stream(), _may_meet()
 
     def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -179,15 +179,15 @@ class CudaEnd:
         capsule = self._own.allocate(sizes.numel() * dtype.itemsize, self._stream())
         if capsule is None:
             return None
-        # No view, as in Communicator.empty().
+        # Not a view, for the reason given in SharedMemoryEnd.empty().
         storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage).resize_(sizes)
 
 
 def _may_meet() -> bool:
-    """Whether this thread may wait for those of other ranks: not where it may be autograd's.
+    """Whether this thread may wait for threads of other ranks: not if it is autograd's.
 
-    Autograd has one thread for each device, in which the backwards of all ranks take turns. In a
-    backward with ``set_multithreading_enabled(False)`` it is the thread that has called it.
+    Autograd has one thread per device, which runs the backwards of all ranks one after another.
+    With ``set_multithreading_enabled(False)`` a backward runs on the calling thread instead.
     """
     return not (in_backward() and torch.autograd.is_multithreading_enabled())

@@ -1,8 +1,7 @@
 """One rank's end of a communicator, on tensors of one device.
 
 Shared memory (:mod:`pipekernels.comm.shared_memory`), a CUDA device (:mod:`pipekernels.comm.cuda`)
-and several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces; above them nobody
-knows which.
+and several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces.
 """
 
 from __future__ import annotations
@@ -19,31 +18,30 @@ class ReadyCounters(NamedTuple):
     """Counters that the writer of a tensor raises as it completes blocks of rows."""
 
     counters: Tensor  # [blocks of rows], int32, on the tensor's device
-    target: int  # What a counter reaches when its block is complete.
+    target: int  # Value of a counter when its block is complete.
     block_rows: int
 
     def block_elements(self, tensor: Tensor) -> int:
-        """How many elements of ``tensor`` one counter stands for."""
+        """Elements of ``tensor`` per counter."""
         return self.block_rows * math.prod(tensor.shape[1:])
 
 
 class End(Protocol):
     """The collectives of one rank.
 
-    All tensors are dense: contiguous, with memory of their own, and neither conjugate nor negative
-    views. ``op`` and ``algorithm`` are valid names, and the dtype can be reduced. That all ranks
-    call the same is checked here. The errors are those of :class:`pipekernels.Communicator`.
+    Callers pass dense tensors only (contiguous, without overlap, neither conjugate nor negative
+    views), valid names ``op`` and ``algorithm``, and reducible dtypes. The implementation checks
+    that all ranks make the same call. The errors are those of :class:`pipekernels.Communicator`.
     """
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         """Reduce ``tensor`` over all ranks, in place."""
 
     def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
-        """Reduce ``input`` over all ranks; ``output`` is this rank's ``1 / world_size`` of the
-        elements."""
+        """Reduce ``input`` over all ranks; ``output`` receives this rank's slice of the result."""
 
     def all_gather(self, input: Tensor, output: Tensor) -> None:
-        """Fill the first elements of ``output`` with the inputs of all ranks in rank order."""
+        """Write the inputs of all ranks, in rank order, to the beginning of ``output``."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` of rank ``src`` to all ranks, in place."""
@@ -52,8 +50,7 @@ class End(Protocol):
         """An uninitialised symmetric tensor."""
 
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A symmetric tensor for a result; an ordinary one where symmetric memory cannot be had
-        now."""
+        """A symmetric tensor for a result; an ordinary one if none can be allocated now."""
 
 
 class HostEnd(End, Protocol):
@@ -61,8 +58,8 @@ class HostEnd(End, Protocol):
 
     @property
     def all_reduce_tensor(self) -> Callable[[Tensor, str, str], bool]:
-        """Does a whole ``all_reduce(tensor, op, algorithm)`` in one call if it can, checks
-        included; returns whether it did."""
+        """``all_reduce(tensor, op, algorithm)``, checks included, in one native call if possible;
+        returns whether it was."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -71,7 +68,7 @@ class HostEnd(End, Protocol):
         """Leave the communicator."""
 
     def abort(self) -> None:
-        """Leave, and tell the peers that it is because of an error."""
+        """Leave, and tell the peers that an error is the reason."""
 
 
 class DeviceEnd(End, Protocol):
@@ -87,10 +84,10 @@ class DeviceEnd(End, Protocol):
         """Raise ValueError if this end is on another device."""
 
     def check(self) -> None:
-        """Raise what has gone wrong so far in earlier calls."""
+        """Raise errors of earlier calls, as far as known."""
 
     def synchronize(self) -> None:
         """Wait for this rank's collectives, then :meth:`check`."""
 
     def close(self, *, abort: bool) -> None:
-        """Wait for this rank's collectives, or end them, and give the memory back."""
+        """Wait for this rank's collectives, or abort them, and free the memory."""

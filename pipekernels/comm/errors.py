@@ -1,4 +1,4 @@
-"""What a collective raises when another rank is gone."""
+"""The error for a lost rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from __future__ import annotations
 class PeerError(RuntimeError):
     """Another rank has died, closed its communicator, or given up after an error of its own.
 
-    The communicator cannot be used any more; those that are left may make a new one.
+    The communicator cannot be used any more; the remaining ranks may make a new one.
 
     Attributes:
-        rank: the rank that is gone; ``None`` if it is on another host, from where only the end of a
-            connection was heard.
+        rank: the lost rank; ``None`` if it is on another host, as then only a closed connection
+            was seen.
     """
 
     def __init__(self, message: str, rank: int | None) -> None:

@@ -1,21 +1,23 @@
 """Functional, differentiable collectives over the ranks of a communicator.
 
-Each one is a registered operation (schema, fake, autograd) that names its communicator by an
+Each one is a registered operation (schema, fake, autograd) that takes its communicator as an
 integer handle, so it traces under ``torch.compile(fullgraph=True)``. No result aliases an input. On
-CPUs, results of :func:`all_reduce` and :func:`broadcast` lie in memory that processes forked later
-share: what one writes there, all see. Clone what is to outlive a fork.
+CPUs, results of :func:`all_reduce` and :func:`broadcast` are in memory that processes forked later
+share, writes included: clone what a forked process is to change.
 
 Autograd convention: the loss is the *sum* of the losses of all ranks, and every rank obtains the
 derivative of that sum by its own input. Hence the backward of a sum over ranks is again a sum over
-ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distributed.nn``. Where all
-ranks compute one and the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
+ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distributed.nn``. If all
+ranks compute the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
 
 A backward is a collective too: all ranks must run it, in the same order, and an input must require
-a gradient on all ranks or on none. There is no forward-mode derivative, and ``torch.func`` cannot
-differentiate them: a RuntimeError says so. All raise TypeError for what is no tensor, or no
-communicator. Ranks that are threads run it on CUDA under
-``torch.autograd.set_multithreading_enabled(False)``: on autograd's one thread for a device none may
-wait until the others have come as far, and so CUDA may make one wait for another's kernel.
+a gradient on all ranks or on none. Forward-mode differentiation and ``torch.func`` raise a
+RuntimeError. Arguments that are not a tensor or a communicator raise a TypeError.
+
+On CUDA, ranks that are threads must run the backward under
+``torch.autograd.set_multithreading_enabled(False)``. Autograd's one thread per device serves all
+ranks, so it cannot wait for the other ranks before a launch, and kernels of the ranks could block
+each other.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def reduce_scatter(x: Tensor, comm: Communicator, op: str = "sum") -> Tensor:
     right for a replicated loss as well, since every rank holds different rows.
 
     Raises:
-        ValueError: the first dimension of ``x`` is no multiple of the world size, or as above.
+        ValueError: the first dimension of ``x`` is not a multiple of the world size, or as above.
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
     _check("reduce_scatter", x, comm)
@@ -100,15 +102,15 @@ def broadcast(x: Tensor, comm: Communicator, src: int = 0) -> Tensor:
     """The tensor of rank ``src``, on every rank.
 
     Args:
-        x: any shape, the same shape and dtype on every rank; its values matter on ``src`` alone.
+        x: any shape, the same shape and dtype on every rank; its values matter on ``src`` only.
         comm: the communicator.
         src: the rank that sends.
 
     Backward: on ``src`` the sum of all output gradients, on the others zeros.
 
     Raises:
-        TypeError: ``src`` is no integer.
-        ValueError: ``src`` is no rank, or shapes or dtypes differ between ranks.
+        TypeError: ``src`` is not an integer.
+        ValueError: there is no rank ``src``, or shapes or dtypes differ between ranks.
     """
     _check("broadcast", x, comm)
     check_root(src, comm.world_size)
@@ -116,12 +118,7 @@ def broadcast(x: Tensor, comm: Communicator, src: int = 0) -> Tensor:
 
 
 def _check(name: str, x: Any, comm: Any) -> None:
-    """Whether an operation can be called with these.
-
-    Raises:
-        TypeError: ``x`` is no tensor, or ``comm`` no communicator.
-        RuntimeError: something other than a backward differentiates ``x``.
-    """
+    """Raise TypeError for arguments of a wrong type, RuntimeError for forward-mode derivatives."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} works on tensors, got {type(x).__name__}; pass torch.as_tensor(...)"
@@ -149,8 +146,8 @@ def _register(
     setup_context: Callable[..., None],
     backward: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., Tensor]:
-    """Register an operation, which knows its communicator by handle; returns what calls it with the
-    communicator itself, past the dispatcher where that may be."""
+    """Register an operation that takes its communicator by handle. Returns a function that calls it
+    with the communicator itself, bypassing the dispatcher where possible."""
     name = schema.partition("(")[0]
     _library.define(schema)
     qualified = f"pipekernels::{name}"
@@ -232,7 +229,7 @@ _call_reduce_scatter = _register(
 
 
 def _in_reals(reduction: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
-    """What moves complex numbers has sums of them in its backward, which reductions have not."""
+    """``reduction`` of ``grad``, of its real view if complex: reductions take no complex dtypes."""
     if not grad.is_complex():
         return reduction(grad)
     return torch.view_as_complex(reduction(torch.view_as_real(grad.resolve_conj())))
@@ -280,7 +277,7 @@ def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     comm = Communicator.from_handle(ctx.comm)
     total = _in_reals(lambda real: _call_all_reduce(real, comm, "sum", "auto"), grad)
     if comm.rank != ctx.src:
-        # Zeros with a graph: a second derivative has the sum's backward, which all ranks must run.
+        # Zeros that depend on the sum: all ranks must run its backward for a second derivative.
         total = total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
     return total, None, None
 
