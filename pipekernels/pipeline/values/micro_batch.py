@@ -137,11 +137,9 @@ def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
 
 class Gather:
     """One tensor, filled micro-batch by micro-batch as they arrive in any order, so that nothing is
-    concatenated.
+    concatenated, unless their dtypes differ.
 
-    A micro-batch may bring any multiple of its rows (``[batch * tokens, ...]``); where no place can
-    be told in advance, or a dtype or shape changes on the way, the parts are concatenated at the
-    end.
+    Every micro-batch may bring the same multiple of its rows, as in ``[batch * tokens, ...]``.
 
     Args:
         sizes: rows of each micro-batch.
@@ -153,14 +151,15 @@ class Gather:
         self._dim = dim
         self._whole: torch.Tensor | None = None
         self._places: Sequence[torch.Tensor] = ()  # Views of it, one per micro-batch.
-        self._parts: dict[int, torch.Tensor] = {}
-        self.lengths = [0] * len(sizes)
+        self._parts: dict[int, torch.Tensor] = {}  # Those of another dtype.
+        self._lengths: list[int] = []  # Entries of each micro-batch along `dim`.
 
     def write(self, m: int, part: torch.Tensor) -> None:
         """Take micro-batch ``m``'s part; its memory is not needed afterwards.
 
         Raises:
-            ValueError: the part has no dimension to join along.
+            ValueError: the part has no dimension to join along, or not the rows of its micro-batch
+                or the multiple of them that the parts before had, or another shape than those.
         """
         dim = self._dim
         if part.dim() <= dim:
@@ -169,17 +168,25 @@ class Gather:
                 f"joined along dimension {dim} (compute a scalar loss outside the pipe, or with "
                 "train_step)"
             )
-        self.lengths[m] = part.size(dim)
         if len(self._sizes) == 1:
+            self._lengths = [part.size(dim)]
             self._whole = part.detach()
             return
         if self._whole is None:
             rows = part.size(dim) // self._sizes[m]
-            lengths = [rows * size for size in self._sizes]
-            self._whole = _new_whole(part, sum(lengths), dim)
-            self._places = self._whole.split(lengths, dim)
+            self._lengths = [rows * size for size in self._sizes]
+            self._whole = _new_whole(part, sum(self._lengths), dim)
+            self._places = self._whole.split(self._lengths, dim)
         place = self._places[m]
-        if part.shape == place.shape and part.dtype == place.dtype:
+        if part.shape != place.shape:
+            raise ValueError(
+                f"the last stage returned a tensor of shape {tuple(part.shape)} for micro-batch "
+                f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, so each "
+                "must have there the rows of its micro-batch, or one multiple of them, and "
+                "otherwise the shape of the others (drop it in a last layer, move its batch "
+                "dimension, or use chunks=1)"
+            )
+        if part.dtype == place.dtype:
             place.copy_(part.detach())
         else:
             self._parts[m] = part.detach()
@@ -199,7 +206,7 @@ class Gather:
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """``whole``, shaped like what :meth:`take` gave, as the views that belong to each
         micro-batch."""
-        return list(whole.split(self.lengths, self._dim))
+        return list(whole.split(self._lengths, self._dim))
 
 
 def apart(
