@@ -57,6 +57,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+current_node = torch._C._current_autograd_node
+"""The node that the backward of this thread is at, also in the hooks called for it: a hook that
+held its node would keep it alive for ever."""
+
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward that this thread is in has ``retain_graph=True``: a node that manages memory
 of its own may throw it away otherwise."""
@@ -120,6 +124,12 @@ def are_parametrizations_cached() -> bool:
     """Whether the program is in ``parametrize.cached()``, whose values are of one graph."""
     return parametrize._cache_enabled > 0
 
+
+# ---- data parallelism ----
+
+active_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module
+"""The ``DistributedDataParallel`` whose forward runs, if any: for layers that not all of its ranks
+hold alike. torch.compile asks it, too."""
 
 # ---- forward mode, torch.func ----
 

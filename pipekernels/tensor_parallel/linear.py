@@ -29,6 +29,7 @@ from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
 from pipekernels.local_ops.sharded_gemm import sharded_gemm
+from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
@@ -36,13 +37,14 @@ from pipekernels.tensor_parallel.functional import (
     scatter_to_ranks,
     shard_sizes,
 )
+from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
 
 
-class _ShardedLinear(nn.Module):
+class ShardedLinear(nn.Module):
     """Base of both layers: shards the parameters of a full ``nn.Linear`` and gathers them."""
 
     # Parameter name -> its sharded dimension; parameters not listed are replicated.
-    _shard_dims: ClassVar[dict[str, int]]
+    shard_dims: ClassVar[dict[str, int]]
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -69,6 +71,8 @@ class _ShardedLinear(nn.Module):
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.skip_bias_add = skip_bias_add
+        self.name: str | None = None
+        self._gradients_are_checked = False
         import_module("pipekernels.local_ops.flops")
         device = None if device is None else usable(device)
         self._adopt(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
@@ -127,7 +131,7 @@ class _ShardedLinear(nn.Module):
         """
         return {
             name: self.gather(name, parameter.detach())
-            if name in self._shard_dims
+            if name in self.shard_dims
             else as_full_tensor(parameter.detach()).clone()
             for name, parameter in self._plain_parameters().items()
         }
@@ -159,7 +163,7 @@ class _ShardedLinear(nn.Module):
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
-        dim = self._shard_dims[name]
+        dim = self.shard_dims[name]
         size = self.full_shape(name)[dim]
         joined = gather_from_ranks(as_full_tensor(part).movedim(dim, -1), self.comm, size)
         return joined.movedim(-1, dim).contiguous()
@@ -170,8 +174,8 @@ class _ShardedLinear(nn.Module):
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         """A copy of this rank's shard of the full parameter ``name``."""
-        if name in self._shard_dims:
-            dim = self._shard_dims[name]
+        if name in self.shard_dims:
+            dim = self.shard_dims[name]
             sizes = shard_sizes(full.shape[dim], self.world_size)
             full = full.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
         return full.clone(memory_format=torch.contiguous_format)
@@ -180,14 +184,17 @@ class _ShardedLinear(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # Replacing entries is safe: load_state_dict gives every module its own dict.
-        for name in self._shard_dims:
+        for name in self.shard_dims:
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and tuple(value.shape) == self.full_shape(name):
                 state_dict[prefix + name] = self.shard(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def _described(self) -> str:
+        return type(self).__name__ + (f" {self.name!r}" if self.name else "")
+
     def _check_input(self, x: Tensor, features: int) -> None:
-        name, weight = type(self).__name__, self.weight
+        name, weight = self._described(), self.weight
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} takes a tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != features:
@@ -216,6 +223,7 @@ class _ShardedLinear(nn.Module):
         memo[id(self.comm)] = self.comm  # The copy shares the communicator.
         clone = memo[id(self)] = type(self).__new__(type(self))
         clone.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
+        clone._gradients_are_checked = False  # Copied parameters have lost their hooks.
         return clone
 
     def __copy__(self) -> Any:
@@ -230,7 +238,7 @@ class _ShardedLinear(nn.Module):
         )
 
 
-class RowParallelLinear(_ShardedLinear):
+class RowParallelLinear(ShardedLinear):
     """A linear layer that holds a part of the input features, ``Y = sum over ranks of X_t W_t^T``.
 
     Args:
@@ -272,7 +280,7 @@ class RowParallelLinear(_ShardedLinear):
             ``reduce='none'``; an input of the wrong shape or device.
     """
 
-    _shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
 
     def __init__(
         self,
@@ -303,6 +311,10 @@ class RowParallelLinear(_ShardedLinear):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
         self._check_input(x, self.weight.shape[1] if self.input_is_parallel else self.in_features)
+        if not torch.compiler.is_compiling():
+            check_data_parallel(self.comm)
+            if self.input_is_parallel and x.requires_grad and not self._gradients_are_checked:
+                x.register_hook(self._check_gradients)
         if not self.input_is_parallel:
             x = scatter_to_ranks(x, self.comm)
         if self.reduce == "none":
@@ -323,11 +335,16 @@ class RowParallelLinear(_ShardedLinear):
         plain = type(y) is Tensor and not is_observed()
         return y.add_(bias) if plain else (y + bias).to(y.dtype)
 
+    def _check_gradients(self, _: Tensor) -> None:
+        if not self._gradients_are_checked:
+            check_gradients(self._described())
+            self._gradients_are_checked = True
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, reduce={self.reduce!r}"
 
 
-class ColumnParallelLinear(_ShardedLinear):
+class ColumnParallelLinear(ShardedLinear):
     """A linear layer that holds a part of the output features, ``Y_t = X W_t^T + b_t``.
 
     Args:
@@ -355,7 +372,7 @@ class ColumnParallelLinear(_ShardedLinear):
         ValueError: more ranks than ``out_features``; an input of the wrong shape or device.
     """
 
-    _shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def __init__(
         self,
@@ -376,10 +393,14 @@ class ColumnParallelLinear(_ShardedLinear):
         """Apply the layer to ``x``: see the class for the shapes."""
         self._check_input(x, self.in_features)
         bias: Tensor | None = self.bias
+        if not torch.compiler.is_compiling():
+            check_data_parallel(self.comm)
         x = copy_to_ranks(x, self.comm)
         y = _linear(x, self.weight, None if self.skip_bias_add else bias)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
+        if y.requires_grad and not torch.compiler.is_compiling():
+            mark_column_output(y, bias)
         if not self.skip_bias_add:
             return y
         if self.gather_output and bias is not None:
@@ -413,7 +434,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
 
 
-ShardKey: TypeAlias = tuple[_ShardedLinear, str]  # A parameter's layer, and its name there.
+ShardKey: TypeAlias = tuple[ShardedLinear, str]  # A parameter's layer, and its name there.
 
 
 def sharded_parameters(module: nn.Module) -> dict[Tensor, ShardKey]:
@@ -421,9 +442,9 @@ def sharded_parameters(module: nn.Module) -> dict[Tensor, ShardKey]:
     return {
         parameter: (layer, name)
         for layer in module.modules()
-        if isinstance(layer, _ShardedLinear)
+        if isinstance(layer, ShardedLinear)
         for name, parameter in layer._plain_parameters().items()
-        if name in layer._shard_dims
+        if name in layer.shard_dims
     }
 
 

@@ -6,31 +6,39 @@ import zlib
 from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
 from math import nan
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.auto import ALIASES, carried_plan
 from pipekernels.tensor_parallel.linear import (
     REMEDY,
     ColumnParallelLinear,
     RowParallelLinear,
+    ShardedLinear,
     extras_of,
 )
+from pipekernels.tensor_parallel.partial_gradients import sum_gradients
+from pipekernels.tensor_parallel.pretrained import save_full_models
 
-# The kinds that a plan may name: class and arguments of the sharded layer.
-KINDS: dict[str, tuple[Any, dict[str, bool]]] = {
+# Kinds of sharded layers that a plan may name: class and arguments.
+LAYERS: dict[str, tuple[Any, dict[str, bool]]] = {
     "column": (ColumnParallelLinear, {}),
     "column_gather_output": (ColumnParallelLinear, {"gather_output": True}),
     "row": (RowParallelLinear, {}),
     "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
 }
+SUMMED = "replicated_with_grad_allreduce"
+KINDS = (*LAYERS, SUMMED)
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator) -> Model:
+def tensor_parallelize(
+    model: Model, plan: Mapping[str, str] | Literal["auto"], comm: Communicator
+) -> Model:
     """Replace the layers that ``plan`` names by this rank's shards of them, in place.
 
     A collective: all ranks call it, and compare which layers they shard.
@@ -44,7 +52,8 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     - Ranks take consecutive features, so the shard of a fused layer (``qkv``, ``gate_up_proj``) is
       not a smaller fused layer, unless the features are grouped by head.
     - A parameter there, such as Qwen3's norms of queries and keys, gets a partial gradient on each
-      rank; sum them by ``parameter.register_hook(lambda grad: comm.all_reduce(grad.clone()))``.
+      rank: name its module ``'replicated_with_grad_allreduce'`` to sum them. The first
+      backward raises a RuntimeError if that is missing, unless the parameter has a hook of its own.
     - Dropout may differ between ranks there; elsewhere all ranks must draw the same random numbers:
       use one process per rank and the same seed. If the world size does not divide the features, do
       without dropout there: ranks would draw different counts of random numbers and diverge.
@@ -64,17 +73,25 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
     ``Adafactor``) see this rank's shard. Make optimizers afterwards: sharded layers have new
     parameters.
 
-    Give DDP and FSDP around the model the group of the ranks that hold the same shards: over all
-    ranks, DDP would overwrite their shards with those of rank 0.
+    Give DDP and FSDP around the model the group of the ranks that hold the same shards. Over all
+    ranks, DDP would overwrite their shards with those of rank 0: the first forward then raises a
+    RuntimeError.
+
+    ``save_pretrained`` of a transformers model writes the full model: call it on all ranks. Rank 0
+    writes, the others wait.
 
     Args:
         model: the full model, the same on every rank: weights are not sent, so use the same seed or
             load the same checkpoint first. Any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names in ``model.named_modules()``, as in :mod:`fnmatch` (``*``
             matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
-            :class:`ColumnParallelLinear` with ``gather_output=True``) or ``'row_split_input'`` (a
-            :class:`RowParallelLinear` with ``input_is_parallel=False``). Modules that no pattern
-            matches stay unchanged.
+            :class:`ColumnParallelLinear` with ``gather_output=True``), ``'row_split_input'`` (a
+            :class:`RowParallelLinear` with ``input_is_parallel=False``) or
+            ``'replicated_with_grad_allreduce'`` (any module: gradients of its parameters are summed
+            over the ranks). transformers' words ``colwise``, ``rowwise``, ``colwise_gather_output``
+            and ``rowwise_split_input`` mean the same. Modules that no pattern matches stay
+            unchanged. ``"auto"``: the plan that a transformers model carries, ``model.tp_plan``,
+            without its embeddings and what shares their weights.
         comm: the communicator.
 
     Returns:
@@ -92,13 +109,15 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
         ValueError: a pattern matches nothing or the model itself; patterns that match one layer
             disagree; a kind is unknown; a layer has fewer features than there are ranks, or shares
             its weight with another module; layers, or the first elements of their weights, differ
-            between ranks. The model is then unchanged.
+            between ranks; with ``"auto"``, the model carries no plan or one of unknown kinds, or
+            its attention heads cannot be dealt out evenly. The model is then unchanged.
     """
-    for pattern, kind in plan.items():
-        if kind not in tuple(KINDS):  # ``kind`` may be unhashable.
-            known = ", ".join(map(repr, KINDS))
-            raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {kind!r}")
-    kinds = _match(model, plan)
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
+        plan = carried_plan(model, comm.world_size, KINDS)
+    known = _known_kinds(plan)
+    kinds, summed = _match(model, known)
     _check_untied(model, kinds)
     sharded = {layer: _shard(layer, *kind, comm) for layer, kind in kinds.items()}
     if sharded:
@@ -107,16 +126,31 @@ def tensor_parallelize(model: Model, plan: Mapping[str, str], comm: Communicator
         for name, child in parent._modules.items():
             if isinstance(child, nn.Linear) and child in sharded:
                 parent._modules[name] = sharded[child]
+    for module in summed:
+        sum_gradients(module, comm)
     _disable_fused_encoder(model, set(sharded.values()))
+    save_full_models(model)
     return model
 
 
+def _known_kinds(plan: Mapping[str, str]) -> dict[str, str]:
+    """``plan`` in our words."""
+    known = {}
+    for pattern, kind in plan.items():
+        known[pattern] = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+        if known[pattern] not in KINDS:
+            kinds = ", ".join(map(repr, KINDS))
+            raise ValueError(f"plan[{pattern!r}] must be one of {kinds}, got {kind!r}")
+    return known
+
+
 def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Module:
-    sharded, arguments = KINDS[kind]
+    sharded, arguments = LAYERS[kind]
     try:
-        result: nn.Module = sharded.from_linear(layer, comm, **arguments)
+        result: ShardedLinear = sharded.from_linear(layer, comm, **arguments)
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
+    result.name = name
     return result
 
 
@@ -150,15 +184,22 @@ def _first_element(weight: Tensor) -> float:
     return weight.detach().flatten()[0].item().real
 
 
-def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, tuple[str, str]]:
-    """The layers to replace, each with its name and kind."""
+def _match(
+    model: nn.Module, plan: Mapping[str, str]
+) -> tuple[dict[nn.Linear, tuple[str, str]], list[nn.Module]]:
+    """The layers to replace, each with its name and kind, and the modules whose gradients are
+    summed."""
     kinds: dict[nn.Linear, tuple[str, str]] = {}
+    summed: dict[nn.Module, None] = {}
     unused = set(plan)
     for name, module in model.named_modules(remove_duplicate=False):
         for pattern, kind in plan.items():
             if not fnmatchcase(name, pattern):
                 continue
             unused.discard(pattern)
+            if kind == SUMMED:
+                summed[module] = None
+                continue
             if module is model:
                 raise ValueError(
                     f"{pattern!r} matches the model itself, which cannot be replaced in place; use "
@@ -183,7 +224,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Linear, tuple[s
             f"no module's name matches {', '.join(map(repr, sorted(unused)))}; see the names in "
             "model.named_modules()"
         )
-    return kinds
+    return kinds, list(summed)
 
 
 def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:

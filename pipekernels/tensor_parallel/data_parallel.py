@@ -1,0 +1,43 @@
+"""Refuses DistributedDataParallel over ranks that hold different shards."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from pipekernels._torch_private import active_ddp
+from pipekernels.comm import Communicator
+
+_checked: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
+
+
+def check_data_parallel(comm: Communicator) -> None:
+    """Raise if the DistributedDataParallel that runs, if any, averages over ranks of ``comm``.
+
+    A collective at the first call in a DistributedDataParallel.
+
+    Raises:
+        RuntimeError: it does, and has overwritten the shards of all of them with those of one.
+    """
+    ddp = active_ddp()
+    if ddp is None or comm.world_size == 1:
+        return
+    known = _checked.setdefault(ddp, set())
+    if comm.handle in known:
+        return
+    own = dist.get_rank()
+    peers = comm.all_gather(torch.tensor([own], device="cpu")).tolist()
+    shared = sorted(set(peers) & set(dist.get_process_group_ranks(ddp.process_group)))
+    if len(shared) > 1:
+        raise RuntimeError(
+            f"DistributedDataParallel averages over the ranks {shared}, which hold different "
+            f"shards, and has overwritten these with the shards of rank {shared[0]}; load the "
+            "model again and pass process_group=, the group of the ranks that hold the same shards "
+            "(mesh['data'].get_group() of a DeviceMesh), or do without DistributedDataParallel if "
+            "there is only one copy of the model: all ranks have the full gradients of replicated "
+            "parameters"
+        )
+    known.add(comm.handle)

@@ -1,0 +1,99 @@
+"""Replicated parameters between a column-parallel and a row-parallel layer.
+
+There every rank sees its own features only, so such a parameter (Qwen3's norms of queries and keys)
+gets a different partial gradient on each rank, and the ranks' copies would drift apart without an
+error. :func:`sum_gradients` sums these gradients over the ranks; :func:`check_gradients` finds the
+parameters that lack it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from pipekernels._torch_private import current_node, has_hooks
+from pipekernels.comm import Communicator
+
+_OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
+# In the __dict__ of parameters, which a Pipe's aliases share.
+_SUMMED = "_pipekernels_gradient_is_summed"
+_SHARDED = "_pipekernels_is_sharded"
+
+
+def sum_gradients(module: nn.Module, comm: Communicator) -> None:
+    """Sum the gradients of the parameters of ``module`` over the ranks, in every backward."""
+    hook = _SumGradients(comm)
+    hook(module)
+    module.register_forward_pre_hook(hook)
+
+
+class _SumGradients:
+    """Forward pre-hook: parameters may have been replaced since the last forward, by ``deepcopy``
+    or ``load_state_dict(assign=True)``, and these lose hooks."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __call__(self, module: nn.Module, *args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for parameter in module.parameters():
+            if parameter.requires_grad and _SUMMED not in parameter.__dict__:
+                parameter.__dict__[_SUMMED] = True
+                parameter.register_hook(self._sum)
+
+    def _sum(self, grad: Tensor) -> Tensor:
+        return self._comm.all_reduce(grad.clone())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SumGradients:
+        return self  # A copied model shares the communicator.
+
+
+def mark_column_output(y: Tensor, bias: Tensor | None) -> None:
+    """Let :func:`check_gradients` stop at ``y``, and at ``bias`` if it is added later."""
+    if y.grad_fn is not None:
+        _metadata(y.grad_fn)[_OUTPUT_OF_COLUMNS] = True
+    if bias is not None:
+        bias.__dict__[_SHARDED] = True
+
+
+def _metadata(node: Node) -> dict[Any, Any]:
+    metadata: Any = node.metadata  # torch's annotation says a method.
+    return metadata  # type: ignore[no-any-return]
+
+
+def check_gradients(layer: str) -> None:
+    """Raise if a replicated parameter whose gradients are not summed is between column-parallel
+    layers and a row-parallel one. Called in a hook on the input of the latter.
+
+    Args:
+        layer: name of the row-parallel layer, for the error.
+
+    Raises:
+        RuntimeError: there is one, without a hook of its own.
+    """
+    stack = [current_node()]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if _OUTPUT_OF_COLUMNS in _metadata(node):
+            continue
+        leaf = getattr(node, "variable", None)
+        if (
+            isinstance(leaf, nn.Parameter)
+            and leaf.__dict__.keys().isdisjoint((_SUMMED, _SHARDED))
+            and not has_hooks(leaf)
+        ):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(leaf.shape)} is used between column-parallel layers "
+                f"and {layer}, where each rank has other features: its gradient would be another "
+                "part of the sum on each rank; name its module in the plan of tensor_parallelize() "
+                "as 'replicated_with_grad_allreduce'"
+            )
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)

@@ -1,0 +1,64 @@
+"""``save_pretrained`` of transformers models with sharded layers writes the full model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from pipekernels.tensor_parallel.linear import ShardedLinear
+from pipekernels.tensor_parallel.state import full_state_dict
+
+
+def save_full_models(model: nn.Module) -> None:
+    """Let ``save_pretrained`` of every transformers model in ``model`` that has sharded layers save
+    the full weights. It becomes a collective: rank 0 writes, the others wait for it."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None:
+        return
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and _layers(module):
+            # On the object: others of its class have no sharded layers.
+            module.save_pretrained = MethodType(_save_pretrained, module)
+
+
+def _save_pretrained(
+    self: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> None:
+    if state_dict is None:
+        state_dict = full_state_dict(self)
+    else:
+        _check_full(self, state_dict)
+    comms = {layer.comm for layer in _layers(self)}
+    writes = is_main_process and all(comm.rank == 0 for comm in comms)
+    type(self).save_pretrained(
+        self, save_directory, is_main_process=writes, state_dict=state_dict, **kwargs
+    )
+    for comm in comms:
+        comm.barrier()
+
+
+def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, ShardedLinear):
+            continue
+        for parameter in module.shard_dims:
+            key = f"{name}.{parameter}"
+            value = state_dict.get(key)
+            if value is not None and tuple(value.shape) != module.full_shape(parameter):
+                raise ValueError(
+                    f"state_dict has a {key!r} of shape {tuple(value.shape)}, a shard; the full "
+                    f"model's is {module.full_shape(parameter)}: pass full_state_dict(model), or "
+                    "none and call save_pretrained on all ranks"
+                )
+
+
+def _layers(model: nn.Module) -> list[ShardedLinear]:
+    return [module for module in model.modules() if isinstance(module, ShardedLinear)]
