@@ -1,8 +1,7 @@
-"""Which algorithm ``auto`` takes, as measured on this machine, in a file under the user's cache
-folder.
+"""Size limits by which ``auto`` chooses an algorithm, measured on this machine.
 
-``pipekernels tune`` writes it. Whoever creates the memory of a communicator reads it, and the ranks
-find there what they agree on.
+``pipekernels tune`` saves them in a file in the user's cache folder. The rank that creates a
+communicator's shared memory reads the file and stores the limit there, the same for all ranks.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import Any, NamedTuple
 
 from pipekernels import _cache
 
-FORMAT = 2  # To be raised when the algorithms change so that older measurements no longer hold.
+FORMAT = 2  # Increase it when a change of the algorithms invalidates older measurements.
 
 
 class Tuning(NamedTuple):
-    """What has been measured.
+    """Measured limits.
 
     Attributes:
-        one_shot_bytes: by world size, up to how many bytes ``one_shot`` is faster than
+        one_shot_bytes: by world size, the largest bytes for which ``one_shot`` is faster than
             ``two_shot``.
-        date: when.
+        date: of the measurement.
     """
 
     one_shot_bytes: dict[int, int]
@@ -38,15 +37,14 @@ class Tuning(NamedTuple):
 
 
 def one_shot_bytes(world_size: int) -> int:
-    """Up to how many bytes ``auto`` is ``one_shot``; 0, which means a built-in size, if not
-    measured."""
+    """Up to how many bytes ``auto`` uses ``one_shot``; 0 (a built-in limit) if not measured."""
     tuning = load()
     return 0 if tuning is None else tuning.limit(world_size)
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it, and its family and model where there are such:
-    virtual machines may give processors of several generations one name."""
+    """The processor's name, with family and model if known: virtual machines may give processors of
+    several generations the same name."""
     try:
         processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -65,13 +63,12 @@ def path() -> Path:
 
 
 def load() -> Tuning | None:
-    """What has been measured on this machine; ``None``, with a warning, if its file cannot be
-    used."""
+    """This machine's measurements; ``None`` without any, or, with a warning, if it is invalid."""
     return _cache.read(path(), _parse)
 
 
 def save(tuning: Tuning) -> Path:
-    """Write the file of this machine, in place of the one there is, and return its path."""
+    """Write or replace the file of this machine, and return its path."""
     file = path()
     _cache.write(file, {"format": FORMAT, **tuning._asdict()})
     return file

@@ -1,6 +1,6 @@
-"""What ranks tell each other besides tensors: JSON, whose structure the reader checks.
+"""Messages between ranks: JSON, whose structure the receiver checks.
 
-Not pickles: whoever reaches a store or a connection first could have every rank run code.
+Not pickles: anyone with access to the store or a connection could make every rank run code.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-MOST = 16 << 20  # Bytes of a message.
+MOST = 16 << 20  # Largest message in bytes.
 
 
 def encode(item: Any) -> bytes:
-    """``item``, of what JSON has, as :func:`decode` reads it."""
+    """``item``, a JSON value, as bytes for :func:`decode`."""
     return json.dumps(item).encode()
 
 
 def decode(data: bytes, sender: str, parse: Callable[[Any], T]) -> T:
-    """What ``parse`` makes of a message.
+    """Decode a message and convert it by ``parse``.
 
     Args:
         data: the message.
-        sender: who sent it, to be named in an error.
-        parse: raises ValueError unless its argument has the structure it should have.
+        sender: its sender, for errors.
+        parse: converts the JSON value; raises ValueError if its structure is wrong.
 
     Raises:
-        RuntimeError: it is no JSON, or ``parse`` raises a ValueError.
+        RuntimeError: ``data`` is not JSON, or ``parse`` raises a ValueError.
     """
     try:
         return parse(json.loads(data))
@@ -44,7 +44,7 @@ def decode(data: bytes, sender: str, parse: Callable[[Any], T]) -> T:
 
 
 def fields(record: Any, *kinds: type | tuple[type, ...]) -> list[Any]:
-    """``record`` if it is a list of values of exactly these types; ValueError if not."""
+    """Return ``record`` if it is a list of values of exactly these types; else ValueError."""
     wanted = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
     if (
         type(record) is not list
@@ -73,12 +73,12 @@ def texts(record: Any) -> list[str]:
 def all_gather(
     item: Any, parse: Callable[[Any], T], gather: Callable[[Tensor], Tensor], device: torch.device
 ) -> list[T]:
-    """What ``parse`` makes of the items of all ranks, in rank order.
+    """The items of all ranks, converted by ``parse``, in rank order.
 
     Args:
-        item: this rank's.
+        item: this rank's JSON value.
         parse: as for :func:`decode`.
-        gather: from ``[n]`` of every rank to ``[ranks, n]``; of tensors on ``device``.
+        gather: gathers each rank's ``[n]`` into ``[ranks, n]``, for tensors on ``device``.
         device: see above.
     """
     data = _tensor(item, device)
@@ -107,14 +107,14 @@ def all_gather_in_group(
 
 
 def send(item: Any, rank: int, group: dist.ProcessGroup) -> None:
-    """Send to a rank, by its number in the default group, that calls :func:`receive`."""
+    """Send to ``rank`` of the default group, which must call :func:`receive`."""
     data = _tensor(item, _device_of(group))
     dist.send(torch.tensor([data.numel()], device=data.device), rank, group)
     dist.send(data, rank, group)
 
 
 def receive(parse: Callable[[Any], T], rank: int, group: dist.ProcessGroup) -> T:
-    """What ``parse`` makes of what a rank has sent, see :func:`send`."""
+    """Receive an item that ``rank`` sends by :func:`send`, converted by ``parse``."""
     size = torch.empty(1, dtype=torch.int64, device=_device_of(group))
     dist.recv(size, rank, group)
     _check_size(int(size), rank)
@@ -124,12 +124,12 @@ def receive(parse: Callable[[Any], T], rank: int, group: dist.ProcessGroup) -> T
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """By type of device, what carries its tensors in ``group``."""
+    """The backends of ``group`` by device type."""
     return dict(item.split(":", 1) for item in dist.get_backend_config(group).split(","))
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors are to be that ``group`` can carry: on the CPU if it can."""
+    """A device whose tensors ``group`` supports; the CPU if possible."""
     backends = backends_of(group)
     return torch.device("cpu" if "cpu" in backends else next(iter(backends)))
 

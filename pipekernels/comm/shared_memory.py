@@ -1,7 +1,8 @@
-"""The end of a rank whose peers share memory with it, for CPU tensors."""
+"""A rank's end for CPU tensors, over shared memory."""
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -16,7 +17,7 @@ class SharedMemoryEnd:
     """A :class:`pipekernels.comm.end.HostEnd` over memory that all ranks have mapped.
 
     Args:
-        core: this rank's part of it, which this object owns.
+        core: this rank's native communicator; owned.
     """
 
     def __init__(self, core: _backend.Communicator) -> None:
@@ -55,14 +56,11 @@ class SharedMemoryEnd:
         self.core.broadcast(tensor.data_ptr(), *elements_of(tensor), src, shape_digest(tensor))
 
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        elements = 1
-        for size in sizes:
-            elements *= size  # sizes.numel() has 64 bits only.
+        elements = math.prod(sizes)  # sizes.numel() would overflow beyond 64 bits.
         buffer = self.core.allocate(min(elements * dtype.itemsize, sys.maxsize))
         if elements == 0:  # torch.frombuffer() refuses an empty buffer.
             return torch.empty(sizes, dtype=dtype, device="cpu")
-        # Reshaped in place: a view, as the output of a custom autograd function, could not be
-        # changed.
+        # Reshape in place: a view that a custom autograd function returns cannot be modified.
         return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
 
     output = empty

@@ -1,4 +1,4 @@
-"""What collectives require of tensors: dtypes, layout, memory, shapes."""
+"""Checks and conversions of the tensors given to collectives: dtypes, layout, memory, shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
 
 
 def check_tensor(value: object) -> None:
-    """Whether ``value`` is a tensor; TypeError if not."""
+    """Raise TypeError unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"a communicator works on tensors, got {type(value).__name__}; pass "
@@ -23,8 +23,7 @@ def check_tensor(value: object) -> None:
 
 
 def check_not_quantized(dtype: torch.dtype) -> None:
-    """Raise TypeError for ``dtype`` of quantized tensors, whose elements mean nothing without a
-    scale."""
+    """Raise TypeError for a quantized ``dtype``: collectives would lose the tensor's scale."""
     if dtype in _QUANTIZED:
         raise TypeError(
             f"a communicator has no place for the scale of {dtype}; pass tensor.int_repr() and "
@@ -33,7 +32,10 @@ def check_not_quantized(dtype: torch.dtype) -> None:
 
 
 def to_dense(tensor: Tensor) -> Tensor:
-    """``tensor`` itself, or a copy of it in which elements lie as they are counted."""
+    """``tensor`` itself if it is contiguous and neither conjugate nor negative, else such a copy.
+
+    Raises ValueError or TypeError for devices, layouts and dtypes that are not supported.
+    """
     if not (tensor.is_cpu or tensor.is_cuda):
         raise ValueError(
             f"a communicator works on CPU and CUDA tensors, got one on {tensor.device}; "
@@ -52,7 +54,7 @@ def to_dense(tensor: Tensor) -> Tensor:
 
 
 def to_dense_in_place(tensor: Tensor) -> Tensor:
-    """:func:`to_dense` of a tensor that is to be changed; see :func:`put_back`."""
+    """:func:`to_dense` for a tensor that is changed in place; see :func:`put_back`."""
     dense = to_dense(tensor)
     if dense is not tensor and any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -65,22 +67,18 @@ def to_dense_in_place(tensor: Tensor) -> Tensor:
 
 
 def put_back(dense: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor`` with the contents of ``dense``, which was changed in place of it or is it."""
+    """Copy ``dense``, the result of :func:`to_dense_in_place`, back to ``tensor``; returns that."""
     if dense is tensor:
         mark_changed(tensor)
     else:
-        with torch.inference_mode():  # Where tensors of any kind may be written to.
+        with torch.inference_mode():  # Allows writes to all tensors, inference tensors too.
             tensor.copy_(dense)
     return tensor
 
 
 def check_reducible(tensor: Tensor, op: str, algorithm: str = "auto") -> None:
-    """Whether ``tensor`` can be reduced so.
-
-    Raises:
-        TypeError: not its dtype.
-        ValueError: ``op`` or ``algorithm`` does not exist, or an average of integers.
-    """
+    """Raise TypeError if the dtype cannot be reduced; ValueError for an unknown ``op`` or
+    ``algorithm``, and for averages of integers."""
     if op not in REDUCTIONS:
         raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
     if algorithm not in ALGORITHMS:
@@ -121,7 +119,7 @@ def output_for(
 
 
 def elements_of(dense: Tensor) -> tuple[int, int]:
-    """The number of elements and the code of their dtype; of bytes, if that has none."""
+    """Number of elements and code of the dtype; for a dtype without a code, those of the bytes."""
     code = MOVABLE.get(dense.dtype)
     if code is None:
         return dense.numel() * dense.itemsize, MOVABLE[torch.uint8]
@@ -129,22 +127,18 @@ def elements_of(dense: Tensor) -> tuple[int, int]:
 
 
 def shape_digest(tensor: Tensor) -> int:
-    """A digest that almost always differs between shapes of equally many elements; the same in all
-    processes."""
+    """A digest, the same in all processes, that almost always differs for different shapes with the
+    same number of elements."""
     return 0 if tensor.dim() == 1 else hash(tensor.shape) & 0x3FFFFF
 
 
 def mark_changed(tensor: Tensor) -> None:
-    """Let autograd see that ``tensor`` has changed in place, in case it was saved for backward."""
+    """Tell autograd that ``tensor`` was changed in place, in case it was saved for backward."""
     _backend.load().mark_changed(tensor)
 
 
 def check_ready(tensor: Tensor, ready: ReadyCounters, blocks: int) -> None:
-    """Whether ``tensor`` can be reduced by ``blocks`` thread blocks as the counters rise.
-
-    Raises:
-        TypeError, ValueError: what :meth:`Communicator.all_reduce_when_ready` says.
-    """
+    """Raise the errors that :meth:`Communicator.all_reduce_when_ready` documents."""
     counters, target, block_rows = ready
     if counters.dtype != torch.int32:
         raise TypeError(f"ready must be int32, got {counters.dtype}")
@@ -167,14 +161,14 @@ def check_ready(tensor: Tensor, ready: ReadyCounters, blocks: int) -> None:
 
 
 def check_root(src: int, world_size: int) -> None:
-    """Whether ``src`` is a rank; ValueError if not, TypeError if it is no integer."""
+    """Raise ValueError unless ``src`` is a rank, TypeError unless it is an integer."""
     check_integer("src", src)
     if not 0 <= src < world_size:
         raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
 
 
 def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:
-    """Whether the first of at least ``dims`` dimensions can be scattered; ValueError if not."""
+    """Raise ValueError unless ``x`` has ``dims`` dimensions, the first a multiple of the ranks."""
     if x.dim() < dims or x.shape[0] % world_size != 0:
         raise ValueError(
             f"reduce_scatter wants at least {dims} dimensions, the first of which it cuts into "

@@ -1,7 +1,7 @@
-"""Measures where two steps begin to beat one, for every world size that fits the machine.
+"""Measures from which size ``two_shot`` is faster than ``one_shot``, for several world sizes.
 
-The ranks are processes on this host. They are started once, and the first 2, 4, 8, ... of them make
-a communicator each time, while the others sleep.
+The ranks are processes on this host, started once. The first 2, 4, 8, ... of them make a
+communicator, while the others sleep.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Times = dict[tuple[str, str, int], float]
 
 
 def measure(*, quick: bool = False) -> Tuning:
-    """Measure for a few seconds; ``quick``: with few calls, to see that it works.
+    """Measure for a few seconds; ``quick``: with few calls, as a test that it works.
 
     Raises:
-        TimeoutError: it takes more than two minutes.
-        Exception: what a rank raises.
+        TimeoutError: the measurement takes more than two minutes.
+        Exception: a rank raised it.
     """
     sizes = world_sizes(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
@@ -66,10 +66,10 @@ def world_sizes(cores: int) -> list[int]:
 
 
 def best_limit(times: Times) -> int:
-    """The size up to which ``one_shot`` is to be taken so that all are close to their best.
+    """The best limit for ``one_shot``, one for both kinds of tensor.
 
-    The one choice has to serve both kinds of tensor: the sum of squares of how far, as a logarithm,
-    a time is from the best, so that one large loss counts more than several small ones.
+    It minimises the sum of squared logarithms of slowdowns relative to the faster algorithm, so
+    that one large slowdown counts more than several small ones.
     """
 
     def loss(limit: int) -> float:
@@ -86,7 +86,7 @@ def best_limit(times: Times) -> int:
 
 def _rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
     torch.set_num_threads(1)
-    # Evenly over the cores: two that begin on one may stay there, as each yields to the other.
+    # Pin ranks evenly to cores: two that start on one may stay there, as each yields to the other.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     limits = {}
@@ -103,7 +103,7 @@ def _rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
 
 
 def _measure(communicator: Communicator, rounds: int) -> Times:
-    """Medians of the slowest rank's times, the same on all ranks; algorithms take turns."""
+    """Medians of the slowest rank's times, the same on all ranks; algorithms alternate."""
     medians = {}
     for size in SIZES:
         count = size // torch.float32.itemsize

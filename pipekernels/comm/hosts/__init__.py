@@ -1,2 +1,2 @@
-"""Collectives over several hosts: what ranks agree on, the links between hosts, and the steps of
-each collective. Called by ``Communicator`` and by ``join``."""
+"""Collectives over several hosts: agreement on each call, links between hosts, and the steps of
+each collective."""

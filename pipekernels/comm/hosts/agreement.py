@@ -1,4 +1,4 @@
-"""How ranks on several hosts agree on each collective, and what becomes of one that fails."""
+"""How ranks on several hosts agree on each collective, and how failures end the communicator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipekernels.comm.hosts.link import GONE, LATE, Link, LinkError
 
 
 class _Failure(NamedTuple):
-    """What has ended a communicator. Not the error itself, whose traceback holds tensors."""
+    """Why a communicator ended. Not the exception itself, whose traceback would keep tensors."""
 
     message: str
     by_peer: bool
@@ -25,18 +25,18 @@ class _Failure(NamedTuple):
 
 
 class Agreement:
-    """Lets a rank begin a collective when all ranks call the same one.
+    """Starts a collective only if all ranks call the same one.
 
-    A collective begins with an exchange of what the ranks call, on the CPU, whatever the device of
-    their tensors. So different calls are found before any data move, no rank leaves a collective
-    before all have entered it, and NCCL, which would wait for ever, is given nothing that another
-    host does not join. On CUDA that costs the caller a round trip between the hosts, during which
-    the device goes on with what it was given before.
+    At the start of a collective the ranks exchange descriptions of their calls, on the CPU also for
+    CUDA tensors. So different calls are found before data move, no rank leaves a collective before
+    all have entered it, and no host starts an NCCL operation that another host does not join, which
+    would hang. On CUDA the caller waits for a round trip between the hosts; meanwhile the device
+    continues with earlier work.
 
     Args:
         local: the end for CPU tensors over the ranks of this host; owned.
         host_map: of all ranks.
-        link: that of this rank's position, for CPU tensors; ``None`` if there is none; owned.
+        link: the link of this rank's position for CPU tensors, if any; owned.
         timeout: seconds that a call waits for one in another thread.
     """
 
@@ -61,8 +61,8 @@ class Agreement:
         """Runs its body as one collective, once all ranks have made the same call.
 
         Args:
-            call: that of this rank.
-            check: raises what is known to have gone wrong earlier.
+            call: this rank's.
+            check: raises errors of earlier collectives, as far as known.
 
         Raises:
             ValueError: the ranks call different collectives; the communicator stays usable.
@@ -99,11 +99,8 @@ class Agreement:
 
     @contextlib.contextmanager
     def failing(self, what: str) -> Iterator[None]:
-        """Ends the communicator if its body raises, so that no peer waits for this rank.
-
-        Args:
-            what: the body does.
-        """
+        """Ends the communicator if its body raises, so that no peer waits for this rank. ``what``
+        describes the body, for errors."""
         try:
             yield
         except (LinkError, PeerError, TimeoutError) as error:
@@ -114,8 +111,8 @@ class Agreement:
             try:
                 raise told from None
             finally:
-                del told  # Or it would keep this frame, which would keep it.
-        except BaseException:  # Closed or interrupted.
+                del told  # Break the reference cycle of the error and this frame.
+        except BaseException:  # The communicator was closed, or KeyboardInterrupt.
             self.abort()
             raise
 
@@ -125,7 +122,7 @@ class Agreement:
         self._hang_up()
 
     def abort(self) -> None:
-        """Leave, and tell the peers that it is because of an error."""
+        """Leave, and tell the peers that an error is the reason."""
         self._local.abort()
         self._hang_up()
 
@@ -134,7 +131,7 @@ class Agreement:
             self._link.close()
 
     def _exchange(self, call: Call) -> list[Call]:
-        """What all ranks call, in rank order."""
+        """The calls of all ranks, in rank order."""
         host_map = self._host_map
         own = torch.tensor(call, device="cpu")
         block = torch.zeros(host_map.most, len(call), dtype=torch.int64, device="cpu")
@@ -146,18 +143,18 @@ class Agreement:
             assert self._link is not None
             try:
                 table = self._link.all_gather(block)
-            except LinkError as error:  # The ranks of this host must hear of it.
+            except LinkError as error:  # Report it to the ranks of this host in the broadcast.
                 reason = error.reason
                 table.fill_(LATE if error.late else GONE)
         self._local.broadcast(table, 0)
-        if table[0, 0, 0] < 0:  # In place of an operation.
+        if table[0, 0, 0] < 0:  # GONE or LATE in place of an operation.
             raise LinkError(reason, late=bool(table[0, 0, 0] == LATE))
         return [Call(*row) for row in table.flatten(0, 1)[self._places].tolist()]
 
     def _explain(
         self, error: LinkError | PeerError | TimeoutError, what: str
     ) -> PeerError | TimeoutError:
-        """``error``, from the point of view of the whole communicator."""
+        """``error`` with the ranks of the whole communicator instead of those of a host or link."""
         if isinstance(error, LinkError):
             message = f"{error}, in {what}"
             return TimeoutError(message) if error.late else PeerError(message, None)

@@ -1,4 +1,4 @@
-"""What a rank calls over several hosts, as numbers that the ranks compare."""
+"""A call of a collective, encoded as integers that the ranks compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES = MOVABLE[torch.uint8]
 
 
 class Operation(IntEnum):
-    """Named as the methods of a communicator, but for the first use of CUDA."""
+    """The methods of a communicator, and its set-up at the first use of CUDA."""
 
     BARRIER = 0
     ALL_REDUCE = 1
@@ -29,7 +29,7 @@ _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_REDUC
 
 
 class Call(NamedTuple):
-    """What a rank calls; equal on all ranks."""
+    """One rank's call; must be equal on all ranks."""
 
     operation: int
     elements: int = 0  # Of this rank's input.

@@ -17,16 +17,16 @@ from pipekernels.comm.hosts.steps import ReduceInPlace, Steps
 from pipekernels.comm.shared_memory import SharedMemoryEnd
 from pipekernels.comm.tensors import elements_of, shape_digest
 
-# Seconds that the ranks of a host wait longer for each other than for other hosts, so that those
-# that listen to these can say what they have heard.
+# Extra seconds that the ranks of a host wait for each other, so that ranks with a link can first
+# report a timeout of another host.
 GRACE = 1.0
 
 _CPU = torch.device("cpu")
 
 
 class SteppedEnd(ABC):
-    """A :class:`pipekernels.comm.end.End` over several hosts: each collective is agreed on, then
-    run in steps.
+    """A :class:`pipekernels.comm.end.End` over several hosts: agrees on each collective, then runs
+    its steps.
 
     Args:
         host_map: of all ranks.
@@ -43,7 +43,7 @@ class SteppedEnd(ABC):
 
     @abstractmethod
     def _deliver(self, result: Tensor, output: Tensor) -> None:
-        """Copy the result of a collective to where it was asked for."""
+        """Copy the result of a collective to the caller's tensor."""
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         code = ALGORITHMS[algorithm]
@@ -68,7 +68,7 @@ class SteppedEnd(ABC):
         with self._collective(_call_moving(Operation.BROADCAST, tensor, root=src)):
             if tensor.numel() > 0:
                 copied = self._steps.copied(_bytes_of(tensor), src).view(tensor.dtype)
-                wanted = 0 if self._host_map.rank == src else tensor.numel()  # The root has it.
+                wanted = 0 if self._host_map.rank == src else tensor.numel()  # The root keeps its.
                 self._deliver(copied[:wanted], tensor.view(-1)[:wanted])
 
     def _all_reduce(
@@ -81,15 +81,9 @@ class SteppedEnd(ABC):
 
 
 def call_reducing(operation: Operation, tensor: Tensor, op: str, **arguments: int) -> Call:
-    """What a rank calls to reduce ``tensor``."""
-    return Call(
-        operation,
-        tensor.numel(),
-        REDUCIBLE[tensor.dtype],
-        REDUCTIONS[op],
-        shape=shape_digest(tensor),
-        **arguments,
-    )
+    """The call of an operation that reduces ``tensor``."""
+    codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op]
+    return Call(operation, tensor.numel(), *codes, shape=shape_digest(tensor), **arguments)
 
 
 def _call_moving(operation: Operation, tensor: Tensor, **arguments: int) -> Call:
@@ -106,13 +100,12 @@ class HostsEnd(SteppedEnd):
     Args:
         local: the end over the ranks of this host; owned.
         host_map: of all ranks.
-        route: to the ranks of this position on the other hosts; ``None`` if there is not one on
-            each.
+        route: to the ranks at this position on the other hosts; ``None`` if a host has none.
         timeout: seconds that a call waits for one in another thread.
 
     Attributes:
         local, host_map, route: as above.
-        agreement: by which each collective begins.
+        agreement: starts each collective.
     """
 
     def __init__(
@@ -130,14 +123,14 @@ class HostsEnd(SteppedEnd):
         self.abort = self.agreement.abort
 
     def all_reduce_tensor(self, tensor: Tensor, op: str, algorithm: str) -> bool:
-        return False  # Never in one call.
+        return False  # Needs several steps.
 
     def barrier(self) -> None:
         with self._collective(Call(Operation.BARRIER)):
             pass
 
     def gathered(self, data: Tensor) -> Tensor:
-        """``[world_size, data.numel()]``: the bytes of all ranks, in a collective under way."""
+        """The bytes of all ranks, ``[world_size, data.numel()]``. Call it inside a collective."""
         return self._steps.gathered(data)
 
     def _collective(self, call: Call) -> AbstractContextManager[None]:

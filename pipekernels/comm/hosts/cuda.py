@@ -21,22 +21,22 @@ from pipekernels.comm.hosts.memory import MappedWord, as_integers
 from pipekernels.comm.hosts.steps import Steps
 from pipekernels.device import streams
 
-_PROBLEM = 1000  # Bytes of the text in which a rank tells why it cannot take part.
+_PROBLEM = 1000  # Bytes of the message of a rank that cannot use CUDA.
 
 
 class HostsCudaEnd(SteppedEnd):
     """A :class:`pipekernels.comm.end.DeviceEnd` over several hosts. Experimental: no GPU has run it
     yet.
 
-    A call waits on the CPU until all ranks have made it. What it then issues runs in the current
-    stream, for which it does not wait, but where Gloo connects the hosts. Last the devices exchange
-    whether anything went wrong on one of them or between them; if so, every rank finds all bits set
-    in what was to be filled, and an error in its next call. A partial result is never delivered.
+    A call waits on the CPU until all ranks have made it, then issues work in the current stream and
+    returns (with Gloo between the hosts, it waits for that work). In the last step the devices
+    exchange whether an operation on or between them failed. If so, every rank sets all bits of its
+    result and raises an error in its next call. A partial result is never delivered.
 
     Making one is a collective over all ranks.
 
     Args:
-        hosts: for tensors on the CPU; to be closed after this.
+        hosts: the end for CPU tensors; close it after this one.
         device: a CUDA device.
 
     Raises:
@@ -65,14 +65,13 @@ class HostsCudaEnd(SteppedEnd):
         self._link: Link | None = link
         self._device: torch.device = local.device
         super().__init__(hosts.host_map, Steps(local, link, hosts.host_map, local.device))
-        self._failed = MappedWord(self._device)  # Not 0 if anything has, on any device.
-        self._last: streams.Event = streams.DONE  # End of the last collective.
+        self._failed = MappedWord(self._device)  # Nonzero after a failure on any device.
+        self._last: streams.Event = streams.DONE  # After the last collective.
 
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
-        """All of ``tensor`` is reduced inside each host while it is written, then its parts
-        beyond."""
+        """Reduce ``tensor`` inside each host while it is written, then between the hosts."""
 
         def inside(flat: Tensor, op: str) -> None:
             self._local.all_reduce_when_ready(tensor, op, ready, blocks)
@@ -98,7 +97,7 @@ class HostsCudaEnd(SteppedEnd):
         self.check()
 
     def close(self, *, abort: bool) -> None:
-        if os.getpid() != self._process:  # In a forked child, which has nothing of CUDA's to end.
+        if os.getpid() != self._process:  # A forked child has no CUDA work to end.
             self._local.close(abort=abort)
             return
         abort = abort or self._agreement.has_failed
@@ -119,7 +118,7 @@ class HostsCudaEnd(SteppedEnd):
         return None if route is None else route.connect(device)
 
     def _attempt(self, make: Callable[[], Any]) -> tuple[Any, str]:
-        """``make()``, and why it has failed on some ranks: the same on all, empty if on none."""
+        """Returns ``make()``, and the failures of all ranks as a message, the same on all ranks."""
         made, problem = None, ""
         try:
             made = make()
@@ -141,13 +140,14 @@ class HostsCudaEnd(SteppedEnd):
     def _collective(self, call: Call) -> Iterator[None]:
         _check_not_capturing()
         with self._agreement.collective(call._replace(on_cuda=1), self._check_devices):
-            # In whichever streams they are, the collectives of a rank keep their order.
+            # A rank's collectives keep their order even if the caller changes the stream.
             streams.current(self._device).wait_event(self._last)
             yield
             self._last = streams.current(self._device).record_event()
 
     def _deliver(self, result: Tensor, output: Tensor) -> None:
-        # Whatever fails on a device, or in a link, sets all bits of what it was to fill; also here.
+        # A failing collective on a device or link sets all bits of its result, also that of this
+        # gather of zeros: so any nonzero value reports a failure.
         zero = torch.zeros(1, dtype=torch.uint8, device=self._device)
         worst = self._steps.gathered(zero).amax(0)
         failed = self._failed.on_device
@@ -156,9 +156,9 @@ class HostsCudaEnd(SteppedEnd):
         torch.where(failed != 0, torch.full_like(result[:1], -1), result, out=output)
 
     def _check_devices(self) -> None:
-        """Raise what has gone wrong on them, as far as it is known."""
+        """Raise failures on the devices, as far as known."""
         with self._agreement.failing(f"an earlier collective on {self._device}"):
-            if self._link is not None:  # First: what the device waits for.
+            if self._link is not None:  # First, as the device waits for the link.
                 self._link.check()
             self._local.check()
             if self._failed.read():

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 
 class HostMap:
-    """The ranks of a communicator over several hosts, as one of them sees them.
+    """The ranks of a communicator over several hosts, from the view of one rank.
 
     Args:
         hosts: the ranks on each host.
-        rank: this one.
+        rank: this rank.
 
     Attributes:
         host: the index of this rank's host.
-        position: of this rank among those of its host.
+        position: the index of this rank on its host.
         members: the ranks of this host.
-        links: how many positions are taken on every host.
-        most: ranks on one host.
-        world_size: ranks in all.
-        places: by rank, where it is in a table ``[hosts, most]``, flattened.
+        links: the smallest number of ranks on a host; each of these positions has a link.
+        most: the largest number of ranks on a host.
+        world_size: the number of ranks.
+        places: each rank's index in a flattened table ``[hosts, most]``.
     """
 
     def __init__(self, hosts: list[list[int]], rank: int) -> None:

@@ -1,5 +1,5 @@
-"""What connects one rank of every host; over Gloo: for CPU tensors, and CUDA ones by way of the
-host."""
+"""The connection of one rank of every host. Over Gloo: for CPU tensors, and for CUDA tensors by
+copies through the host."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-# In a number: why there is nothing from other hosts.
+# Codes for a lost rank, and for a timeout.
 GONE, LATE = -1, -2
 
-# Seconds between looks whether the link has been closed.
+# Seconds between polls whether the link has been closed.
 _SLICE = 0.02
 
 
 class LinkError(RuntimeError):
-    """A rank of another host is gone, or late; which one, only the transport knows.
+    """A rank of another host is gone or late; the link does not know which one.
 
     Attributes:
-        reason: how that was noticed.
-        late: whether it has not arrived in time.
+        reason: the transport's message.
+        late: whether it is a timeout.
     """
 
     def __init__(self, reason: str, *, late: bool) -> None:
@@ -35,13 +35,13 @@ class LinkError(RuntimeError):
 
 
 class Link(ABC):
-    """One rank of every host; the rank in the link is the index of the host.
+    """Connects one rank of every host; a rank in the link is the index of its host.
 
     All tensors are contiguous, and on the link's device. Every method raises LinkError if another
     rank is gone or late, and RuntimeError if this link is closed meanwhile.
 
-    On CUDA everything happens in the order of the current stream. If a method returns before it is
-    done, and then fails, all bits are set in what it was to fill, and check() raises the error.
+    On CUDA operations are ordered by the current stream. If one fails after its method has
+    returned, all bits of its result are set, and check() raises the error.
     """
 
     @abstractmethod
@@ -57,21 +57,20 @@ class Link(ABC):
         """Copy ``tensor`` of host ``root`` to all hosts, in place."""
 
     def check(self) -> None:
-        """Raise what has gone wrong since the above returned."""
+        """Raise errors of operations that failed after their method returned."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Hang up, when what was begun is done."""
+        """Disconnect after the operations in progress."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Hang up at once."""
+        """Disconnect at once."""
 
 
 class GlooLink(Link):
-    """Waits in every operation until it is done; the other hosts notice soon when this one hangs
-    up.
+    """A link whose operations wait until they are done; other hosts soon notice a disconnect.
 
     Args:
         gloo: a ``ProcessGroupGloo`` of one rank per host; owned.
@@ -80,7 +79,7 @@ class GlooLink(Link):
     def __init__(self, gloo: Any) -> None:
         self._gloo: Any = gloo
         self._size = gloo.size()
-        self._pending: Any = None  # What Gloo is at work on.
+        self._pending: Any = None  # The operation in progress.
         self._lock = threading.Lock()  # Held to start an operation, or to close.
         self._process = os.getpid()
 
@@ -97,10 +96,11 @@ class GlooLink(Link):
 
     def close(self) -> None:
         if os.getpid() != self._process:
-            return  # A forked child has no threads of Gloo's to end.
+            return  # A forked child has no Gloo threads to end.
         with self._lock:
             gloo, self._gloo = self._gloo, None
-        if gloo is not None and self._pending is not None:  # Its end may take until its timeout.
+        # Destroying Gloo waits for the pending operation, up to its timeout: do so in a thread.
+        if gloo is not None and self._pending is not None:
             threading.Thread(target=_outlive, args=(gloo, self._pending), daemon=True).start()
 
     def abort(self) -> None:
@@ -116,8 +116,8 @@ class GlooLink(Link):
             raise LinkError(reason, late=late)
 
     def _attempt(self, call: Callable[[Any], Any]) -> str:
-        """Why Gloo has failed, or nothing; the traceback of its error would keep the
-        connections."""
+        """Run ``call``; returns Gloo's error message, or "". The exception is dropped: its traceback
+        would keep the connections open."""
         ended = threading.Event()
         try:
             with self._lock:
@@ -129,7 +129,7 @@ class GlooLink(Link):
                 if self._gloo is None:
                     return ""
             work, self._pending = self._pending, None
-            work.wait()  # On CUDA the current stream waits too, for what Gloo copies back.
+            work.wait()  # On CUDA this also makes the current stream wait for Gloo's copies back.
         except RuntimeError as error:
             return str(error)
         return ""

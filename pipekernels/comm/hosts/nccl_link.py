@@ -1,4 +1,4 @@
-"""A link over NCCL: for CUDA tensors, in the order of streams, and without waiting on the CPU."""
+"""A link over NCCL for CUDA tensors: ordered by streams, without waiting on the CPU."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ from pipekernels.comm.hosts.link import GONE, LATE, Link, LinkError
 from pipekernels.comm.hosts.memory import MappedWord, as_integers
 from pipekernels.device import streams
 
-# Seconds between looks whether an operation is stuck; less than the ranks of a host wait longer for
-# each other than for other hosts.
+# Seconds between checks for a stuck operation; must be less than GRACE in hosts/cpu.py.
 _SLICE = 0.1
 
 
 class NcclLink(Link):
-    """Operations return at once; one that is not done in time is cut short by a thread that
-    watches.
+    """A link whose operations return at once; a watching thread aborts those that time out.
 
-    An operation counts as begun when the device gets to it, however much it has to do before. The
-    thread makes no call to CUDA before it has to: another thread may be capturing a graph.
+    An operation's time starts when the device reaches it, however much work is queued before it.
+    The thread calls CUDA only to abort: another thread may be capturing a graph.
 
     Args:
-        group: a ``ProcessGroupNCCL`` of one rank per host that leaves it to others to watch, see
+        group: a ``ProcessGroupNCCL`` of one rank per host, without torch's own watchdog, see
             :func:`connect_nccl`; owned.
-        device: that of the tensors.
-        timeout: seconds from the beginning to the end of an operation.
+        device: of the tensors.
+        timeout: seconds from the beginning to the end of an operation on the device.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout: float) -> None:
         self._group: Any = group
         self._size = group.size()
         self._timeout = timeout
-        self._begun = MappedWord(device)  # How many operations the device has begun,
+        self._begun = MappedWord(device)  # Number of operations that the device has begun,
         self._ended = MappedWord(device)  # and ended.
-        self._cut = MappedWord(device)
+        self._cut = MappedWord(device)  # GONE or LATE once operations have been aborted.
         self._lock = threading.Lock()  # Held to cut, or to close.
         self._closed = threading.Event()
         arguments = (weakref.ref(self), self._closed, timeout)
@@ -72,7 +70,7 @@ class NcclLink(Link):
     def close(self) -> None:
         group = self._take_group()
         if group is not None and self._cut.read() == 0:
-            # Not abort(): to other hosts may be on its way what has left this device.
+            # Not abort(): data that this device has sent may still be on the way to other hosts.
             ending = threading.Thread(
                 target=_quietly, args=(partial(shut_down, group),), daemon=True
             )
@@ -89,12 +87,12 @@ class NcclLink(Link):
             self._give_up(group, GONE)
 
     def is_at(self) -> tuple[int, int]:
-        """How many operations have begun and ended."""
-        ended = self._ended.read()  # First: so that it is never the greater one.
+        """The numbers of operations begun and ended."""
+        ended = self._ended.read()  # Read first, so that it is never greater than the other.
         return self._begun.read(), ended
 
     def cut(self) -> None:
-        """End what the device is at, and all that comes after."""
+        """Abort the current and all later operations, as timed out."""
         with self._lock:
             if self._group is not None:
                 self._give_up(self._group, LATE)
@@ -105,17 +103,17 @@ class NcclLink(Link):
             raise RuntimeError("this communicator has been closed; make a new one")
         self._begun.on_device.add_(1)
         try:
-            # NCCL has a stream of its own. synchronize() has the current one wait for that; wait()
-            # would have the caller wait.
+            # NCCL uses a stream of its own. synchronize() makes the current stream wait for it;
+            # wait() would make the calling thread wait.
             start(group).synchronize()
         except RuntimeError as error:
-            self.check()  # Has it been cut meanwhile?
+            self.check()  # Report a timeout, if the link has been cut meanwhile.
             raise LinkError(str(error), late=False) from None
         self._ended.on_device.add_(1)
         as_integers(filled).masked_fill_(self._cut.on_device != 0, -1)
 
     def _give_up(self, group: Any, code: int) -> None:
-        # In this order: when an operation has ended, the device must find why.
+        # First the code: after an aborted operation the device reads it in _run().
         self._cut.write(code)
         _quietly(group.abort)
 
@@ -127,7 +125,7 @@ class NcclLink(Link):
 
 
 def _watch(link: weakref.ref[NcclLink], closed: threading.Event, timeout: float) -> None:
-    """Until the link is closed or gone: cuts it if an operation takes longer than ``timeout``."""
+    """Cut the link if an operation takes longer than ``timeout``, until it is closed or gone."""
     since, before = time.monotonic(), 0
     while not closed.wait(_SLICE):
         watched = link()
@@ -144,32 +142,32 @@ def _watch(link: weakref.ref[NcclLink], closed: threading.Event, timeout: float)
 
 
 def _quietly(call: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # Of what is being thrown away.
+    with contextlib.suppress(RuntimeError):  # The group is discarded anyway.
         call()
 
 
 def connect_nccl(
     store: dist.Store, host: int, hosts: int, device: torch.device, timeout: float
 ) -> NcclLink:
-    """A link over NCCL of which this process is number ``host``; a collective over all ``hosts``.
+    """A link over NCCL, with rank ``host`` of ``hosts``; a collective over these.
 
     Raises:
-        RuntimeError: there is no NCCL, it cannot connect these devices, or not in time.
+        RuntimeError: there is no NCCL, or it cannot connect these devices in time.
     """
     if not dist.is_nccl_available():
         raise RuntimeError(f"torch {torch.__version__} was built without NCCL")
     with _blocking_wait():
         options = dist.ProcessGroupNCCL.Options()
-        set_timeout(options, datetime.timedelta(seconds=timeout))  # Of its abort().
+        set_timeout(options, datetime.timedelta(seconds=timeout))  # Limits abort().
         group = dist.ProcessGroupNCCL(store, host, hosts, options)
     return connect(group, device, timeout)
 
 
 def connect(group: Any, device: torch.device, timeout: float) -> NcclLink:
-    """A link over ``group``, after its first collective, which makes the connections.
+    """A link over ``group``, connected by a first collective.
 
     Raises:
-        RuntimeError: it fails, or takes most of ``timeout``.
+        RuntimeError: that fails, or takes most of ``timeout``.
     """
     problems: list[str] = []
 
@@ -182,8 +180,8 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLink:
         except Exception as error:  # noqa: BLE001
             problems.append(f"NCCL cannot connect {device}: {error}")
 
-    # In a thread of its own, since there is no limit to it, nor a way to cut it short. For less
-    # than the timeout, so that those who have connected other links still wait to hear of it.
+    # In a thread, as this has no timeout and cannot be interrupted. For less than the timeout, so
+    # that ranks with other links still wait for the report of a failure.
     limit = 0.75 * timeout
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
@@ -198,10 +196,10 @@ def connect(group: Any, device: torch.device, timeout: float) -> NcclLink:
 
 @contextlib.contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """Has torch make groups that it does not watch itself.
+    """Make torch create groups without its watchdog.
 
-    Its watchdog ends the process when an operation fails or is late, and counts the time that
-    passes before the device gets to it.
+    The watchdog kills the process when an operation fails or times out, and it counts the time
+    before the device reaches the operation.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)

@@ -1,8 +1,7 @@
-"""How the ranks of one position on all hosts reach each other, and what links they make for it.
+"""Makes the links between the ranks at one position of all hosts.
 
-Links are groups of their own. Those made by :func:`torch.distributed.new_group` would need all
-ranks of the job, or agree on their names by how many groups a rank has, which ranks need not have
-in common.
+Each link is a process group made directly. :func:`torch.distributed.new_group` needs all ranks of
+the job, or names groups by the number of groups of a rank, which may differ between ranks.
 """
 
 from __future__ import annotations
@@ -17,29 +16,24 @@ from pipekernels.comm.hosts.nccl_link import connect_nccl
 
 
 class Route:
-    """Has a link for CPU tensors, and makes others for those of a CUDA device.
+    """Has a link for CPU tensors, and makes others for CUDA tensors.
 
-    Making one, and a link, are collectives over the ranks of the position.
+    Making a route or a link is a collective over the ranks of the position.
 
     Args:
-        store: that all of them reach.
-        name: of this route alone.
-        host: the index of this rank's host, of so many ``hosts``.
-        timeout: seconds that an operation of a link takes at most.
-        cuda_backend: what carries CUDA tensors, as :mod:`torch.distributed` calls it.
+        store: reachable by all of them.
+        name: unique for this route.
+        host: the index of this rank's host.
+        hosts: the number of hosts.
+        timeout: of an operation of a link, in seconds.
+        cuda_backend: :mod:`torch.distributed` backend for CUDA tensors.
 
     Attributes:
-        link: that for CPU tensors; owned by who takes it.
+        link: for CPU tensors; the user of the route owns it.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        name: str,
-        host: int,
-        hosts: int,
-        timeout: float,
-        cuda_backend: str,
+        self, store: dist.Store, name: str, host: int, hosts: int, timeout: float, cuda_backend: str
     ) -> None:
         self._store = store
         self._name = name
@@ -54,7 +48,7 @@ class Route:
         """Another link, for tensors on ``device``.
 
         Raises:
-            RuntimeError: there is no backend for that, or it fails.
+            RuntimeError: there is no backend for the device, or connecting fails.
         """
         if self._cuda_backend == "gloo":
             return self._connect_gloo()
@@ -73,6 +67,6 @@ class Route:
         return GlooLink(dist.ProcessGroupGloo(self._next_store(), self._host, self._hosts, limit))
 
     def _next_store(self) -> dist.Store:
-        """Keys that no other link uses; the ranks of the route make the same ones."""
+        """A part of the store for one link, with the same name on all ranks of the route."""
         self._links += 1
         return dist.PrefixStore(f"{self._name}/{self._links}", self._store)

@@ -24,21 +24,17 @@ ReduceInPlace = Callable[[Tensor, str], None]
 
 
 class Steps:
-    """What all collectives have in common, on one device.
+    """Steps of the collectives on tensors of one device.
 
     Args:
         local: the end for tensors on ``device`` over the ranks of this host.
-        link: that of this rank's position, for ``device``; ``None`` if there is none.
+        link: the link of this rank's position for ``device``, if any.
         host_map: of all ranks.
-        device: where the tensors are.
+        device: of the tensors.
     """
 
     def __init__(
-        self,
-        local: End,
-        link: Link | None,
-        host_map: HostMap,
-        device: torch.device,
+        self, local: End, link: Link | None, host_map: HostMap, device: torch.device
     ) -> None:
         self._local = local
         self._link = link
@@ -49,13 +45,13 @@ class Steps:
     def reduced(
         self, tensor: Tensor, op: str, reduce_inside: ReduceInPlace | None = None
     ) -> Tensor:
-        """``tensor`` reduced over all ranks: a part per link, reduced in this host, then beyond.
+        """``tensor`` reduced over all ranks: inside each host, then each link's part between hosts.
 
         Args:
             tensor: ``[n]``.
             op: the reduction.
-            reduce_inside: reduces its argument over the ranks of this host, in place, by the ``op``
-                given; if ``None``, only each rank's part is reduced, in a copy.
+            reduce_inside: reduces a whole tensor in place over the ranks of this host; if ``None``,
+                each rank reduces only its part, in a copy.
         """
         inside = "sum" if op == "avg" else op
         part = -(-tensor.numel() // self._host_map.links)
@@ -76,11 +72,11 @@ class Steps:
         return padded[: tensor.numel()]
 
     def gathered(self, data: Tensor) -> Tensor:
-        """``[world_size, data.numel()]``: the bytes of all ranks."""
+        """The bytes of all ranks, ``[world_size, data.numel()]``."""
         size, hosts = data.numel(), len(self._host_map.hosts)
         links, most = self._host_map.links, self._host_map.most
         part = -(-most * size // links)
-        block = self._zeros(links * part)  # Of this host.
+        block = self._zeros(links * part)  # This host's bytes, padded.
         self._local.all_gather(data, block)
         mine = self._shared(hosts * part, torch.uint8)
         if self._link is not None:
@@ -92,7 +88,7 @@ class Steps:
         return blocks[:, : most * size].reshape(-1, size)[self._places]
 
     def copied(self, data: Tensor, root: int) -> Tensor:
-        """The bytes of rank ``root``, of which ``data`` are this rank's."""
+        """The bytes of rank ``root``; ``data`` are this rank's."""
         host, part = self._host_map.host_of(root), -(-data.numel() // self._host_map.links)
         padded = self._zeros(len(self._host_map.members) * part)
         padded[: data.numel()] = data
@@ -108,21 +104,21 @@ class Steps:
         return padded[: data.numel()]
 
     def _reduce_between(self, link: Link, mine: Tensor, op: str) -> None:
-        """Over the hosts, in place."""
+        """Reduce over the hosts, in place."""
         if op in ("sum", "avg"):
             link.sum(mine)
-        else:  # Gathered, since Gloo and NCCL may lose a NaN.
+        else:  # Gather and reduce here, as max and min of Gloo and NCCL may lose a NaN.
             parts = link.all_gather(mine)
             mine.copy_(parts.amax(0) if op == "max" else parts.amin(0))
         if op == "avg":
             mine /= self._host_map.world_size
 
     def _part_of(self, padded: Tensor, part: int) -> Tensor:
-        """What this rank's link carries; empty if it has none, or nothing is left for it."""
+        """The part of this rank's link; may be empty."""
         return padded[self._host_map.position * part :][:part]
 
     def _shared(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Best in memory that the other ranks of this host read in place."""
+        """A buffer, if possible one that the other ranks of this host read in place."""
         return self._local.output(torch.Size((elements,)), dtype)
 
     def _zeros(self, size: int) -> Tensor:

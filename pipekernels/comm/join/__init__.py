@@ -1,2 +1,1 @@
-"""How the processes of a job become the ranks of a communicator. Called by ``Communicator``
-alone."""
+"""How processes become the ranks of a communicator. Called only by ``Communicator``."""

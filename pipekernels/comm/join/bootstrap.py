@@ -1,8 +1,8 @@
-"""How processes come to share memory with those of their host, and are connected to other hosts.
+"""How processes come to share memory with those of their host, and connect to other hosts.
 
-The first rank of each host makes a memory file and hands its descriptor to each peer over a Unix
-socket in the abstract namespace, so nothing has a name in the file system, and nothing is left when
-the processes end. What the ranks need to know of each other travels over a rendezvous.
+The first rank of each host creates a memory file and passes its descriptor to each peer over a Unix
+socket in the abstract namespace. So nothing has a name in the file system, and nothing remains when
+the processes end. All other information is exchanged over the rendezvous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.route import Route
 from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
 
-_RETRY = 0.002  # Seconds until another attempt to connect to a socket that too many try to reach.
+_RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
 
 
 class _Process(NamedTuple):
@@ -38,14 +38,14 @@ class _Process(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """What a rank has of the communicator that it joins.
+    """The resources of one rank of a new communicator. The receiver owns ``pidfds`` and the link of
+    ``route``.
 
     Attributes:
         host_map: which ranks are on which host.
         segment: the memory that the ranks of this host share.
-        pidfds: a pidfd for every rank of this host, -1 for this one; to be owned by the taker.
-        route: to one rank of every other host, if there are any, see
-            :mod:`pipekernels.comm.hosts.steps`; its link is to be owned by the taker.
+        pidfds: a pidfd for every rank of this host, -1 for this one.
+        route: to one rank of every other host, if any, see :mod:`pipekernels.comm.hosts.steps`.
     """
 
     host_map: HostMap
@@ -59,15 +59,10 @@ def join_processes(
 ) -> Seat | None:
     """Join the ranks of ``rendezvous`` that give the same ``color``, ordered by ``key``, then rank.
 
-    A collective over the rendezvous. ``None`` for a rank without a colour. Fails on all ranks of a
-    colour if it fails on one, and on all ranks if one cannot even introduce itself.
-
-    Args:
-        rendezvous: all ranks.
-        timeout: seconds that each wait of the communicator takes at most; and joining, unless the
-            rendezvous has a deadline for it.
-        color: see above.
-        key: see above.
+    A collective over the rendezvous. Returns ``None`` for a rank without a colour. If it fails on
+    one rank it fails on all ranks of the colour; if the first exchange fails, on all ranks.
+    ``timeout`` limits each wait of the communicator, and joining, unless the rendezvous has a
+    deadline for that.
     """
     with contextlib.ExitStack() as stack:
         introduction: _Process | str
@@ -95,7 +90,7 @@ def join_processes(
         undo = stack.enter_context(contextlib.ExitStack())
         segment, pidfds, route, problem = None, [], None, ""
         try:
-            soon = deadline.early()  # So that the peers still hear of what takes too long.
+            soon = deadline.early()  # Leaves time to tell the peers of a timeout.
             module = _backend.load()
             fd = _share(listener, processes, host_map, soon)
             try:
@@ -109,20 +104,20 @@ def join_processes(
             route = _connect_hosts(rendezvous, host_map, processes[0].address, timeout, soon)
             if route is not None:
                 undo.callback(route.link.close)
-        except Exception as error:  # noqa: BLE001 (The peers must hear of it.)
+        except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(rank, error)
-            listener.close()  # Who waits for the memory need not wait any longer.
+            listener.close()  # Peers that wait for the memory stop waiting.
         problems = rendezvous.all_gather(problem, messages.text)
         problems = [problems[member] for member in ranks]
         if any(problems):
-            segment = None  # Not to be kept by the traceback.
+            segment = None  # Else the traceback would keep it alive.
         raise_join_failure(problems)
         undo.pop_all()
     return Seat(host_map, segment, pidfds, route)
 
 
 def problem_of(rank: int, error: Exception) -> str:
-    """What the other ranks hear of an error that keeps ``rank`` from joining them."""
+    """The message for the other ranks about an error that keeps ``rank`` from joining."""
     return f"rank {rank}: {type(error).__name__}: {error}"
 
 
@@ -134,11 +129,8 @@ def raise_join_failure(problems: Iterable[str]) -> None:
 
 
 def host_identity() -> tuple[str, ...]:
-    """Equal for two processes if they can see each other's pids and abstract sockets.
-
-    And if they are of one user, since nobody else is handed the memory. The environment variable
-    ``PIPEKERNELS_HOST_ID`` tells processes apart that would be equal.
-    """
+    """Equal for two processes of one user that can see each other's pids and abstract sockets, and
+    have the same environment variable ``PIPEKERNELS_HOST_ID``."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
     override = os.environ.get("PIPEKERNELS_HOST_ID", "")
@@ -165,13 +157,13 @@ def _check_distinct(processes: list[_Process]) -> None:
 def _connect_hosts(
     rendezvous: Rendezvous, host_map: HostMap, name: str, timeout: float, deadline: Deadline
 ) -> Route | None:
-    """To the ranks that have the same position on each host, where all have one."""
+    """A route to the ranks at this rank's position on the other hosts; None if a host has none."""
     if len(host_map.hosts) == 1 or host_map.position >= host_map.links:
         return None
     store = rendezvous.store
-    assert store is not None, "only processes of one host do without a store"
-    name = f"{name[1:]}/{host_map.position}"  # Nobody else has it: a socket's address is unique.
-    # Connecting has the timeout of a lane's operations: it begins when nobody is late any more.
+    assert store is not None, "only processes of one host have no store"
+    name = f"{name[1:]}/{host_map.position}"  # Unique, as the socket's address is.
+    # Wait for all ranks first: connecting has the timeout of a link's operations.
     keys = [f"{name}/{host}" for host in range(len(host_map.hosts))]
     store.set(keys[host_map.host], "")
     absent = [str(host_map.hosts[host][host_map.position]) for host in late(store, keys, deadline)]
@@ -187,7 +179,7 @@ def _connect_hosts(
 def _share(
     listener: socket.socket, processes: list[_Process], host_map: HostMap, deadline: Deadline
 ) -> int:
-    """The descriptor of the memory for the ranks of this host."""
+    """The descriptor of the memory that the ranks of this host share."""
     first, *others = host_map.members
     if host_map.rank == first:
         return _hand_out(listener, {processes[member].pid: member for member in others}, deadline)
@@ -195,10 +187,10 @@ def _share(
 
 
 def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadline) -> int:
-    """Give new memory to the processes ``waiting``, their ranks by pid; its descriptor.
+    """Create memory and send its descriptor to the processes in ``waiting`` (ranks by pid).
 
-    Any user can connect. Nothing is read from a connection, so none holds up the others; whoever is
-    not waited for goes away empty-handed.
+    Any user can connect. Nothing is read from a connection, so none can block the others; other
+    processes are disconnected without the descriptor.
     """
     world_size = len(waiting) + 1
     fd: int = _backend.load().Segment.create(world_size, tuning.one_shot_bytes(world_size))
@@ -224,7 +216,7 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
 
 
 def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
-    """The descriptor of the memory that the ``first`` process of this host, ``rank``, hands out."""
+    """The descriptor of the memory, from the ``first`` process of this host, which is ``rank``."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             _connect(connection, first.address, deadline)
@@ -244,7 +236,7 @@ def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
 
 
 def _connect(connection: socket.socket, address: str, deadline: Deadline) -> None:
-    """Connect, also where others have filled the queue of connections at the moment."""
+    """Connect; retry while the listener's queue is full."""
     connection.setblocking(False)
     while True:
         try:
@@ -257,7 +249,7 @@ def _connect(connection: socket.socket, address: str, deadline: Deadline) -> Non
 
 
 def _introduction(record: Any) -> _Process | str:
-    """The inverse of JSON: a process, or what keeps it from being one; ValueError if neither."""
+    """Parse a process, or the message of one that failed; ValueError for anything else."""
     if type(record) is str:
         return record
     host, *rest = messages.fields(record, list, int, str, (int, type(None)), int)

@@ -1,4 +1,4 @@
-"""How ranks talk before they share memory: over a process group, a store, or a communicator."""
+"""How ranks communicate before they share memory: by a process group, store, or communicator."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from pipekernels.comm.deadline import Deadline
 T = TypeVar("T")
 
 _LATEST = "pipekernels/session"  # The key of the latest session's name.
-_LONGEST_PAUSE = 0.1  # Seconds between looks at it.
+_LONGEST_PAUSE = 0.1  # Seconds between polls of that key.
 
 
 class AllGather(Protocol):
-    """A collective that gives every rank what all of them passed, in rank order.
-
-    An item is what JSON has; ``parse`` is that of :func:`pipekernels.comm.messages.decode`.
-    """
+    """A collective that returns the items (JSON values) of all ranks, in rank order; ``parse`` as
+    for :func:`pipekernels.comm.messages.decode`."""
 
     def __call__(self, item: Any, parse: Callable[[Any], T]) -> list[T]: ...
 
@@ -35,11 +33,11 @@ class Rendezvous(NamedTuple):
     Attributes:
         rank: of this process.
         world_size: the number of ranks.
-        all_gather: how they talk.
-        store: one that all ranks reach; connections between hosts are made through it.
-        cuda_backend: what carries CUDA tensors between hosts, as :mod:`torch.distributed` calls it;
-            empty if nothing does.
-        deadline: when the ranks must have joined; ``None`` if that counts from when they have met.
+        all_gather: exchanges messages between the ranks.
+        store: reachable by all ranks; used to connect hosts.
+        cuda_backend: :mod:`torch.distributed` backend for CUDA tensors between hosts; may be empty.
+        deadline: by which the ranks must have joined; ``None`` to start the timeout after the first
+            exchange.
     """
 
     rank: int
@@ -61,7 +59,7 @@ def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
 
 
 def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Rendezvous:
-    """``world_size`` processes that have a store for themselves, see :func:`meet`."""
+    """``world_size`` processes with a store of their own, see :func:`meet`."""
     rounds = 0
 
     def all_gather(item: Any, parse: Callable[[Any], T]) -> list[T]:
@@ -78,16 +76,16 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
 
 
 def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> dist.Store:
-    """A part of ``store`` for these processes alone, once all of them are there.
+    """Wait for all processes; returns a part of ``store`` for their use only.
 
-    The store may hold what other processes wrote before: under torchrun it is the agent's, which
+    The store may hold entries of earlier processes: under torchrun it is the agent's, which
     outlives the workers that it restarts (https://github.com/pytorch/pytorch/issues/135712), and
-    the agents of several hosts may count restarts differently. So rank 0 opens a session of a new
-    name, the others enter it with tokens, and rank 0 lists those. Who finds its own token in the
-    list of a session knows that the session is not one of before.
+    the agents of several hosts may count restarts differently. So rank 0 opens a session with a new
+    name, the others enter it with random tokens, and rank 0 lists the tokens. A rank that finds its
+    own token in a session's list knows that the session is current.
 
     Raises:
-        TimeoutError: a rank did not come in time.
+        TimeoutError: a rank did not enter in time.
     """
     token = f"pipekernels-{secrets.token_hex(16)}"
     if rank == 0:
@@ -98,7 +96,7 @@ def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> d
 
 
 def late(store: dist.Store, keys: Sequence[str], deadline: Deadline) -> list[int]:
-    """Wait for ``keys``; the indices of those that are not there in time."""
+    """Wait for ``keys``; returns the indices of those that were not set in time."""
     if not keys:
         return []
     try:
@@ -109,13 +107,13 @@ def late(store: dist.Store, keys: Sequence[str], deadline: Deadline) -> list[int
 
 
 def of_color(choices: Sequence[tuple[int | None, int]], color: int | None) -> list[int]:
-    """The ranks that choose ``color``, by key, then rank; ``choices``: colour and key of each."""
+    """The ranks with this ``color``, by key, then rank; ``choices``: color and key by rank."""
     ranks = [rank for rank, choice in enumerate(choices) if choice[0] == color]
     return sorted(ranks, key=lambda rank: (choices[rank][1], rank))
 
 
 def _open(store: dist.Store, token: str, world_size: int, deadline: Deadline) -> str:
-    """Open a session, as rank 0, and list who has entered it; its name."""
+    """As rank 0, open a session and list its tokens; returns the session's name."""
     session = token
     keys = _entries(session, world_size)
     store.set(keys[0], token)
@@ -127,7 +125,7 @@ def _open(store: dist.Store, token: str, world_size: int, deadline: Deadline) ->
 
 
 def _enter(store: dist.Store, token: str, rank: int, world_size: int, deadline: Deadline) -> str:
-    """Enter the latest session until it is a new one; its name."""
+    """Enter the latest session until that is a current one; returns its name."""
     _check_none(late(store, [_LATEST], deadline), world_size, deadline)
     entered, pause = "", 0.002
     while True:
@@ -142,8 +140,9 @@ def _enter(store: dist.Store, token: str, rank: int, world_size: int, deadline: 
                 return session
         if deadline.left() == 0:
             absent = [peer for peer, key in enumerate(keys) if not store.check([key])]
-            _check_none(absent or [0], world_size, deadline)  # All entries are of before.
-        time.sleep(pause)  # Not store.wait(), of which TCPStore reports every end without success.
+            # If no entry is missing, the session is an old one, so rank 0 is missing.
+            _check_none(absent or [0], world_size, deadline)
+        time.sleep(pause)  # Not store.wait(): TCPStore logs every timeout.
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
