@@ -1,4 +1,4 @@
-"""What an installed wheel must be able to do: one training step through a pipe with a native copy."""
+"""Smoke test of an installed wheel: a training step through a pipe, a copy and a collective."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Benchmarks: one file per operation, peers beside ours in the same run."""
+"""Benchmarks: one file per operation; peers are measured in the same run."""

@@ -1,4 +1,4 @@
-"""``python -m bench [NAME ...] [--quick]``: run benchmarks, print their tables, keep the results."""
+"""``python -m bench [NAME ...] [--quick]``: run benchmarks, print tables, save the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def main() -> None:
-    """Run what was asked for, one after another."""
+    """Run the named benchmarks, by default all, one after another."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}; all")
     parser.add_argument(

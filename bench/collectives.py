@@ -1,13 +1,13 @@
 """All-reduce from Python: ours against every peer that is installed, all of them alternately.
 
-Every system has long-lived ranks of its own (bench/groups.py). When it is a system's turn, each of its
-ranks rewrites its whole tensor and waits for a start in common, outside the timed region; a call
-takes from there until its slowest rank is done. Sums are checked before and after.
+Every system has long-lived ranks of its own (bench/groups.py). In a system's turn each rank
+rewrites its whole tensor and waits for a common start, outside the timed region; a call's time ends
+when its slowest rank is done. Sums are checked before and after.
 
 * ``ordinary``: ours on any tensor; ``symmetric``: on one of ``Communicator.empty``.
 * The streaming bound: every rank at once reads as many bytes as its tensor has, and writes as many.
-* Back to back: calls in a row, without anything between them.
-* Crowded: more ranks than cores; every rank's own time of each call, the slowest counts.
+* Back to back: calls in a row, with nothing between them.
+* Crowded: more ranks than cores; each rank times its own calls, the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's 
 
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
-    "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors rewritten "
-    "before each call, but for calls back to back; each turn warmed up, but for 8 ranks",
+    "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors "
+    "rewritten before each call, but for calls back to back; each turn warmed up, but for 8 ranks",
 }
 
 Row = dict[str, Any]
@@ -63,9 +63,9 @@ Calls = dict[str, tuple[Group, str]]  # By candidate: who makes them, and in whi
 
 
 def turn_for(size: int) -> tuple[int, int, int]:
-    """Rounds in a visit, and the calls in each turn that warm up and that count.
+    """Rounds in a visit, and in each turn the number of warm-up calls and of measured calls.
 
-    The others' turns leave caches and predictors cold; short calls take many until their time is steady.
+    The turns of other systems leave caches and predictors cold; short calls need a long warm-up.
     """
     if size <= 1 << 18:
         return 5, 100, 20

@@ -1,4 +1,4 @@
-"""What the engine itself costs: pipes of layers that do nothing, and micro-batches on one device."""
+"""Overhead of the engine: pipes of layers that do nothing, and micro-batches on one device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipekernels import Pipe
 STAGES = 2
 CONDITIONS = {
     "no-op": f"{STAGES} stages of nn.Identity, forward and backward, per (stage, micro-batch)",
-    "one device": "1 stage of 8 x (Linear(512) + GELU), batch 2048, one thread, forward and backward; "
-    "against 1 chunk",
+    "one device": "1 stage of 8 x (Linear(512) + GELU), batch 2048, one thread, forward and "
+    "backward; against 1 chunk",
     "timing": "candidates in turn, medians",
 }
 

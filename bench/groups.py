@@ -1,7 +1,7 @@
-"""Groups of rank processes, one group per system, that all live at once and work in turn.
+"""Groups of rank processes, one per system, that exist at the same time and work alternately.
 
-An idle group sleeps: its ranks wait at a socket for their next request. So every system can have its own
-launcher, Python and long-lived ranks, and still be timed alternately with all others.
+The ranks of an idle group sleep at a socket until the next request. So every system can have its
+own launcher, Python and long-lived ranks, and still be timed alternately with all others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.rank import LIMIT, Start
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers"  # Made by `make peers`.
 IDLE_LOAD = 0.02  # Cores that a rank may keep busy while it waits.
-PATIENCE = 10.0  # Seconds that a process gets to end by itself, and as many after SIGTERM.
+PATIENCE = 10.0  # Seconds for a process to exit by itself, and again after SIGTERM.
 
 Launcher = Callable[[list[str], int], list[str]]
 
@@ -46,7 +46,7 @@ def _intel_mpi(python: list[str], ranks: int) -> list[str]:
 
 
 OURS = Path(sys.executable)
-# The Python of each system, and for MPI what starts all ranks at once.
+# The Python of each system, and for MPI the launcher of all its ranks.
 PYTHONS = {
     "pipekernels": OURS,
     "Gloo": OURS,
@@ -57,7 +57,7 @@ PYTHONS = {
     "streaming": OURS,
 }
 LAUNCHERS: dict[str, Launcher] = {"MPICH": _mpich, "Open MPI": _open_mpi, "Intel MPI": _intel_mpi}
-# No rank is pinned: Gloo has a thread beside the caller's and is many times slower on one core.
+# No rank is pinned: Gloo uses a second thread and would be many times slower on one core.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
@@ -69,12 +69,7 @@ ENVIRONMENT = {
 
 
 class GroupError(RuntimeError):
-    """A group cannot start, has died, or has failed; says why.
-
-    Args:
-        system: the group's.
-        reason: what has happened.
-    """
+    """A group of ``system`` cannot start, has died, or has failed."""
 
     def __init__(self, system: str, reason: str) -> None:
         super().__init__(f"{system}: {reason}")
@@ -82,7 +77,7 @@ class GroupError(RuntimeError):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the system needs nothing but our own Python, so that the error is ours."""
+        """Whether the system runs in our own Python, so that the failure is not a peer's."""
         return PYTHONS[self.system] == OURS
 
 
@@ -92,7 +87,8 @@ class Group:
     Args:
         system: its name in ``bench.systems.SYSTEMS``.
         ranks: how many.
-        folder: an empty one, for the group alone; best in memory, as the ranks meet in a file there.
+        folder: empty, for this group only; best in memory, as ranks synchronise through a file
+            there.
 
     Raises:
         OSError: a process cannot be started.
@@ -129,10 +125,10 @@ class Group:
                 )
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """What rank 0 says of its system.
+        """Wait for all ranks; returns rank 0's description of its system.
 
         Raises:
-            GroupError: the ranks do not come, or not all of them may use the same cores.
+            GroupError: a rank does not connect, or may not use all cores.
         """
         deadline = time.monotonic() + LIMIT
         self._listener.settimeout(0.5)
@@ -171,7 +167,7 @@ class Group:
         return [self._answer(stream) for stream in self._streams]
 
     def cpu_seconds(self) -> float:
-        """Processor time that the ranks have taken so far."""
+        """CPU time that the ranks have used so far."""
         ticks = 0
         for pid in self._pids:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -179,7 +175,7 @@ class Group:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End all processes: by hanging up, and by signals where that is not enough."""
+        """End all processes: close the connections, then send signals to those that still run."""
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.close()
@@ -216,12 +212,10 @@ Session = dict[str, tuple[Group, str]]  # By system: its ranks, and its version.
 
 @contextlib.contextmanager
 def session(systems: list[str], ranks: int) -> Iterator[Session]:
-    """All ``systems`` that are installed and start.
-
-    What is left out is printed with the reason.
+    """All ``systems`` that are installed and start; prints why others are left out.
 
     Raises:
-        GroupError: a system that needs nothing but our own Python does not start.
+        GroupError: a system of our own Python does not start.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
@@ -251,10 +245,10 @@ def session(systems: list[str], ranks: int) -> Iterator[Session]:
 
 
 def survived(session: Session, work: Callable[[Session], Any]) -> Any:
-    """``work(session)``. A peer that fails is left out from then on, and the work done again.
+    """``work(session)``; if a peer fails, removes it from the session and repeats the work.
 
     Raises:
-        GroupError: a system has failed that needs nothing but our own Python.
+        GroupError: a system of our own Python failed.
     """
     while True:
         try:

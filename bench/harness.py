@@ -1,4 +1,4 @@
-"""Fair timing and honest records: candidates take turns, medians with their spread, conditions kept."""
+"""Fair timing and records: alternating candidates, medians with spread, and their conditions."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def alternate(
     rounds: int,
     start: int = 0,
 ) -> dict[str, list[float]]:
-    """Time all candidates in turn, so that a machine whose speed drifts slows all of them alike.
+    """Time all candidates in turn, so that drifts of the machine's speed affect all of them.
 
-    Orders are those of Latin squares balanced for neighbours (E. J. Williams, 1949): one and its
-    mirror image, as an odd number of candidates needs both. Over twice as many rounds as there are
-    candidates each follows every other one equally often. It matters who had the caches before.
+    The orders are Latin squares balanced for neighbours (E. J. Williams, 1949), one and its mirror
+    image, as an odd number of candidates needs both. Over twice as many rounds as there are
+    candidates, each follows every other one equally often: a predecessor affects the caches.
 
     Args:
-        candidates: by name; each call is one sample. One that times itself (without its set-up, or
-            in another process) returns its seconds, or those of several samples; of the others the
-            whole call is timed.
+        candidates: by name; each call is one sample. A candidate that times itself (without its
+            set-up, or in another process) returns its seconds, or those of several samples;
+            otherwise the whole call is timed.
         warmup: rounds whose samples are dropped.
-        rounds: rounds that count.
-        start: how many there have been in earlier calls, whose orders these continue.
+        rounds: rounds whose samples are returned.
+        start: number of rounds in earlier calls, whose orders this call continues.
 
     Returns:
         Seconds of all samples, by name.
@@ -73,7 +73,7 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def against(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
-    """A :func:`summary` of each candidate, with its ``'speed-up over <base>'``, which is one of them."""
+    """A :func:`summary` of each candidate with its ``'speed-up over <base>'``, one of them."""
     found = {name: summary(seconds) for name, seconds in samples.items()}
     return {
         name: {**figures, f"speed-up over {base}": found[base]["median"] / figures["median"]}
@@ -82,7 +82,7 @@ def against(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, dict
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Description of this machine."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     described: dict[str, Any] = {
         "cpu": cpu_model(),
@@ -97,7 +97,7 @@ def machine() -> dict[str, Any]:
 
 @functools.cache
 def _gpu() -> dict[str, Any]:
-    """The first GPU, its driver, and its clocks as they are now; nothing where there is none."""
+    """The first GPU, its driver, and its current clocks; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
@@ -127,8 +127,8 @@ def results_folder() -> Path:
 
 
 def commit() -> str:
-    """The git commit of the working tree, marked ``+changes`` where files differ from it; without git,
-    what ``$COMMIT`` says."""
+    """The git commit of the working tree, with ``+changes`` if files differ; without git,
+    ``$COMMIT``."""
     folder = Path(__file__).parent
     try:
         head, changes = (
@@ -150,8 +150,8 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, 
 
     Args:
         name: the benchmark's name, the file's stem.
-        rows: what was measured; seconds for times.
-        conditions: how: threads, sizes, rounds.
+        rows: the results; times in seconds.
+        conditions: of the measurement, such as threads, sizes and rounds.
     """
     folder = results_folder()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Splitting CPU tensors into 8 micro-batches and concatenating them, against torch's own operations.
+"""Splitting CPU tensors into 8 micro-batches and concatenating them, against torch's operations.
 
-Candidates give contiguous micro-batches. Where the batch comes first in memory, ``torch.chunk`` gives
-them as views, without a copy: that row shows what owning one's memory costs.
+Candidates return contiguous micro-batches. If the batch comes first in memory, ``torch.chunk``
+returns views without a copy: that row shows the cost of a copy.
 """
 
 from __future__ import annotations

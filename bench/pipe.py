@@ -1,14 +1,15 @@
 """Pipe against a plain loop and against every pipeline that pip can install, on CPU stages.
 
-Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointing, one intra-op thread per worker:
+Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointing, one intra-op
+thread per worker:
 
 * ``sequential``: the bare module on the whole batch, one thread: the base of ``speed-up``.
 * ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
-* ``independent stages``: a thread per stage that runs it over 8 micro-batches of its own and waits for nobody:
-  what this machine gives before any bubble. With one, GPipe's ideal is 8/9 of that.
+* ``independent stages``: a thread per stage, each over its own 8 micro-batches without waiting:
+  this machine's speed without a bubble. GPipe's ideal, with its bubble, is 8/9 of it.
 * ``pipekernels``: two lanes of one thread each.
 * ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker.
-* ``torch.distributed.pipelining``: one process per stage, ScheduleGPipe, Gloo; the slower rank's time.
+* ``torch.distributed.pipelining``: one process per stage, ScheduleGPipe, Gloo; slower rank's time.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ CASES = {"wide": (512, 2048), "narrow": (64, 256)}  # width, batch
 CONDITIONS = {
     "model": f"{LAYERS} x (Linear + GELU), float32",
     "pipeline": f"{STAGES} stages, {CHUNKS} chunks, no checkpointing, one thread per worker",
-    "timing": "forward and backward, candidates in turn, each with one step that does not count and one "
-    "that does; medians",
+    "timing": "forward and backward, candidates in turn, each with one step that does not count "
+    "and one that does; medians",
 }
 
 
 def build(width: int) -> nn.Sequential:
-    """The same weights for everyone."""
+    """The model, with the same weights for all candidates."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -52,7 +53,8 @@ def build(width: int) -> nn.Sequential:
 def data(width: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and the gradient of the output."""
     generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(batch, width, generator=generator) for _ in range(2))  # type: ignore[return-value]
+    x, grad = (torch.randn(batch, width, generator=generator) for _ in range(2))
+    return x, grad
 
 
 def step(
@@ -71,8 +73,8 @@ def step(
 
 
 def warmed(turn: Callable[[], float]) -> Callable[[], float]:
-    """A step that does not count, then one that does: training goes from step to step, and the steps of
-    others leave the caches cold."""
+    """Two steps, of which the second counts: in training each step finds warm caches, but here the
+    steps of other candidates leave them cold."""
 
     def run() -> float:
         turn()

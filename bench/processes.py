@@ -1,4 +1,4 @@
-"""Candidates that live in processes of their own and take their turns there."""
+"""Candidates that run in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ LIMIT = 120.0  # Seconds that a turn may take.
 
 
 class Processes:
-    """Processes that wait for a word, take one turn each and answer with their seconds; the slowest counts.
+    """Processes that wait for a request, take one turn each and send their seconds; the slowest
+    counts.
 
     Args:
         ranks: how many processes.
-        worker: called in each as ``worker(rank, port, serve, *arguments)``, ``port`` being a free one of
-            this host. It must call ``serve(turn)``.
-        arguments: whatever can be pickled.
+        worker: called in each as ``worker(rank, port, serve, *arguments)``; ``port`` is a free port
+            of this host. It must call ``serve(turn)``.
+        arguments: must be picklable.
     """
 
     def __init__(self, ranks: int, worker: Callable[..., None], *arguments: Any) -> None:
@@ -61,7 +62,7 @@ class Processes:
         return max(seconds)
 
     def close(self) -> None:
-        """End them: threads of a candidate can keep an interpreter from exiting."""
+        """Kill them: threads of a candidate can keep an interpreter from exiting."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -1,7 +1,7 @@
-"""``python -m bench.rank SYSTEM FOLDER RANK RANKS``: a rank that waits for its turn.
+"""``python -m bench.rank SYSTEM FOLDER RANK RANKS``: a rank that waits for requests.
 
-It connects to the socket in ``FOLDER`` and sleeps there until it gets a request, a line of JSON, so
-that ranks of all systems can live side by side without disturbing each other.
+It connects to the socket in ``FOLDER`` and sleeps until it receives a request, a line of JSON. So
+ranks of all systems can exist at the same time without disturbing each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PERIOD = 1021  # Of the tensors' contents: prime, so that misplaced blocks show.
 
 
 class Start:
-    """Lets all ranks of a group begin at one time, spinning: sleepers would wake up one by one.
+    """Lets all ranks of a group begin at the same time, by spinning: sleepers wake one by one.
 
     Args:
         path: a file of zeros that the ranks share.
@@ -49,7 +49,7 @@ class Start:
 
     @classmethod
     def bytes(cls, ranks: int) -> int:
-        """Size of the file: how often each rank has come, and the time of the next start."""
+        """Size of the file: the count of arrivals of each rank, and the time of the next start."""
         return (ranks + 1) * cls.CELL * 8
 
     def together(self) -> int:
@@ -109,7 +109,7 @@ class Rank:
         }
 
     def prepare(self, size: int, dtype: str) -> list[str]:
-        """Make the buffers of ``size`` bytes; the names of the calls there are."""
+        """Make the buffers of ``size`` bytes; returns the names of the candidates."""
         self._candidates = {}
         count = elements(size, dtype)
         self._candidates = self._system.candidates(count, dtype)
@@ -126,8 +126,7 @@ class Rank:
         return int(np.count_nonzero(buffer != self._expected)) if reduces else 0
 
     def measure(self, candidate: str, warmup: int, calls: int) -> list[int]:
-        """Nanoseconds from a start in common to the end of each call, the tensor being rewritten
-        before."""
+        """Nanoseconds from a common start to the end of each call; tensors are rewritten before."""
         buffer, call, _ = self._candidates[candidate]
         source, together, clock = self._source, self._start.together, time.perf_counter_ns
         times = []
@@ -139,7 +138,7 @@ class Rank:
         return times[warmup:]
 
     def measure_crowded(self, candidate: str, calls: int) -> list[int]:
-        """Nanoseconds of each call, with nothing but rewriting the tensor between two."""
+        """Nanoseconds of each call; tensors are rewritten before, without a common start."""
         buffer, call, _ = self._candidates[candidate]
         source, clock = self._source, time.perf_counter_ns
         times = []
@@ -151,7 +150,7 @@ class Rank:
         return times
 
     def measure_back_to_back(self, candidate: str, calls: int) -> float:
-        """Nanoseconds per call of so many in a row, each on what the one before has left."""
+        """Nanoseconds per call of ``calls`` in a row, each on the result of the last one."""
         buffer, call, _ = self._candidates[candidate]
         np.copyto(buffer, self._source)
         begin = self._start.together()
@@ -161,7 +160,7 @@ class Rank:
 
 
 def main() -> None:
-    """Serve requests until the other end hangs up."""
+    """Serve requests until the connection is closed."""
     name, folder, rank, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(folder / "socket"))

@@ -1,5 +1,5 @@
 """Turns result files into plots beside them, and into the tables of README.md and docs/, between
-``<!-- bench:NAME -->`` markers. Those of GPU benchmarks, ``gpu.NAME``, may have no results yet."""
+``<!-- bench:NAME -->`` markers. GPU benchmarks, ``gpu.NAME``, may have no results yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three significant digits in the unit that suits them."""
+    """Three significant digits, in s, ms, us or ns."""
     rounded = float(f"{seconds:.3g}")
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if rounded >= scale:
@@ -44,8 +44,7 @@ def spread(figures: Mapping[str, float]) -> str:
 
 
 def speed_ups(rows: list[dict[str, Any]], base: str) -> str:
-    """A row per candidate and case, with its speed-up over ``base``, in ``rows`` as
-    ``'speed-up over <base>'``."""
+    """A table with a row per case and candidate, and the ``'speed-up over <base>'`` of ``rows``."""
     speed_up = f"speed-up over {base}"
     return markdown(
         ["case", "candidate", "median", "p10 to p90", speed_up],
@@ -63,16 +62,11 @@ def speed_ups(rows: list[dict[str, Any]], base: str) -> str:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """One result file as Markdown: the machine, its benchmark's own table, and how it was measured."""
+    """One result file as Markdown: machine, the benchmark's table, and conditions."""
     module = importlib.import_module(f"bench.{record['name']}")
     machine = record["machine"]
-    parts = [
-        machine.get("gpu"),
-        machine["cpu"],
-        f"{machine['cores']} cores",
-        "torch " + machine["torch"],
-    ]
-    where = ", ".join(str(part) for part in parts if part)
+    gpu, cores, torch = machine.get("gpu"), f"{machine['cores']} cores", f"torch {machine['torch']}"
+    where = ", ".join(part for part in (gpu, machine["cpu"], cores, torch) if part)
     how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
     note = f"*{record['date']}, commit {record['commit']}. {how}.*"
     return f"**{where}**\n\n{module.table(record['rows'])}\n\n{note}"
@@ -97,7 +91,7 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def svg(path: Path, count: int) -> Iterator[Any]:
-    """So many axes beside each other, written to an SVG file that is the same for the same data."""
+    """``count`` axes side by side, written to an SVG file that is identical for the same data."""
     import matplotlib
 
     matplotlib.use("Agg")

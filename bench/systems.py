@@ -222,10 +222,8 @@ class Mpi:
 
 
 class Streaming:
-    """The bound for a symmetric tensor: every rank reads as many bytes as it has, and writes as many.
-
-    Once to other memory, which is what a copy does, and once to the same.
-    """
+    """The bound for a symmetric tensor: every rank reads and writes as many bytes as it has, to
+    other memory (a copy) or in place."""
 
     version = np.__version__
 

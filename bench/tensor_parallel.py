@@ -1,10 +1,11 @@
 """Tensor-parallel layers on CPU ranks, against those of PyTorch and fairscale.
 
-An MLP, Linear + GELU + Linear, whose first layer is column-parallel and whose second is row-parallel:
-one all-reduce forward and one backward. Every rank has the whole input and gets the whole output.
+An MLP, Linear + GELU + Linear, whose first layer is column-parallel and whose second one is
+row-parallel: one all-reduce forward and one backward. Input and output are replicated.
 
-* ``one thread``, ``two threads``: the bare module in one process, one thread being the base of ``speed-up``.
-* ``pipekernels``: ``tensor_parallelize`` on two processes of one thread each, as all that follow.
+* ``one thread``, ``two threads``: the bare module in one process; one thread is the base of
+  ``speed-up``.
+* ``pipekernels``: ``tensor_parallelize`` on two processes of one thread each, as all below.
 * ``DTensor``: ``torch.distributed.tensor.parallel`` on Gloo; then the same program on the
   ``torch.distributed`` backend ``pipekernels``.
 * ``fairscale``: the layers of Megatron-LM, on Gloo.
@@ -36,7 +37,8 @@ CASES = {  # rows, whether there is a backward, steps per turn
 CONDITIONS = {
     "model": f"Linear({WIDTH}, {HIDDEN}) + GELU + Linear({HIDDEN}, {WIDTH}), float32",
     "ranks": f"{RANKS} processes of one thread",
-    "timing": "slowest rank, candidates in turn, the first step of each turn does not count, medians",
+    "timing": "slowest rank, candidates in turn, the first step of each turn does not count, "
+    "medians",
 }
 
 Serve = Callable[[Callable[[], float]], None]

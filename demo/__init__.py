@@ -1,1 +1,1 @@
-"""The demonstration: train through a pipeline, generate with tensor parallelism, draw the timeline."""
+"""Demonstration: train through a pipeline, generate with tensor parallelism, draw the timeline."""

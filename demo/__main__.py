@@ -1,8 +1,8 @@
-"""``python -m demo``: what pipekernels is for, on real input, in under three minutes on two cores.
+"""``python -m demo``: what pipekernels does, on real input, in under three minutes on two cores.
 
 Trains a byte-level GPT on the standard library's sources, through a pipeline and unpiped; draws the
 timeline of a training step; generates text in one process and split over two. Exits with 1 if the
-pipeline trains another model than the unpiped one, or the split model generates other text.
+losses with and without pipeline differ, or if the split model generates another text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pipekernels import Pipe, Timeline
 
 RANKS = 2
 PROMPT = b"import os\n\n\ndef open_file(path):\n    "
-# Pipe sums the weight gradients of the micro-batches, in another order than one GEMM over the batch
-# does. That is rounding; it shows in the 7th digit of the first losses. Training then amplifies it,
-# as it does any rounding, so the first steps are held to rounding and the rest to the same result.
+# Pipe sums the weight gradients of micro-batches in another order than one GEMM over the batch. The
+# rounding differs in the 7th digit of the first losses, and training amplifies it. So the first
+# steps must agree up to rounding, and the rest must reach about the same loss.
 FIRST_STEPS = 20
 FIRST_TOLERANCE = 1e-5  # of a loss of a few nats: about 20 units in the last place
 RESULT_TOLERANCE = 0.01  # relative, of the mean loss over the last tenth of the steps
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare_losses(piped: Trainer, unpiped: Trainer) -> list[tuple[str, bool]]:
-    """Whether both trained the same model: in the first steps, and by the result."""
+    """Compare the losses of the first steps, and the last; returns texts and whether they hold."""
     differences = [abs(a - b) for a, b in zip(piped.losses, unpiped.losses, strict=True)]
     first = differences[:FIRST_STEPS]
     last = max(1, len(differences) // 10)
@@ -97,7 +97,7 @@ def compare_losses(piped: Trainer, unpiped: Trainer) -> list[tuple[str, bool]]:
 
 
 def draw_timeline(timelines: list[Timeline], output: Path) -> str:
-    """Write ``timeline.png`` and ``timeline.json``, of the training step with the median bubble."""
+    """Write ``timeline.png`` and ``timeline.json`` for the training step with the median bubble."""
     timeline = sorted(timelines, key=lambda t: t.bubble)[len(timelines) // 2]
     timeline.save_png(output / "timeline.png")
     timeline.save_trace(output / "timeline.json")
@@ -107,7 +107,7 @@ def draw_timeline(timelines: list[Timeline], output: Path) -> str:
 def compare_texts(pipe: Pipe, settings: Settings, length: int, output: Path) -> tuple[str, bool]:
     """Generate in one process and split over two; whether the bytes are the same.
 
-    In float64, so that the rounding of a sum over ranks does not decide between two bytes.
+    In float64, so that the rounding of a sum over ranks does not change the choice of a byte.
     """
     model = pipe.to_sequential().cpu().double().eval()
     weights = output / "model.pt"

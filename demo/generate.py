@@ -15,8 +15,7 @@ from torch import multiprocessing, nn
 from demo.gpt import Block
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 
-# Below 1: the likelier bytes more often than the model says.
-TEMPERATURE = 0.7
+TEMPERATURE = 0.7  # Below 1: prefers likely bytes.
 
 
 @torch.no_grad()
@@ -52,12 +51,12 @@ def generate_split(
     Args:
         build: makes the unsplit model; picklable.
         weights: the unsplit model's state_dict.
-        prompt: the text to go on from.
+        prompt: the text to continue.
         length: bytes to generate.
         world_size: number of processes.
 
     Returns:
-        What each rank generated, and the seconds it took rank 0.
+        The text of each rank, and the seconds that rank 0 took.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -23,8 +23,8 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention.
 
-    The features that ``qkv`` puts out are ordered by head, so that a rank which holds a contiguous
-    share of them holds whole heads.
+    The output features of ``qkv`` are grouped by head, so that a rank's contiguous shard of them
+    consists of whole heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:

@@ -1,4 +1,4 @@
-"""Training of one model twice, through a pipeline and unpiped, on the same batches in turn."""
+"""Trains a model through a pipeline and a copy of it unpiped, alternately on the same batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipekernels import Pipe, Timeline
 
 STAGES = 2
 CHUNKS = 8
-# The unpiped model with all threads is there for its speed alone and has a turn now and then.
+# The unpiped model with all threads is trained for its speed only, every so many steps.
 ALL_THREADS_EVERY = 20
 
 
@@ -45,7 +45,7 @@ class Settings:
 
 
 class Trainer:
-    """A model with its optimizer, its number of threads, and what its steps gave and took."""
+    """A model with its optimizer and number of threads; records losses and times of its steps."""
 
     def __init__(self, name: str, model: nn.Module, settings: Settings, threads: int) -> None:
         self.name = name
@@ -124,7 +124,7 @@ def train(corpus: Tensor, settings: Settings) -> tuple[Pipe, list[Trainer], list
                 for trainer in in_turn:
                     trainer.step(x, y)
             timelines.append(timeline)
-            in_turn.reverse()  # So that both see the same machine.
+            in_turn.reverse()  # Alternate the order, for a fair comparison.
             if step % ALL_THREADS_EVERY == 1:
                 for trainer in trainers[2:]:
                     trainer.step(x, y)

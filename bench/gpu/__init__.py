@@ -1,7 +1,7 @@
-"""What `make gpu-check` runs on a GPU: checks, and benchmarks with a file per operation."""
+"""The checks and benchmarks of `make gpu-check`; one file per benchmark."""
 
 import os
 
-# Ranks that share a GPU wait for each other on it. Streams that share one of its queues, of which there
-# are 8 by default, would wait for each other in another order. Read when CUDA starts.
+# Kernels of ranks that share a GPU wait for each other; they may deadlock if their streams share
+# a hardware queue (by default there are 8). CUDA reads this when it is initialised.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

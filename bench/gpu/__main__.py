@@ -1,7 +1,7 @@
-"""``python -m bench.gpu NAME [--quick] [--device cpu]``: run a GPU benchmark, print and keep its results.
+"""``python -m bench.gpu NAME [--quick] [--device cpu]``: run a GPU benchmark, save its results.
 
-A case that fails is a row with its error, and the others go on. Results are written after every row, so
-that a run which is stopped leaves what it had.
+A case that fails becomes a row with its error; the other cases still run. Results are saved after
+every row, so that an interrupted run keeps its rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ["micro_batch", "pipe", "all_reduce", "p2p_copy", "soak", "sharded_gemm"
 
 
 def main() -> int:
-    """Returns the exit status: whether a case failed."""
+    """Returns the exit status: 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument(

@@ -1,16 +1,16 @@
 """All-reduce of several ranks that share one GPU: how near to the memory it gets, and NCCL.
 
-Every rank's tensor of M bytes is read once and written once at least, and all n ranks' lie in the same
-memory: no all-reduce moves fewer than 2 n M bytes. The bound is a device-to-device copy of n M bytes,
-which moves as many. Nothing travels over a link between GPUs, so this tells what the kernels cost and
-nothing of how several GPUs would do. Small sizes stay in the L2 cache, in the bound's copy as well.
+Every rank's tensor of M bytes is read and written at least once, and the tensors of all n ranks are
+in the same memory: an all-reduce moves at least 2 n M bytes. The bound is a device-to-device copy
+of n M bytes, which moves as many. No link between GPUs is used: this measures the kernels, not how
+several GPUs would perform. Small sizes stay in the L2 cache, in the bound's copy too.
 
-* Threads: ranks of one process, each with a stream of its own. A call lasts on the device from when
-  its last rank may begin until its last rank is done; launches are queued ahead. Every rank rewrites
-  its tensor before each call, outside of that.
-* Processes: the device switches between them in turn, so ranks that wait for each other wait for their
-  turns; calls in a row until the device is idle, the slowest rank counts. NCCL refuses several ranks on one
-  GPU before 2.30.3.
+* Threads: ranks of one process, each with its own stream. The time of a call on the device is from
+  when its last rank may begin until its last rank is done; launches are queued ahead. Every rank
+  rewrites its tensor before each call, outside the timed region.
+* Processes: the device time-slices them, so ranks that wait for each other wait for time slices;
+  calls in a row until the device is idle, slowest rank. NCCL before 2.30.3 refuses several ranks on
+  one GPU.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Calls:
 
 
 def by_threads(ranks: int, size: int, dtype: torch.dtype, args: argparse.Namespace) -> Row:
-    """All candidates for one size, in turn; a communicator of their own, whatever became of others."""
+    """All candidates for one size, in turn; with new communicators: others may have failed."""
     rounds = 2 if args.quick else 3
     with contextlib.closing(Threads(ranks, args.device)) as threads:
         calls = Calls(threads, size, dtype)

@@ -1,12 +1,12 @@
-"""``make gpu-check``: builds for the GPU at hand, then tests, checks and measures there, in 8 minutes.
+"""``make gpu-check``: builds for the local GPU, then tests, checks and measures, in 8 minutes.
 
-Runs with the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
-pybind11, CMake and Ninja, but no network. Whatever a step does, the others are run; the summary at the
-end and the exit status tell. Results go to ``$OUT`` if set, else to ``bench/results/<gpu>``:
+Uses the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
+pybind11, CMake and Ninja, but no network. If a step fails, the others are still run; the summary at
+the end and the exit status report it. Results go to ``$OUT``, or else ``bench/results/<gpu>``:
 
-* ``gpu_check.log``: all that was printed, the summary at its end.
-* ``gpu.NAME.json``: the results of a benchmark, complete up to where it may have been stopped.
-* ``<gpu>.json``: what the tuner measured, to be shipped in ``pipekernels/kernels/tables``.
+* ``gpu_check.log``: all output, with the summary at the end.
+* ``gpu.NAME.json``: the results of a benchmark, up to where it may have been stopped.
+* ``<gpu>.json``: the tuner's measurements, to be shipped in ``pipekernels/kernels/tables``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.gpu import cuda_tests
 from bench.gpu.steps import Log, Outcome, run_step
 
 ROOT = Path(__file__).parent.parent.parent
-# Seconds of each step. What one leaves over goes to those after it; all together are 8 minutes.
+# Seconds of each step, 8 minutes in all. Time that a step does not use goes to the later ones.
 SHARES = {
     "environment": 15,
     "build": 120,
@@ -39,11 +39,11 @@ SHARES = {
     "gpu.soak": 25,
     "gpu.sharded_gemm": 70,
 }
-ENDING = 15  # of these, seconds that a benchmark which takes as long as it may leaves for its end
-TOGETHER = 10  # processes that test at the same time, those under compute-sanitizer included
-# Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is an
-# allocation of its own, so that memcheck sees every access beyond one; but ranks must not allocate
-# while others wait.
+ENDING = 15  # seconds of a benchmark's share that are reserved for its end
+TOGETHER = 10  # test processes at the same time, including those under compute-sanitizer
+# Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is a
+# separate allocation, so that memcheck sees every access out of bounds. Not for collectives: ranks
+# must not allocate device memory while others wait.
 SANITIZERS: list[tuple[str, str, list[str], dict[str, str]]] = [
     ("memcheck", "memcheck", ["copies", "gemm"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     ("memcheck, collectives", "memcheck", ["collectives"], {}),
@@ -69,7 +69,7 @@ class Check:
         self._begin = time.monotonic()
 
     def run(self) -> bool:
-        """Run all steps; whether all is well."""
+        """Run all steps; returns whether all succeeded."""
         python = [sys.executable, "-u"]
         self.step("environment", [*python, "-m", "bench.gpu.environment"])
         built = self.step(
@@ -129,7 +129,7 @@ class Check:
         if sanitizer is None:
             return Outcome(name, "skipped", 0.0, "there is no compute-sanitizer")
         command = [sanitizer, "--tool", tool, "--error-exitcode", "86"]
-        if tool == "memcheck":  # Accesses count. Calls that ask what a device can do may fail.
+        if tool == "memcheck":  # Report accesses only: API calls that query features may fail.
             command += ["--report-api-errors", "no"]
         command += [sys.executable, "-u", "-m", "bench.gpu.sanitized", *parts]
         outcome = run_step(name, command, environment, deadline, self.log, live=False)
@@ -138,7 +138,7 @@ class Check:
         return outcome
 
     def finish(self) -> bool:
-        """Log the summary; whether all is well."""
+        """Log the summary; returns whether all steps succeeded."""
         seconds = time.monotonic() - self._begin
         lines = [
             f"{outcome.name:<26} {outcome.status:<10} {outcome.seconds:4.0f} s  {outcome.note}"
@@ -178,9 +178,9 @@ def main() -> int:
     asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if asked.returncode:
         print(
-            f"gpu-check: {asked.stderr.strip()}\n{sys.executable} has no torch that sees a CUDA GPU. Run it "
-            "on a machine with one, with PYTHON=<a Python whose torch has CUDA>; make cuda-check "
-            "compiles without a GPU.",
+            f"gpu-check: {asked.stderr.strip()}\n{sys.executable} has no torch that sees a CUDA "
+            "GPU. Run it on a machine with one, with PYTHON=<a Python whose torch has CUDA>; make "
+            "cuda-check compiles without a GPU.",
             file=sys.stderr,
         )
         return 1

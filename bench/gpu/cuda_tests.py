@@ -1,7 +1,7 @@
-"""The tests marked ``cuda``, in processes, so that what one breaks those of others do not see.
+"""Runs the tests marked ``cuda`` in several processes, so that a crash affects only one of them.
 
-A process has up to :data:`PIECE` tests of one file. A test that hangs or crashes ends its process; those
-after it go on in another one.
+A process runs up to :data:`PIECE` tests of one file. A test that hangs or crashes ends its process;
+the tests after it run in a new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIONS = ["-m", "cuda", "-p", "no:cacheprovider"]
 
 @dataclass
 class Result:
-    """What became of some tests.
+    """Outcomes of some tests.
 
     Attributes:
         outcomes: by test: ``'passed'``, ``'failed'``, ``'skipped'``, ``'error'``, ``'crashed'`` (it
@@ -42,13 +42,9 @@ class Result:
 
 
 def collect(pytest: Sequence[str], log: Log, size: int = PIECE) -> list[list[str]]:
-    """All tests marked ``cuda``, in pieces of up to ``size`` tests of one file; those first that
-    take longest. Where pytest fails, its output is logged, and the tests it has found are returned.
+    """All tests marked ``cuda``, in pieces of up to ``size`` tests of one file; slow ones first.
 
-    Args:
-        pytest: the command.
-        log: for that output.
-        size: of a piece at most.
+    If pytest fails, its output is written to ``log``, and the tests that it found are returned.
     """
     command = [*pytest, *OPTIONS, "--collect-only", "-q"]
     process = Process(command, {})
@@ -98,7 +94,7 @@ def run(
 
 
 def parse(output: str, tests: set[str]) -> tuple[dict[str, str], str | None]:
-    """What ``pytest -v`` says of each test, and the one that had begun last and has no outcome."""
+    """The outcomes that ``pytest -v`` printed, and the test that was running when it ended."""
     outcomes: dict[str, str] = {}
     running = None
     for line in output.splitlines():
@@ -123,7 +119,7 @@ def parse(output: str, tests: set[str]) -> tuple[dict[str, str], str | None]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A line per file, and every test that is neither passed nor skipped."""
+    """A line per file, and a line for every test that neither passed nor was skipped."""
     files: dict[str, Result] = {}
     for result in results:
         whole = files.setdefault(next(iter(result.outcomes)).partition("::")[0], Result())

@@ -1,4 +1,4 @@
-"""What a GPU's figures depend on: the device, its clocks, and the versions of everything."""
+"""Reports what GPU results depend on: the device, its clocks, and software versions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ import torch
 from bench import harness
 from pipekernels.local_ops.sharded_gemm import tf32_allowed
 
-PACKAGES = (
-    "triton",
-    "numpy",
-    "pytest",
-    "pytest-timeout",
-    "hypothesis",
-    "pybind11",
-    "cmake",
-    "ninja",
-)
+PACKAGES = [
+    "triton", "numpy", "pytest", "pytest-timeout", "hypothesis", "pybind11", "cmake", "ninja",
+]  # fmt: skip
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw,power.limit"
 QUERY = f"driver_version,pstate,{CLOCKS},ecc.mode.current,compute_mode,mig.mode.current,memory.used"
 
 
 def answer(*command: str) -> str:
-    """What ``command`` prints, or why it prints nothing."""
+    """The output of ``command``, or why there is none."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed"
     try:
@@ -48,7 +41,7 @@ def nccl() -> tuple[int, ...] | None:
 
 
 def report() -> str:
-    """All of it, for people."""
+    """The whole report, as text."""
     properties = torch.cuda.get_device_properties(0)
     rows = [
         f"{properties}",
@@ -77,7 +70,7 @@ def _matters(name: str) -> bool:
 
 
 def main() -> None:
-    """Print the report, or with ``--brief`` what `make gpu-check` needs to begin, as JSON."""
+    """Print the report, or with ``--brief`` only what `make gpu-check` needs, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--brief", action="store_true")
     if not parser.parse_args().brief:

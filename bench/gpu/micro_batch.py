@@ -1,11 +1,11 @@
-"""Splitting into 8 micro-batches and concatenating them on a GPU: torch's operations, and a plain copy.
+"""Splitting into 8 micro-batches and concatenating them on a GPU, against torch and a plain copy.
 
-Device time is that of the kernels alone. The bandwidth counts every byte read and written once; the bound
-is a device-to-device copy of as many bytes between two tensors that exist. What is smaller than the L2
-cache stays there, for all candidates. Call time is what a caller
-waits for, allocations and launches included. ``torch`` is ``chunk(8, dim)`` with ``contiguous()`` of every
-part, and ``torch.cat`` of every tensor's parts; along dimension 0 its split copies nothing. Where elements
-are cast on the way, it is ``.to()`` of every part, and ``.to()`` of what ``torch.cat`` gives.
+Device time is that of the kernels only. The bandwidth counts every byte read and written once; the
+bound is a device-to-device copy of as many bytes between two existing tensors. Tensors smaller than
+the L2 cache stay there, for all candidates. Call time is what a caller waits for, allocations and
+launches included. ``torch`` is ``chunk(8, dim)`` with ``contiguous()`` of every part, and
+``torch.cat`` of every tensor's parts; along dimension 0 its split copies nothing. For casts it is
+``.to()`` of every part, and ``.to()`` of the result of ``torch.cat``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHUNKS = 8
 CONDITIONS = {
     "micro-batches": CHUNKS,
     "bandwidth": "bytes read and written / device time",
-    "timing": "candidates in turn, medians; device time by events around queued work, call time until "
-    "the device is idle",
+    "timing": "candidates in turn, medians; device time by events around queued work, call time "
+    "until the device is idle",
 }
 MIB = 1 << 20
 
@@ -118,7 +118,7 @@ def ways(
 
 
 def wrong_elements(ours: Any, theirs: Any, direction: str) -> int:
-    """In how many elements the results differ. Torch's of a split are by tensor, ours by micro-batch."""
+    """Number of different elements. Torch's split results are by tensor, ours by micro-batch."""
     if direction == "split":
         ours = itertools.chain.from_iterable(zip(*ours, strict=True))
         theirs = itertools.chain.from_iterable(theirs)

@@ -1,15 +1,15 @@
 """How much of the copies between host and GPU is hidden behind compute that takes longer.
 
-A model's micro-batches come from the host, or go there, and the GPU computes on each of them for longer
-than its copy takes. ``hidden`` is (copies + compute - both) / copies, where the three are the times of
-the copies alone, of the compute alone and of the whole: 100% if the copies cost nothing, 0% if
-they and the compute take turns. ``.to`` is torch's own, on one stream.
+Micro-batches are copied from or to the host, and the GPU computes on each of them for longer than
+its copy takes. ``hidden`` is (copies + compute - both) / copies, with the times of only the copies,
+only the compute, and both: 100% if the copies cost nothing, 0% if they do not overlap the compute
+at all. ``.to`` is torch's own, on one stream.
 
 * To the GPU: ``ops.p2p_copy`` of each micro-batch, from ordinary and from pinned memory.
-* To the host: the same copy, begun when a micro-batch has been computed and waited for after the next one
-  has been issued, as pipelines do.
+* To the host: the same copy, begun when a micro-batch has been computed and waited for after the
+  next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
-* Device map: a model on the CPU with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
+* Device map: a CPU model with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A pipeline of 4 stages on one GPU against the same model without one, and what it keeps in memory.
+"""A pipeline of 4 stages on one GPU against the same model without one: time and memory.
 
-With all stages on one device nothing can overlap, so what is measured is what the pipeline itself costs.
-``plain`` is the model on the whole batch; ``loop`` is the model over the same micro-batches, which is the
-work that a pipe does. ``pipe`` is ``loss_fn(pipe(x), y).backward()``; the schedules are
-``pipe.train_step``; ``graphs`` says that stages are CUDA graphs. The small model waits for launches, the
-large one for its matrix products. Memory is the peak of what torch has allocated during the first steps,
-beyond weights and gradients; that of graphs is allocated while they are captured.
+With all stages on one device nothing can overlap, so this measures the overhead of the pipeline.
+``plain`` is the model on the whole batch; ``loop`` is the model over the same micro-batches, the
+same work as that of a pipe. ``pipe`` is ``loss_fn(pipe(x), y).backward()``; the schedules are
+``pipe.train_step``; ``graphs`` means that stages are CUDA graphs. The small model is bound by
+launches, the large one by its matrix products. Memory is the peak of torch's allocations during the
+first steps, beyond weights and gradients; graphs allocate theirs during the capture.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ from pipekernels import Pipe
 STAGES = 4
 CHUNKS = (1, 4)
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "gpipe": {},
-    "1f1b": {},
-    "interleaved": {"lanes": 2},
-    "zb-h1": {},
-}
+    "gpipe": {}, "1f1b": {}, "interleaved": {"lanes": 2}, "zb-h1": {},
+}  # fmt: skip
 CHECKPOINTS = ("never", "except_last", "always")
 # Width, blocks, heads, bytes of a sequence, sequences.
 MODELS = {"large": (1024, 14, 16, 512, 32), "small": (256, 14, 4, 128, 16)}

@@ -1,8 +1,8 @@
-"""``python -m bench.gpu.sanitized PART ...``: every CUDA operation on small sizes, for compute-sanitizer.
+"""``python -m bench.gpu.sanitized PART ...``: all CUDA operations, small, for compute-sanitizer.
 
-A call to a kernel takes a thousand times as long there, so the sizes are the smallest that reach every
-branch: ragged, empty, misaligned and transposed. Results are compared, since a checker's silence
-says nothing of them.
+A kernel takes a thousand times as long there, so the sizes are the smallest that reach every
+branch: ragged, empty, misaligned and transposed. Results are compared too, as the tool does not
+check them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def copies(device: torch.device) -> None:
                 for part, row in zip(
                     parts, reference.split_micro_batches([view], 3, dim), strict=True
                 ):
-                    check(f"split {dtype} {tuple(view.shape)} {dim}", part, row[0])  # type: ignore[arg-type]
+                    name = f"split {dtype} {tuple(view.shape)} {dim}"
+                    check(name, part, row[0])  # type: ignore[arg-type]
                 joined = concat_micro_batches(parts, dim)
                 check("concat", joined, view.contiguous())  # type: ignore[arg-type]
                 if not view.is_floating_point():
@@ -50,7 +51,7 @@ def copies(device: torch.device) -> None:
 
 
 def side_by_side(device: torch.device) -> bool:
-    """Whether kernels of two streams run at the same time, which a checker may not let them."""
+    """Whether kernels of two streams run at the same time; a sanitizer may prevent it."""
     if device.type == "cpu":
         return True
     long, short = torch.cuda.Event(), torch.cuda.Event()

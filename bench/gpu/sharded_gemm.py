@@ -1,14 +1,15 @@
-"""The sharded GEMM against cuBLAS, and its overlap with the all-reduce, for row-parallel layers of Llamas.
+"""The sharded GEMM against cuBLAS, and its overlap with the all-reduce, for layers of Llama models.
 
-* Products: forward, the input's and the weight's gradients of o_proj (k = hidden / degree) and down_proj
-  (k = inner / degree), by ``ops.sharded_gemm``. Device time; as many copies of the operands as the L2
-  cache cannot hold take turns. Errors are relative to float64, of sampled rows and columns, in the
-  norm.
-* Overlap: two ranks on one GPU, which are threads, run ``row_linear``; the all-reduce has so few thread
-  blocks that it is about as slow as a link. What counts is the time over that of the slower of the two.
+* Products: forward, the gradients of input and weight of o_proj (k = hidden / degree) and down_proj
+  (k = inner / degree), by ``ops.sharded_gemm``. Device time; copies of the operands that exceed the
+  L2 cache are used in turn. Errors are relative to float64, in the norm, of sampled rows and
+  columns.
+* Overlap: two ranks on one GPU, which are threads, run ``row_linear``; the all-reduce has so few
+  thread blocks that it is about as slow as a link. The result is the time of both together relative
+  to the slower of the two.
 
-Before anything else the tuner measures for a while, so that ``auto`` knows this GPU. Its table is left
-beside the results, under the name that it has in ``pipekernels/kernels/tables``.
+First the tuner measures for a while, so that ``auto`` has measurements of this GPU. Its table is
+saved beside the results, under its name in ``pipekernels/kernels/tables``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ TUNING, PRODUCTS = 0.5, 0.8
 CONDITIONS = {
     "dtype": "bfloat16, random operands",
     "products": "device time, candidates in turn, medians; operands not in the cache",
-    "overlap": f"{OVERLAP_RANKS} ranks on one GPU, so that each has half of it; no link between them",
+    "overlap": f"{OVERLAP_RANKS} ranks on one GPU, so that each has half of it; no link between "
+    "them",
 }
 
 
@@ -79,9 +81,9 @@ class Product(NamedTuple):
 
 
 def by_importance(degrees: tuple[int, ...], tokens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """All pairs of a degree and a number of tokens, those first that tell most, as time may be short.
+    """All pairs of a degree and a number of tokens, most important first, as time may be short.
 
-    Two numbers of tokens further at one degree are as good as the next degree.
+    Two steps in ``tokens`` count as much as one step in ``degrees``.
     """
     pairs = itertools.product(enumerate(degrees), enumerate(tokens))
     ranked = [(2 * i + j, degree, count) for (i, degree), (j, count) in pairs]
@@ -89,7 +91,7 @@ def by_importance(degrees: tuple[int, ...], tokens: tuple[int, ...]) -> list[tup
 
 
 def products(quick: bool) -> Iterator[Product]:
-    """All of them, those first that tell most."""
+    """All products to measure, most important first."""
     models, all_tokens = (TINY_MODELS, TINY_TOKENS) if quick else (MODELS, TOKENS)
     for degree, tokens in by_importance(DEGREES[:1] if quick else DEGREES, all_tokens):
         for model, (hidden, inner) in models.items():
@@ -103,7 +105,7 @@ def products(quick: bool) -> Iterator[Product]:
 
 
 def operands(product: Product, device: torch.device, least: int) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of ``a`` and ``b`` of ``a @ b.T``, laid out as in a layer, of ``least`` bytes together."""
+    """Pairs of ``a`` and ``b`` of ``a @ b.T`` in a layer's layout, of ``least`` bytes in all."""
 
     def make(rows: int, columns: int, transposed: bool) -> Tensor:
         shape = (columns, rows) if transposed else (rows, columns)
@@ -165,8 +167,7 @@ class SharedLayer:
         tokens, in_features, out_features: of a rank's product.
 
     Attributes:
-        blocks: how many thread blocks the plan gives the all-reduce beside the product; None on a CPU,
-            where nothing overlaps.
+        blocks: thread blocks of the all-reduce during the product; None on a CPU, without overlap.
     """
 
     def __init__(self, threads: Threads, tokens: int, in_features: int, out_features: int) -> None:
@@ -233,7 +234,7 @@ class SharedLayer:
 
 
 def overlapped(tokens: int, args: argparse.Namespace) -> Row:
-    """Of one layer on thread ranks: its product, its all-reduce, one after the other, and both at once."""
+    """Times of a layer on thread ranks: product, all-reduce, both in sequence, and overlapped."""
     hidden, inner = next(reversed((TINY_MODELS if args.quick else MODELS).values()))
     repeat, rounds = (2, 2) if args.quick else (10, 7)
     with contextlib.closing(Threads(OVERLAP_RANKS, args.device)) as threads:
@@ -316,8 +317,8 @@ def table(rows: list[Row]) -> str:
         if row["part"] == "left out"
     ]
     parts += [
-        f"Tuned: {row['shapes']} shapes, for {row['faster']} of them Triton is taken; a launch takes "
-        f"{duration(row['launch'])}."
+        f"Tuned: {row['shapes']} shapes, for {row['faster']} of them Triton is taken; a launch "
+        f"takes {duration(row['launch'])}."
         for row in rows
         if row["part"] == "tuning" and "shapes" in row
     ]

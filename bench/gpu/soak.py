@@ -1,6 +1,6 @@
-"""All-reduces of random sizes by ranks that share one GPU: none hangs, no bit is wrong.
+"""All-reduces of random sizes by ranks that share one GPU: none may hang, no bit may be wrong.
 
-A hundred thousand for each number of ranks, or as many as there is time for (``--seconds``).
+A hundred thousand for each number of ranks, or as many as fit in ``--seconds``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONDITIONS = {
 
 
 def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
-    """So many calls, or as many as there is time for."""
+    """Make ``limit`` calls, or as many as fit in ``seconds``."""
     deadline = time.monotonic() + seconds
     dtypes = (torch.float32, torch.bfloat16, torch.int32)
     with contextlib.closing(Threads(ranks, device)) as threads:
@@ -50,8 +50,8 @@ def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
                 compare(rank, tensor)
 
         synchronize(device)
-        # From now on torch has the memory that comparisons need: no rank is to allocate any while
-        # another one waits for it on the device.
+        # Warm up torch's allocator for the comparisons: a rank must not allocate device memory
+        # while another one waits for it on the device.
         for rank in range(ranks):
             with torch.cuda.stream(threads.streams[rank]):
                 for dtype in dtypes:
@@ -61,7 +61,7 @@ def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
         generator = random.Random(ranks)
         calls = 0
         while calls < limit and time.monotonic() < deadline:
-            # Small ones as often as large ones.
+            # Sizes are uniform on a logarithmic scale.
             batch = [
                 (
                     int(2 ** generator.uniform(0, LARGEST.bit_length() - 1)),

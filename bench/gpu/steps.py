@@ -1,4 +1,4 @@
-"""Steps that cannot harm each other: each is a process with a time limit, a log and an outcome."""
+"""Isolated steps: each is a process with a time limit, a log and an outcome."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-PATIENCE = 5.0  # seconds that a process gets to say where it is, once its time is up
+PATIENCE = 5.0  # seconds to print stacks after a timeout
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
         name: the step's.
-        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'not run'`` for want of time, or
-            ``'skipped'`` as it cannot be run here.
-        seconds: how long it took.
-        note: one line: why, what came of it, or what the step says in a line ``note: ...``.
+        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'not run'`` for lack of time, or
+            ``'skipped'`` as it cannot run here.
+        seconds: its duration.
+        note: one line: the reason or result, or what the step printed in lines ``note: ...``.
         output: all that it printed.
     """
 
@@ -57,15 +57,15 @@ class Log:
 
 
 class Process:
-    """A command in a session of its own, so that it ends with all that it has started.
+    """A command in a session of its own, so that it can be killed with all its child processes.
 
-    When its time is up it is sent SIGABRT first, on which Python's fault handler (switched on for all
-    of them) prints the stacks of all threads.
+    On a timeout it is first sent SIGABRT: Python's fault handler, enabled for all commands, then
+    prints the stacks of all threads.
 
     Args:
         command: what to run.
         environment: added to this process's own.
-        log: where each line of its output goes at once, as well as to ``output``; None: not.
+        log: if given, receives each line of output at once; ``output`` has all lines too.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Process:
                 self._process.wait(PATIENCE)
         self._signal(signal.SIGKILL)  # what is left of its session
         self._process.wait()
-        self._reader.join(PATIENCE)  # What has left the session may keep its output open for ever.
+        self._reader.join(PATIENCE)  # Processes that left the session may keep the output open.
         return status
 
     def _read(self, stream: IO[str]) -> None:
@@ -132,7 +132,7 @@ def run_step(
     """Run one command until ``deadline`` (of ``time.monotonic``) at most.
 
     Args:
-        live: log its output line by line, rather than at its end, as beside other steps.
+        live: log its output line by line; otherwise at its end, for steps that run in parallel.
     """
     begin = time.monotonic()
     if deadline <= begin:

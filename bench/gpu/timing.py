@@ -1,8 +1,8 @@
-"""How long work takes on a device, and how long a caller waits for it; cases that may fail.
+"""Timing of work on a device, and of the caller's wait for it; cases that may fail.
 
-Two clocks. *Device*: work is queued behind a kernel that only waits, and timed by events around it, so
-that what Python and launches cost stays out. *Call*: the caller's time until the device is idle again,
-which has all of that in it. On a CPU both are the caller's time, which shows that a benchmark runs.
+Two clocks. *Device*: work is queued behind a kernel that only waits, and timed by events around it,
+which excludes the cost of Python and of launches. *Call*: the caller's time until the device is
+idle again, all costs included. On a CPU both are the caller's time, to test that a benchmark runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from bench import harness
 
 Row = dict[str, Any]
-HEAD_START = 400_000  # cycles that the device waits at first while work is queued; some 200 us,
-PER_WORK = 200_000  # and 100 us for each time that the work is done
-SAMPLE = 1e-3  # seconds that a sample lasts at least; shorter work is repeated,
-REPEATS = 100  # but no more often, as launches cost the host more than they do the device
+HEAD_START = 400_000  # cycles that the device waits while work is queued, about 200 us,
+PER_WORK = 200_000  # plus about 100 us per repetition
+SAMPLE = 1e-3  # least seconds of a sample; shorter work is repeated,
+REPEATS = 100  # at most this often, as launches take the host longer than the device
 
 
 def synchronize(device: torch.device) -> None:
@@ -30,8 +30,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def call_seconds(work: Callable[[], Any], device: torch.device, repeat: int = 1) -> float:
-    """The caller's seconds for ``work`` on an idle device until it is idle again; of many in a row,
-    per one."""
+    """The caller's seconds per ``work``, from an idle device until it is idle again."""
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(repeat):
@@ -41,10 +40,8 @@ def call_seconds(work: Callable[[], Any], device: torch.device, repeat: int = 1)
 
 
 def device_seconds(work: Callable[[], Any], device: torch.device, repeat: int = 1) -> float:
-    """Seconds of ``work`` on the current stream, launches aside; of many in a row, per one.
-
-    ``work`` must not wait for the device.
-    """
+    """Seconds per ``work`` on the current stream, without launches. It must not wait for the
+    device."""
     if device.type != "cuda":
         return call_seconds(work, device, repeat)
     cycles = HEAD_START + PER_WORK * repeat
@@ -69,8 +66,8 @@ def sampler(
     seconds: Callable[..., float] = device_seconds,
     sample: float = SAMPLE,
 ) -> Callable[[], float]:
-    """A candidate for :func:`bench.harness.alternate`: warmed up, repeated until a sample is long
-    enough to be timed."""
+    """A candidate for :func:`bench.harness.alternate`, warmed up, with enough repetitions for a
+    sample of ``sample`` seconds."""
     seconds(work, device, 3)
     count = max(1, min(REPEATS, round(sample / max(seconds(work, device, 3), 1e-9))))
     return lambda: seconds(work, device, count)
@@ -84,30 +81,30 @@ def compare(
     seconds: Callable[..., float] = device_seconds,
     sample: float = SAMPLE,
 ) -> dict[str, dict[str, float]]:
-    """Summaries of all candidates, which take turns."""
+    """Summaries of all candidates, measured alternately."""
     ready = {name: sampler(work, device, seconds, sample) for name, work in candidates.items()}
     samples = harness.alternate(ready, warmup=1, rounds=rounds)
     return {name: harness.summary(times) for name, times in samples.items()}
 
 
 def attempt(case: Mapping[str, Any], measure: Callable[[], Row]) -> Iterator[Row]:
-    """A row of ``case`` and what ``measure`` returns, or with the traceback of why it does not."""
+    """One row: ``case`` with the result of ``measure``, or with the traceback of its error."""
     try:
         yield {**case, **measure()}
-    except Exception:  # noqa: BLE001 - it is part of the result
+    except Exception:  # noqa: BLE001 - recorded in the result
         print(traceback.format_exc(), flush=True)
         yield {**case, "error": traceback.format_exc()}
 
 
 def reason(error: str) -> str:
-    """A traceback's error, without what CUDA adds to it in further lines."""
+    """The error message of a traceback, without the further lines that CUDA adds."""
     lines = error.strip().splitlines()
     indented = [index for index, line in enumerate(lines) if line.startswith(" ")]
     return lines[indented[-1] + 1 if indented and indented[-1] + 1 < len(lines) else -1]
 
 
 def errors(rows: list[Row], *keys: str) -> str:
-    """Lines for a page about the cases that failed, named by these keys; empty if there are none."""
+    """Markdown lines about the cases that failed, named by these keys; empty if none failed."""
     lines = [
         f"* {', '.join(str(row[key]) for key in keys if key in row)}: {reason(row['error'])}"
         for row in rows

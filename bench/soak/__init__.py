@@ -1,6 +1,6 @@
-"""What collectives promise, tried many thousand times: one sum, lost ranks, different calls.
+"""Long random tests of what collectives guarantee: equal sums, errors for lost ranks.
 
-``python -m bench.soak``, or ``make soak``; too long for the tests, which have a little of each.
+``python -m bench.soak``, or ``make soak``; the tests have a short version of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["table"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row per trial: how often, what came out, and how long survivors took to hear of a loss."""
+    """A row per trial: number of runs, outcome, and time until survivors noticed a loss."""
     return markdown(
         ["trial", "runs", "collectives", "outcome", "p50", "p99", "slowest"],
         [

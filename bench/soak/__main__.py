@@ -1,4 +1,4 @@
-"""``python -m bench.soak``: all trials, their table and, if they are as long as by default, a result file."""
+"""``python -m bench.soak``: all trials and their table; a result file if they have full length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUMS, MISMATCHES, KILLS, STOPS = 10_000, 1_000, 1_000, 30
 
 
 def main() -> int:
-    """The exit status: 1 if a survivor heard of a death too late; what is wrong raises."""
+    """The exit status: 1 if a survivor noticed a death too late; other failures raise."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of all that is drawn (%(default)s)")
     parser.add_argument("--sums", type=int, default=SUMS, metavar="N", help="cases (%(default)s)")

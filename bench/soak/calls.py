@@ -1,4 +1,4 @@
-"""Random collectives and their results: what is drawn from a seed is the same on all ranks."""
+"""Random collectives and their expected results; the same on all ranks for the same seed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Call:
 
     @classmethod
     def draw(cls, seed: int, world_size: int, elements: int) -> Call:
-        """The call of this seed; tensors of up to ``elements`` elements, the small ones more often."""
+        """The call of this seed; tensors of up to ``elements`` elements, mostly small ones."""
         generator = random.Random(seed)
         operation = generator.choice(
             ["all_reduce"] * 5 + ["reduce_scatter", "all_gather", "broadcast"]
@@ -81,9 +81,9 @@ class Call:
         return comm.broadcast(tensor, self.src)
 
 
-@functools.lru_cache(maxsize=16)  # Threads share them, and so do the calls of one case.
+@functools.lru_cache(maxsize=16)  # Shared by threads, and by the calls of one case.
 def contents(call: Call, rank: int) -> Tensor:
-    """What ``rank`` brings: numbers whose sums round, and infinities and the like if special."""
+    """The input of ``rank``: numbers whose sums round; with ``special`` also infinities and NaN."""
     generator = torch.Generator().manual_seed(call.seed * 64 + rank)
     dtype = call.dtype
     if dtype in INTEGERS:
@@ -101,7 +101,7 @@ def contents(call: Call, rank: int) -> Tensor:
 
 
 def check(result: Tensor, expected: Tensor, special: bool) -> None:
-    """Compare bit by bit. Where special values were drawn, zeros may differ in sign, and NaNs in bits.
+    """Compare bit by bit; with special values zeros may differ in sign, and NaNs in bits.
 
     Raises:
         WrongResult: they differ.
@@ -118,7 +118,7 @@ def check(result: Tensor, expected: Tensor, special: bool) -> None:
 
 
 def place(comm: Communicator, values: Tensor, kind: str, own: random.Random) -> Tensor:
-    """A copy of ``values`` in memory of some kind, at no particular alignment."""
+    """A copy of ``values`` in memory of this kind, at a random alignment."""
     count, dtype, shift = values.numel(), values.dtype, own.randrange(8)
     if kind == "symmetric":
         tensor = comm.empty(count + shift, dtype=dtype)[shift:].view(values.shape)

@@ -1,5 +1,5 @@
-"""Lost ranks: one of 2 to 4 processes is killed, or stopped for too long, at a random moment of random
-collectives."""
+"""Lost ranks: at a random moment of random collectives, one of 2 to 4 processes is killed, or
+stopped for longer than the timeout."""
 
 from __future__ import annotations
 

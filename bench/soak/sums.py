@@ -1,7 +1,7 @@
-"""One sum, one answer: random collectives on 2 to 8 ranks, against the oracle and against each other.
+"""Random collectives on 2 to 8 ranks: results must equal the oracle's and each other's.
 
-A case is one call with random contents. It is made by every algorithm, the first one twice, with tensors in
-memory of other kinds each time; on ranks that are processes, and again on ranks that are threads.
+A case is one call with random contents. It is made by every algorithm, the first one twice, each
+time with other kinds of memory; on ranks that are processes, and again on ranks that are threads.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class GlooLink(Link):
             raise LinkError(reason, late=late)
 
     def _attempt(self, call: Callable[[Any], Any]) -> str:
-        """Run ``call``; returns Gloo's error message, or "". The exception is dropped: its traceback
-        would keep the connections open."""
+        """Run ``call``; returns Gloo's error message, or "". The exception is dropped, as its
+        traceback would keep the connections open."""
         ended = threading.Event()
         try:
             with self._lock:
