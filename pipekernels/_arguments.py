@@ -1,4 +1,4 @@
-"""Arguments that are whole numbers."""
+"""Checks of integer arguments."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from typing import Any
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int; one of NumPy or a tensor counts, a bool or a float does not.
-
-    Args:
-        name: what an error calls it.
-        value: the argument.
-        least: the smallest that will do.
+    """``value`` as an int: accepts integers of NumPy and tensors, but no bool or float.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: it is not an integer of at least ``least``; the message has ``name``.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -28,8 +23,7 @@ def integer(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_integer(name: str, value: Any) -> None:
-    """Whether ``value``, which an error calls ``name``, is an integer, also one of NumPy; TypeError
-    if not."""
+    """Raise TypeError, naming ``name``, unless ``value`` is an integer (of NumPy too)."""
     try:
         operator.index(value)
     except TypeError:
@@ -37,6 +31,6 @@ def check_integer(name: str, value: Any) -> None:
 
 
 def whole(value: Any) -> Any:
-    """An int for a number such as 4.0, which fairscale takes; all else as it is."""
-    is_whole = isinstance(value, Real) and value % 1 == 0  # NaN and infinity are not.
+    """An int for a number such as 4.0, which fairscale accepts; other values unchanged."""
+    is_whole = isinstance(value, Real) and value % 1 == 0  # False for NaN and infinity.
     return int(value) if is_whole and not isinstance(value, bool) else value

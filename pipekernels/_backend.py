@@ -1,4 +1,4 @@
-"""The only door to the compiled extension ``pipekernels._C``."""
+"""The only importer of the compiled extension ``pipekernels._C``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from pipekernels._torch_private import increment_version
 from pipekernels._version import __version__
 
-if TYPE_CHECKING:  # The extension is built without torch, and loaded when it is first needed.
+if TYPE_CHECKING:  # At run time load() imports the extension when it is first needed.
     from pipekernels import _C
 
     Communicator = _C.Communicator
@@ -28,7 +28,7 @@ def load() -> ModuleType:
     """Return ``pipekernels._C``.
 
     Raises:
-        ImportError: the extension is missing, cannot be loaded, or is of another version.
+        ImportError: the extension is missing, cannot be loaded, or has another version.
     """
     try:
         module = importlib.import_module("pipekernels._C")
@@ -50,7 +50,7 @@ def build_info() -> dict[str, str | bool]:
 
 
 def has_cuda() -> bool:
-    """Whether the extension was built with CUDA; says nothing about devices."""
+    """Whether the extension was built with CUDA, regardless of devices."""
     return bool(build_info()["cuda"])
 
 

@@ -16,34 +16,33 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_MOST = 16 << 20  # Bytes of a file; a thousand measurements take a fiftieth of it.
+_MOST = 16 << 20  # Largest file in bytes, about 50,000 measurements.
 
 
 def file(what: str, machine: str) -> Path:
-    """Where ``what`` of ``machine`` is kept: home folders may be shared by machines of several
-    kinds."""
+    """The file of ``what``, by ``machine``: different machines may share a home folder."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # As the XDG Base Directory Specification says.
+    if not os.path.isabs(folder):  # The XDG specification says to ignore relative paths.
         folder = os.path.expanduser("~/.cache")
     return Path(folder) / "pipekernels" / f"{what}-{slug(machine)}.json"
 
 
 def slug(name: str) -> str:
-    """``name`` in letters that suit a file's name."""
+    """``name`` in characters that are safe in a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def now() -> str:
-    """When something has been measured, for people to read."""
+    """The current date and time, as text."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def load(path: Path, parse: Callable[[Any], T]) -> T:
-    """What ``parse`` makes of a file's record.
+    """A file's JSON record, converted by ``parse``.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no ordinary file, too large or no JSON, or ``parse`` raises one.
+        ValueError: it is not a regular file, too large or not JSON, or ``parse`` raised it.
     """
     try:
         record = json.loads(_content(path))
@@ -53,11 +52,10 @@ def load(path: Path, parse: Callable[[Any], T]) -> T:
 
 
 def _content(path: Path) -> bytes:
-    """What is in a file, which may be anything: a pipe that nobody writes to, or an endless
-    device."""
+    """The bytes of a file; refuses pipes and devices, whose reads could block or never end."""
 
     def opener(name: str, flags: int) -> int:
-        # Not to wait for a pipe's writer, and not to make a terminal that of this process.
+        # Do not wait for a pipe's writer, and do not acquire a controlling terminal.
         return os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
     with open(path, "rb", opener=opener) as file:
@@ -70,11 +68,10 @@ def _content(path: Path) -> bytes:
 
 
 def read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """As :func:`load`; but ``None`` if there is no file, and, with a warning, if :func:`load`
-    raises."""
+    """As :func:`load`; but ``None`` without a file, or with a warning if :func:`load` raises."""
     try:
         return load(path, parse)
-    except (FileNotFoundError, NotADirectoryError):  # The latter: a home such as /dev/null.
+    except (FileNotFoundError, NotADirectoryError):  # The latter if the home is /dev/null.
         return None
     except (OSError, ValueError) as error:
         warnings.warn(
@@ -86,12 +83,13 @@ def read(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def write(path: Path, record: Any) -> None:
-    """Put ``record`` in place of the file there is, at once: other processes may be reading.
+    """Replace the file by ``record``, atomically, as other processes may be reading it.
 
     Raises:
         OSError: it cannot be written.
     """
-    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # Containers may share pids too.
+    # A random name rather than the pid, which may be equal in two containers.
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         new.write_text(json.dumps(record, indent=1) + "\n")

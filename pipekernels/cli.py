@@ -1,4 +1,4 @@
-"""The ``pipekernels`` command: what is installed here and what is missing; tuning."""
+"""The ``pipekernels`` command: reports what is installed and what is missing; tunes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, has_triton
 
 
 def info() -> str:
-    """A report for people and for bug reports: versions, build, devices, remedies."""
+    """A report for users and for bug reports: versions, build, devices, remedies."""
     rows: list[tuple[str, str]] = [("pipekernels", __version__)]
     missing: list[str] = []
     try:
@@ -96,7 +96,7 @@ def _tuning(missing: list[str]) -> str:
 
 
 def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
-    """Measure this machine, keep the results for communicators and products to come, and report."""
+    """Measure this machine, save the results for later runs, and return a report."""
     from pipekernels.comm import tuning as tuner
 
     measured = tuner.measure(quick=quick)
@@ -131,9 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of ``pipekernels`` and ``python -m pipekernels``; returns the exit code."""
     shown = io.StringIO()
     try:
-        with contextlib.redirect_stdout(shown):  # Where argparse itself would ignore errors.
+        with contextlib.redirect_stdout(shown):  # argparse ignores errors of standard output.
             text = _answer(arguments)
-    except SystemExit:  # It has shown its help, the version or an error.
+    except SystemExit:  # argparse has shown its help, the version or an error.
         if not _write(shown.getvalue()):
             return 1
         raise
@@ -141,20 +141,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _write(text: str) -> bool:
-    """Write to standard output, through to its end; whether that was possible."""
+    """Write to standard output and flush it; returns whether that succeeded."""
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        # Or Python would try again when it ends.
+        # Else Python would flush standard output again at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # The reader knows.
+        if not isinstance(error, BrokenPipeError):  # The reader closed the pipe on purpose.
             print(f"pipekernels: standard output cannot be written: {error}", file=sys.stderr)
         return False
     return True
 
 
 def _answer(arguments: list[str] | None) -> str:
-    """What a command prints."""
+    """Run a command and return the text to print."""
     parser = argparse.ArgumentParser(prog="pipekernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pipekernels {__version__}")
     commands = parser.add_subparsers(dest="command")

@@ -1,5 +1,4 @@
-"""The ``torch.distributed`` backend ``"pipekernels"``: for programs that want faster CPU
-collectives.
+"""The ``torch.distributed`` backend ``"pipekernels"``, with faster collectives for CPU tensors.
 
 Importing this module registers it; nothing else in a program changes::
 
@@ -7,25 +6,25 @@ Importing this module registers it; nothing else in a program changes::
     torch.distributed.init_process_group("pipekernels")
 
 Then ``all_reduce`` (sum, avg, max, min), ``all_gather``, ``reduce_scatter`` and their variants on
-one tensor, ``broadcast`` and ``barrier`` run on a :class:`pipekernels.Communicator`, on several
-hosts too, in DDP, FSDP, DTensor and functional collectives as well. What a communicator has not
-runs on Gloo: other operations and reductions, dtypes that cannot be reduced, sparse tensors. Torch
-itself allows ``monitored_barrier``, and DDP's built-in ``FP16_COMPRESS`` in C++, to its own
-backends alone; the hook of that name in Python works.
+one tensor, ``broadcast`` and ``barrier`` run on a :class:`pipekernels.Communicator`, also on
+several hosts, and in DDP, FSDP, DTensor and functional collectives. Gloo runs everything else:
+other operations and reductions, dtypes that cannot be reduced, sparse tensors. Torch restricts
+``monitored_barrier``, and DDP's built-in C++ hook ``FP16_COMPRESS``, to its own backends; the
+Python hook of that name works.
 
 Asynchronous calls run one after another on a thread of the group. A lost rank ends the group: its
-errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); where torch
-waits in C++, as DDP does, they arrive as a ``RuntimeError`` that quotes them.
+errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); if torch
+waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
 
-A group has this one backend, since torch lets Python provide whole groups alone: for collectives on
-GPUs make another group, ``new_group(backend="nccl")``.
+A group has only this backend, as Python can provide whole groups only: for collectives on GPUs make
+another group, ``new_group(backend="nccl")``.
 
 Raises:
-    ImportError: torch is older than 2.7, which may forget that such a group is at work.
+    ImportError: torch is older than 2.7, which may lose track of a pending call of such a group.
 """
 
-# Torch's C++ calls the methods with lists and options; its Python, and users, as their base class
-# lets them: with single tensors, and without options or with their fields in place of them.
+# Torch's C++ calls the methods with lists and options. Its Python code and users may also pass
+# single tensors, and fields of the options instead of options.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class _Work(dist.Work):
         self._results = results
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Return when the call has; raise what it has raised. A timeout of 0 is none."""
+        """Wait for the call; raise its error. A timeout of 0 means no timeout."""
         try:
             self._call.result(timeout.total_seconds() or None)
         except concurrent.futures.TimeoutError as error:
@@ -106,7 +105,7 @@ class _Work(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        # An error must come out of a callback: that alone makes it one in C++ too.
+        # Raise an error from a callback: only then C++ sees it as an error too.
         ended: torch.futures.Future[None] = torch.futures.Future()
         answer = ended.then(functools.partial(_await, self._call, self._results))
         self._call.add_done_callback(lambda _: ended.set_result(None))
@@ -116,17 +115,16 @@ class _Work(dist.Work):
 def _await(
     call: concurrent.futures.Future[None], results: list[Tensor], ended: Any = None
 ) -> list[Tensor]:
-    """``results`` when ``call`` has ended, of which a future may tell; raises what it has
-    raised."""
+    """Wait for ``call``; returns ``results`` or raises its error. ``ended`` is for callbacks."""
     try:
         call.result()
         return results
     finally:
-        del call, results, ended  # A call keeps its error, whose traceback keeps this frame.
+        del call, results, ended  # A call's error keeps this frame alive through its traceback.
 
 
 def _run_detached(body: Callable[[], None]) -> None:
-    """Run ``body``; its error, which the call will keep, has no traceback that keeps the group."""
+    """Run ``body``; drop the traceback of its error, which would keep the group alive."""
     try:
         body()
     except BaseException as error:  # noqa: BLE001
@@ -137,11 +135,10 @@ def _run_detached(body: Callable[[], None]) -> None:
 
 
 class _Group(dist.ProcessGroup):
-    """A process group; methods that it does not override are those of its Gloo backend.
+    """A process group; its Gloo backend serves the methods that it does not override.
 
-    Whether a call runs on the communicator must be the same on all ranks, so it depends on nothing
-    but the operation, the dtype and the kind of tensor. The methods have torch's names, old and
-    new.
+    All ranks must choose alike between the communicator and Gloo, so the choice depends only on the
+    operation, the dtype and the kind of tensor. The methods have torch's names, old and new.
     """
 
     def __init__(
@@ -150,19 +147,18 @@ class _Group(dist.ProcessGroup):
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         seconds = timeout.total_seconds()
         deadline = Deadline(seconds)
-        # Gloo, whose connecting has the timeout of its operations, begins when nobody is late any
-        # more.
+        # Wait for all ranks before connecting Gloo, which has the timeout of its operations.
         store = meet(store, rank, world_size, deadline)
         gloo_store = dist.PrefixStore("gloo", store)
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
-        # For methods that this class overrides, but cannot serve.
+        # For calls of overridden methods that the communicator does not support.
         self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
         for group in (self, self._gloo):
             register_backend(group, _CPU, backend)
         rendezvous = over_store(dist.PrefixStore("ranks", store), rank, world_size, deadline)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds))
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
-        self._thread_id: int | None = None  # From its first call on.
+        self._thread_id: int | None = None  # Set by its first call.
         self._last = _DONE
 
     def getBackendName(self) -> str:
@@ -175,20 +171,22 @@ class _Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._comm.close()
-        self._last = _DONE  # Its error may keep the frames of callers, which may keep this group.
-        self._thread.shutdown(wait=False)  # Calls that are left find the communicator closed.
+        self._last = (
+            _DONE  # Its error may keep callers' frames, and through them this group, alive.
+        )
+        self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
         super().shutdown()
 
     def _run(self, opts: Any, body: Callable[[], None], results: list[Tensor]) -> dist.Work:
-        """Run ``body``, after all that was called before.
+        """Run ``body`` after all earlier calls.
 
-        The callback of a future may run on the group's thread, which cannot wait for itself: what
-        it calls runs at once. All ranks then have one order, if each callback is added before the
-        next call and that is asynchronous, as in the hooks of DDP.
+        A future's callback may run on the group's thread, which cannot wait for itself: calls from
+        there run at once. The order is then the same on all ranks if each callback is added before
+        the next call and that call is asynchronous, as in the hooks of DDP.
         """
 
         def run() -> None:
-            with torch.inference_mode():  # Where tensors of any kind may be written to.
+            with torch.inference_mode():  # Allows writes to all tensors, inference tensors too.
                 body()
 
         def run_on_thread() -> None:
@@ -359,9 +357,9 @@ class _Group(dist.ProcessGroup):
         opts = _options(dist.BarrierOptions, opts, timeout)
         return self._run(opts, self._comm.barrier, [])
 
-    # ---- what torch lets Python override, and Gloo does ------------------------------------------
-    # The base class would call Gloo with the interpreter locked. One of Gloo's threads may need
-    # that to drop a tensor, and hold the lock of its queue meanwhile.
+    # ---- forwarded to Gloo -----------------------------------------------------------------------
+    # The base class would call Gloo while it holds the GIL. A thread of Gloo that holds the lock of
+    # its queue may need the GIL to free a tensor: a deadlock.
 
     def alltoall_base(self, *args: Any, **fields: Any) -> dist.Work:
         return self._gloo.alltoall_base(*args, **fields)
@@ -376,8 +374,8 @@ class _Group(dist.ProcessGroup):
 
 
 def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
-    """The options of a call: ``given``, or those that ``given``, as the value of the only
-    ``field``, or the field itself names."""
+    """The options of a call: ``given``, or new ones whose only ``field`` has the value passed by
+    name, or else ``given``."""
     if hasattr(given, "timeout"):
         return given
     options = kind()
@@ -391,11 +389,8 @@ def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
 
 
 def _in_place(tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
-    """Run ``collective`` on all elements of ``tensor`` in a row.
-
-    Ranks need give equally many elements only, as for torch's own backends; to a communicator their
-    shapes must be equal.
-    """
+    """Run ``collective`` on ``tensor`` as one dimension: torch's backends require equally many
+    elements on all ranks, a communicator equal shapes."""
     dense = to_dense_in_place(tensor)
     collective(dense.view(-1))
     put_back(dense, tensor)
@@ -406,7 +401,7 @@ def _is_dense(tensors: Sequence[Tensor]) -> bool:
 
 
 def _reduction(tensors: Sequence[Tensor], opts: Any) -> str | None:
-    """The communicator's name for the reduction of ``tensors``, ``None`` if it has none."""
+    """The communicator's name of the reduction; ``None`` if it does not support it."""
     name = next((name for op, name in _REDUCTIONS.items() if opts.reduceOp == op), None)
     if not _is_dense(tensors) or any(tensor.dtype not in REDUCIBLE for tensor in tensors):
         return None

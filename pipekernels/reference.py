@@ -1,4 +1,4 @@
-"""Plain-torch oracles: what every operation computes, in the simplest way.
+"""Reference implementations of every operation in plain torch, for tests.
 
 Those of the collectives take the tensors of all ranks at once.
 """
@@ -86,6 +86,6 @@ def row_parallel_linear(
 def column_parallel_linear(
     x: Tensor, weights: list[Tensor], biases: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """The part of the output that each rank has, where output features are sharded."""
+    """Each rank's part of the output, if the output features are sharded."""
     parts = [x @ w.t() for w in weights]
     return parts if biases is None else [y + b for y, b in zip(parts, biases, strict=True)]

@@ -1,11 +1,10 @@
-"""The public door of all operations, wherever they live.
+"""The public operations.
 
-Each operation validates its arguments, picks a device and is registered with ``torch.library``.
-They work under ``torch.compile`` and are differentiable in reverse mode. Splitting and
-concatenating micro-batches also have forward-mode derivatives and work under ``torch.func``; the
-others refuse to be differentiated so. Collectives take the loss to be the sum of the losses of all
-ranks; :mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute one and the same
-loss.
+All are registered with ``torch.library``, work under ``torch.compile`` and are differentiable in
+reverse mode. Splitting and concatenating micro-batches also have forward-mode derivatives and work
+under ``torch.func``; the others raise a RuntimeError there. Collectives assume that the loss is the
+sum of the losses of all ranks; :mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that
+compute the same loss.
 """
 
 from pipekernels.comm.functional import all_gather, all_reduce, broadcast, reduce_scatter
