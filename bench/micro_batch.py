@@ -76,10 +76,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         def concat(parts: Any = parts, dim: int = dim) -> Any:
             return concat_micro_batches(parts, dim)
 
-        for direction, ours, theirs in (
-            ("split", split, split_by_torch),
-            ("concat", concat, cat),
-        ):
+        for direction, ours, theirs in (("split", split, split_by_torch), ("concat", concat, cat)):
             candidates = {"ours": sampler(ours), "torch": sampler(theirs)}
             rounds = 5 if args.quick else 41
             samples = harness.alternate(candidates, warmup=2, rounds=rounds)

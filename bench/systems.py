@@ -1,7 +1,7 @@
 """The systems whose all-reduce is compared, each as one rank calls it from Python.
 
-Ranks of the peers run in virtual environments of their own, so this file imports nothing but NumPy
-until a system is made. Elements of bfloat16, which NumPy does not have, are kept as their bits.
+Ranks of peers run in virtual environments of their own, so this file imports only NumPy until a
+system is made. Elements of bfloat16, which NumPy does not have, are stored as their bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class System(Protocol):
 
 
 def empty(count: int, dtype: str) -> np.ndarray:
-    """Memory as all systems get it, but for symmetric tensors: on a cache line, as torch's is."""
+    """Memory for all systems, except symmetric tensors: aligned to a cache line, as torch's is."""
     line = 64
     memory = np.empty(count + line, STORAGE[dtype])
     begin = -memory.ctypes.data % line // memory.itemsize
@@ -76,7 +76,7 @@ def _join_gloo(rank: int, ranks: int, folder: Path) -> None:
 
 
 class Pipekernels:
-    """Ours: ordinary and symmetric tensors, by ``auto`` and by each algorithm alone."""
+    """Ours: ordinary and symmetric tensors, by ``auto`` and by each algorithm."""
 
     ALGORITHMS = ("one_shot", "two_shot", "ring")
 
@@ -148,8 +148,8 @@ class DeepSpeed:
     """DeepSpeed's shared-memory all-reduce for inference."""
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        # It shares memory if told that all ranks are local, and names it by address and port, which
-        # nothing else is made of here.
+        # DeepSpeed shares memory if all ranks are local. The master's address and port are used
+        # only in the name of the memory, so any strings do.
         port = folder.parent.name
         os.environ |= {
             "LOCAL_SIZE": str(ranks),
@@ -169,7 +169,7 @@ class DeepSpeed:
         if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
             raise RuntimeError("DeepSpeed was installed without its shared-memory all-reduce")
         comm.inference_all_reduce(torch.ones(1))
-        # All ranks have mapped it, and nobody would unlink it.
+        # All ranks have mapped the memory now, and DeepSpeed does not unlink it.
         Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_bench_{port}_{rank}").unlink()
         self.rank = rank
         self.version = deepspeed.__version__
@@ -213,7 +213,7 @@ class Mpi:
         else:
             return {}
         buffer = empty(count, dtype)
-        message = [buffer, datatype]  # To find out the type of an array takes mpi4py longer.
+        message = [buffer, datatype]  # Faster than letting mpi4py derive the type of the array.
         all_reduce, in_place = MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE
         return {self._name: Candidate(buffer, lambda: all_reduce(in_place, message))}
 

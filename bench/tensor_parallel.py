@@ -45,7 +45,7 @@ Serve = Callable[[Callable[[], float]], None]
 
 
 def build() -> nn.Sequential:
-    """The whole MLP, the same everywhere."""
+    """The whole MLP, with the same weights in all processes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
 

@@ -97,10 +97,8 @@ class Threads:
         self._pool.shutdown()
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """``body(rank)`` on all ranks at once, in their streams; waits for all, and the device.
-
-        Raises what went wrong on it, too.
-        """
+        """``body(rank)`` on all ranks at once, in their streams; waits for all ranks and the
+        device, and raises their errors."""
 
         def on_rank(rank: int) -> Any:
             try:
@@ -115,7 +113,7 @@ class Threads:
 
         futures = [self._pool.submit(on_rank, rank) for rank in range(self.ranks)]
         found = [future.exception() for future in futures]
-        # What one rank raises first, not what the others raise because of it.
+        # Prefer the original error to errors that it caused on other ranks.
         for consequences in ((threading.BrokenBarrierError, PeerError), ()):
             for error in found:
                 if error is not None and not isinstance(error, consequences):
@@ -133,7 +131,7 @@ class Threads:
         )
 
     def meet(self) -> None:
-        """Wait, on the host, until all ranks have come here."""
+        """Wait on the host until all ranks have called it."""
         self._together.wait()
 
 
@@ -149,10 +147,10 @@ class Calls:
         ordinary = [torch.empty_like(source) for source in self._sources]
         symmetric = threads.symmetric((self._count,), dtype)
         self.tensors = {"ordinary": ordinary, "symmetric": symmetric}
-        self.late = 0  # times that not even the longest wait sufficed to queue the calls
+        self.late = 0  # number of samples whose calls could not be queued in the longest wait
 
     def seconds(self, kind: str, algorithm: str, calls: int = CALLS) -> list[float]:
-        """Of each call, from when the last rank may begin to when the last is done."""
+        """Seconds of each call, from when the last rank may begin until the last one is done."""
         for cycles in HEAD_STARTS:
             seconds, queued_in_time = self._queue(self.tensors[kind], algorithm, calls, cycles)
             if queued_in_time:
@@ -201,7 +199,7 @@ class Calls:
         return seconds, queued_in_time
 
     def wrong(self, kind: str) -> int:
-        """Elements of all ranks together that are not the sum, after a call."""
+        """The number of wrong elements on all ranks, after a call."""
         return sum(int((tensor != self._expected).sum()) for tensor in self.tensors[kind])
 
 
@@ -278,7 +276,7 @@ def process(
 
 
 def by_processes(ranks: int, args: argparse.Namespace, backend: str) -> Row:
-    """The answers of all ranks, put together.
+    """Run all ranks and combine their results.
 
     Raises:
         RuntimeError: a rank failed or did not answer.
@@ -323,7 +321,7 @@ def by_processes(ranks: int, args: argparse.Namespace, backend: str) -> Row:
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of thread ranks, of one dtype first as time may be short; then of process ranks."""
+    """Rows of thread ranks, one dtype after the other as time may be short; then process ranks."""
     begin = time.monotonic()
     left_out = 0
     for dtype in DTYPES[:1] if args.quick else DTYPES:

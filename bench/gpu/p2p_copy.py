@@ -43,7 +43,7 @@ CONDITIONS = {
 
 
 class Body(nn.Module):
-    """So many products with one matrix."""
+    """``products`` matrix products in sequence."""
 
     def __init__(self, width: int, products: int, device: torch.device) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Body(nn.Module):
 
 
 def calibrated(send: Callable[[], Any], x: Tensor, width: int, device: torch.device) -> Body:
-    """A body that takes long enough on ``x``, compared with what ``send`` does."""
+    """A body that takes :data:`LONGER` times as long on ``x`` as ``send``, or longer."""
     copying = min(call_seconds(send, device) for _ in range(3))
     body = Body(width, PRODUCTS, device)
     once = min(call_seconds(lambda: body(x), device) for _ in range(3)) / PRODUCTS
@@ -67,10 +67,10 @@ def calibrated(send: Callable[[], Any], x: Tensor, width: int, device: torch.dev
 
 
 def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespace) -> Row:
-    """Of ``ops.p2p_copy`` in one direction."""
+    """Measure ``ops.p2p_copy`` in one direction."""
     device, width = args.device, 64 if args.quick else WIDTH
     pinned = memory == "pinned" and device.type == "cuda"
-    one = torch.randn(rows, width).to(torch.bfloat16)  # A CPU takes its time for random numbers.
+    one = torch.randn(rows, width).to(torch.bfloat16)  # One for all: random numbers are slow.
     on_host = [one.clone().pin_memory() if pinned else one.clone() for _ in range(CHUNKS)]
     on_device = [x.to(device) for x in on_host]
     host = torch.device("cpu")
@@ -113,7 +113,7 @@ def of_operation(direction: str, memory: str, rows: int, args: argparse.Namespac
 
 
 def of_model(way: str, rows: int, args: argparse.Namespace) -> Row:
-    """Of a model whose first module is on the CPU and whose second is on the GPU."""
+    """Measure a model whose first module is on the CPU and whose second one is on the GPU."""
     device, width = args.device, 64 if args.quick else WIDTH
     x = torch.randn(rows, width).to(torch.bfloat16).repeat(CHUNKS, 1)
     micro_batches = list(x.to(device).chunk(CHUNKS))

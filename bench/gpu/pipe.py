@@ -142,14 +142,14 @@ def timed(module: nn.Module, step: Step, device: torch.device) -> Callable[[], f
 
 
 def times(case: Case, chunks: int, quick: bool) -> Row:
-    """Every way to make a step in so many chunks, in turn."""
+    """Times of all kinds of steps with ``chunks`` chunks, measured alternately."""
     ways = {"plain": case.plain(), "loop": case.loop(chunks), "pipe": case.pipe(chunks)}
     ways["pipe, graphs"] = case.pipe(chunks, graphs=True)
     if chunks > 1:
         ways |= {name: case.train_step(chunks, name) for name in SCHEDULES}
         ways["1f1b, graphs"] = case.train_step(chunks, "1f1b", graphs=True)
     runners = {name: timed(*way, case.device) for name, way in ways.items()}
-    # In the third step graphs are captured.
+    # The third step captures graphs.
     samples = harness.alternate(runners, warmup=0 if quick else 4, rounds=2 if quick else 12)
     found = {name: harness.summary(seconds) for name, seconds in samples.items()}
     losses = {}
@@ -160,7 +160,7 @@ def times(case: Case, chunks: int, quick: bool) -> Row:
 
 
 def memory(case: Case, chunks: int) -> Row:
-    """Bytes at the peak of a step, by way."""
+    """Peak bytes of a step, by kind of step."""
     peaks = {}
     for name, make in {
         "plain": case.plain,
@@ -177,16 +177,15 @@ def memory(case: Case, chunks: int) -> Row:
 
 
 def peak(module: nn.Module, step: Step, device: torch.device) -> int:
-    """Bytes that the first steps allocate at their peak, gradients aside; 0 where torch does not
-    count."""
+    """Peak bytes allocated by the first steps, without gradients; 0 on a CPU."""
     counted = device.type == "cuda"
     if counted:
-        gc.collect()  # Or other modules' memory might be freed meanwhile.
+        gc.collect()  # Else memory of other modules might be freed meanwhile.
         module.zero_grad()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if counted else 0
-    for _ in range(4):  # with the third, in which graphs are captured
+    for _ in range(4):  # The third step captures graphs.
         step()
     if not counted:
         return 0
@@ -199,7 +198,7 @@ def peak(module: nn.Module, step: Step, device: torch.device) -> int:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     """A row per model and number of chunks; times, then memory."""
     for name, sizes in (TINY if args.quick else MODELS).items():
-        # Made by the first measurement, so that what goes wrong there is part of the result too.
+        # Made by the first measurement, so that an error there is recorded in its row.
         case = functools.cache(lambda sizes=sizes: Case(sizes, args.device))
         for chunks in CHUNKS[-1:] if args.quick else CHUNKS:
             yield from attempt(

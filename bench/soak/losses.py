@@ -30,17 +30,17 @@ SOON = 1.0  # Seconds within which survivors must hear of a death.
 
 
 class Loss(NamedTuple):
-    """What a survivor has seen."""
+    """The error that a survivor got."""
 
     error: str  # The name of its class.
-    rank: int | None  # Who is named, if that is an attribute.
+    rank: int | None  # Its attribute ``rank``, if any.
     message: str
     time: float  # By now().
-    calls: int  # Right ones before.
+    calls: int  # Number of correct calls before.
 
 
 class Member:
-    """What a worker keeps between tasks."""
+    """The state of a worker between tasks."""
 
     stack: contextlib.ExitStack
     before: dict[str, int]
@@ -53,7 +53,7 @@ _me = Member()
 
 
 def join(rank: int, world_size: int, store: str, timeout: float, seed: int) -> None:
-    """Form a group and try it, and prepare random calls."""
+    """Form a group, test it, and prepare random calls."""
     _me.before = traces()
     _me.stack = contextlib.ExitStack()
     _me.comm = _me.stack.enter_context(joined(rank, world_size, store, timeout))
@@ -90,12 +90,12 @@ def work(rank: int, _world_size: int, seed: int) -> Loss:
 
 
 def refill(_rank: int, _world_size: int) -> None:
-    """Use the tensor of the call that failed for something else."""
+    """Overwrite the tensor of the failed call, as a program may do after the error."""
     _me.held.fill_(7)
 
 
 def leave(rank: int, _world_size: int, refilled: bool) -> None:
-    """Leave the group, and leave nothing behind."""
+    """Leave the group, and check that no resources remain."""
     if refilled and _me.held.ne(7).any():
         raise AssertionError(f"a rank that came late has overwritten a tensor of rank {rank}")
     for attribute in ("held", "calls"):
@@ -115,7 +115,7 @@ def leave(rank: int, _world_size: int, refilled: bool) -> None:
 
 
 class Trial:
-    """One rank that is lost: who and when."""
+    """One lost rank: which one, and when."""
 
     def __init__(self, seed: int, number: int) -> None:
         generator = random.Random(f"{seed} {number}")
@@ -125,7 +125,7 @@ class Trial:
         self.delay = generator.uniform(0, SPREAD)
 
     def lose(self, workers: list[Worker], store: str, timeout: float, number: int) -> float:
-        """Let the ranks work and send the victim a signal; returns when."""
+        """Let the ranks work and send the victim a signal; returns the time of the signal."""
         run_on_all(workers, join, store, timeout, self.seed)
         for rank, worker in enumerate(workers):
             worker.start(work, rank, self.world_size, self.seed)
@@ -139,7 +139,7 @@ def kill(seed: int, kills: int) -> list[dict[str, Any]]:
     """A row for all kills.
 
     Raises:
-        AssertionError: something is not as it should be; the message names the kill.
+        AssertionError: a check failed; the message has the number of the kill.
         WrongResult: a collective returned a wrong sum.
     """
     delays: list[float] = []

@@ -54,7 +54,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "algorithm": ALGORITHMS,
     "src": tuple(range(RANKS)),
 }
-# What an operation does not have cannot differ.
+# The fields of each operation, by name of the change.
 FIELDS = {
     "all_reduce": {"shape": "count", "dtype": "dtype", "op": "op", "algorithm": "algorithm"},
     "reduce_scatter": {"shape": "count", "dtype": "dtype", "op": "op"},
@@ -65,7 +65,7 @@ FIELDS = {
 
 
 def draw(generator: random.Random) -> tuple[list[list[Plan]], str]:
-    """The calls that each rank makes, none of which is the same on all, and what differs."""
+    """The calls of each rank, which differ between ranks, and the name of the change."""
     plan = Plan(**{name: generator.choice(domain) for name, domain in DOMAINS.items()})
     fields = FIELDS[plan.operation] | {"operation": "operation"}
     change = generator.choice(sorted([*fields, "order"]))
@@ -79,10 +79,10 @@ def draw(generator: random.Random) -> tuple[list[list[Plan]], str]:
 
 
 def differ(comm: Communicator, seed: int, first: int, count: int) -> dict[str, int]:
-    """How many calls of each kind were reported on this rank.
+    """The number of reported mismatches on this rank, by kind of change.
 
     Raises:
-        AssertionError: one was not.
+        AssertionError: a mismatch was not reported.
     """
     reported = dict.fromkeys(CHANGES, 0)
     for case in range(first, first + count):
@@ -120,10 +120,10 @@ def on_threads(_rank: int, _world_size: int, seed: int, first: int, count: int) 
 
 
 def run(seed: int, cases: int) -> list[dict[str, Any]]:
-    """A row for all of them.
+    """A row for all cases.
 
     Raises:
-        AssertionError: a call that differs was not reported on all ranks; the message names it.
+        AssertionError: a mismatch was not reported on all ranks; the message names it.
     """
     begin = time.perf_counter()
     total = 0

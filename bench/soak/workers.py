@@ -1,6 +1,6 @@
-"""Processes that live long, form groups and leave them, and may be killed.
+"""Long-lived processes that form groups and leave them, and may be killed.
 
-They come from a server that has imported torch, so a new one takes some milliseconds.
+They are forked from a server that has imported torch, so a new one starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -71,7 +71,7 @@ class Worker:
 
 
 class Pool:
-    """Workers that are there before they are needed."""
+    """Workers that are started in advance."""
 
     def __init__(self, size: int) -> None:
         self._workers = [Worker() for _ in range(size)]
@@ -88,7 +88,7 @@ class Pool:
         return self._workers[:count]
 
     def replace(self, worker: Worker) -> None:
-        """Put a new one at the end in place of one that has been killed."""
+        """Remove a killed worker and append a new one."""
         worker.end()
         self._workers.remove(worker)
         self._workers.append(Worker())
@@ -125,10 +125,8 @@ def _serve(pipe: Connection) -> None:
 
 
 def run_on_all(workers: list[Worker], task: Callable[..., Any], *args: Any) -> list[Any]:
-    """``task(rank, world_size, *args)`` on every worker; the results in rank order.
-
-    Raises what a worker raised, preferably not because of another one.
-    """
+    """``task(rank, world_size, *args)`` on every worker; the results in rank order. Of several
+    errors it raises one that is not a PeerError, if possible."""
     for rank, worker in enumerate(workers):
         worker.start(task, rank, len(workers), *args)
     results, errors = [], []
@@ -154,7 +152,7 @@ def joined(rank: int, world_size: int, store: str, timeout: float) -> Iterator[C
 
 
 def traces() -> dict[str, int]:
-    """What a communicator could leave behind in this process."""
+    """Counts of resources of this process that a communicator could leak."""
     targets = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # That of the listing itself.
@@ -166,7 +164,7 @@ def traces() -> dict[str, int]:
 
 @contextlib.contextmanager
 def no_names_left() -> Iterator[None]:
-    """Checks that no name in ``/dev/shm`` is left; what other programs put there may go meanwhile.
+    """Checks that no new name remains in ``/dev/shm``; waits for other programs to remove theirs.
 
     Raises:
         AssertionError: there are new names.

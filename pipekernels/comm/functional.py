@@ -174,12 +174,12 @@ def _symmetric_copy(x: Tensor, comm: Communicator) -> Tensor:
     return comm.output(x.shape, x).copy_(x)
 
 
+def _same_shape(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str) -> Tensor:
     return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm)
-
-
-def _all_reduce_fake(x: Tensor, comm: int, op: str, algorithm: str) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -195,14 +195,10 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _call_all_reduce = _register(
     "all_reduce(Tensor x, int comm, str op, str algorithm) -> Tensor",
     _all_reduce,
-    _all_reduce_fake,
+    _same_shape,
     _all_reduce_setup,
     _all_reduce_backward,
 )
-
-
-def _reduce_scatter(x: Tensor, comm: Communicator, op: str) -> Tensor:
-    return comm.reduce_scatter(x, op)
 
 
 def _reduce_scatter_fake(x: Tensor, comm: int, op: str) -> Tensor:
@@ -221,7 +217,7 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 _call_reduce_scatter = _register(
     "reduce_scatter(Tensor x, int comm, str op) -> Tensor",
-    _reduce_scatter,
+    lambda x, comm, op: comm.reduce_scatter(x, op),
     _reduce_scatter_fake,
     _reduce_scatter_setup,
     _reduce_scatter_backward,
@@ -233,10 +229,6 @@ def _in_reals(reduction: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     if not grad.is_complex():
         return reduction(grad)
     return torch.view_as_complex(reduction(torch.view_as_real(grad.resolve_conj())))
-
-
-def _all_gather(x: Tensor, comm: Communicator) -> Tensor:
-    return comm.all_gather(x)
 
 
 def _all_gather_fake(x: Tensor, comm: int) -> Tensor:
@@ -254,7 +246,7 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _call_all_gather = _register(
     "all_gather(Tensor x, int comm) -> Tensor",
-    _all_gather,
+    lambda x, comm: comm.all_gather(x),
     _all_gather_fake,
     _all_gather_setup,
     _all_gather_backward,
@@ -263,10 +255,6 @@ _call_all_gather = _register(
 
 def _broadcast(x: Tensor, comm: Communicator, src: int) -> Tensor:
     return comm.broadcast(_symmetric_copy(x, comm), src)
-
-
-def _broadcast_fake(x: Tensor, comm: int, src: int) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -285,7 +273,7 @@ def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _call_broadcast = _register(
     "broadcast(Tensor x, int comm, int src) -> Tensor",
     _broadcast,
-    _broadcast_fake,
+    _same_shape,
     _broadcast_setup,
     _broadcast_backward,
 )
