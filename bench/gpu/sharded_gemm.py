@@ -160,7 +160,7 @@ def relative_errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, fl
 
 
 class SharedLayer:
-    """A row-parallel layer of thread ranks, and what its forward consists of, each part for a rank.
+    """A row-parallel layer of thread ranks, and the parts of its forward.
 
     Args:
         threads: the ranks.
@@ -191,7 +191,7 @@ class SharedLayer:
             self._beside = [torch.cuda.Stream(device, priority=-1) for _ in range(ranks)]
 
     def ways(self) -> dict[str, Callable[[int], Any]]:
-        """All that is timed."""
+        """The candidates to time, by name; each takes a rank."""
         return {
             "product": self.product,
             "all-reduce": self.reduce,
@@ -201,11 +201,11 @@ class SharedLayer:
         }
 
     def product(self, rank: int) -> None:
-        """The product alone."""
+        """Only the product."""
         ops.sharded_gemm(self._xs[rank], self._weights[rank], algorithm=self._on_gpu("triton"))
 
     def reduce(self, rank: int) -> None:
-        """The all-reduce alone, by as many blocks as beside the product."""
+        """Only the all-reduce, by as many thread blocks as during the product."""
         communicator, tensor = self._communicators[rank], self._sums[rank]
         if self.blocks is None:
             communicator.all_reduce(tensor)
@@ -215,7 +215,7 @@ class SharedLayer:
             )
 
     def forward(self, algorithm: str, rank: int) -> Tensor:
-        """Both, by ``algorithm``."""
+        """Product and all-reduce, by ``algorithm``."""
         return row_linear(
             self._xs[rank],
             self._weights[rank],
@@ -224,7 +224,7 @@ class SharedLayer:
         )
 
     def slowed(self, rank: int) -> None:
-        """The product beside an all-reduce that has nothing to do with it."""
+        """The product during an unrelated all-reduce."""
         with torch.cuda.stream(self._beside[rank]):
             self.reduce(rank)
         self.product(rank)
@@ -267,7 +267,7 @@ def overlapped(tokens: int, args: argparse.Namespace) -> Row:
 
 
 def tune(seconds: float) -> Row:
-    """Measure this GPU for so long; the table is kept in the user's cache and with the results."""
+    """Measure this GPU for ``seconds``; saves the table in the cache and with the results."""
     from pipekernels.kernels import tuner
     from pipekernels.local_ops.gemm_tuning import by_library
 
@@ -286,7 +286,7 @@ def tune(seconds: float) -> Row:
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
-    """Tuning, then products and the overlap, in the time there is."""
+    """Tuning, then products and the overlap, within ``--seconds``."""
     begin = time.monotonic()
     on_gpu = args.device.type == "cuda"
     if on_gpu and has_triton() and not args.quick:

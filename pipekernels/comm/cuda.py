@@ -77,14 +77,9 @@ class CudaEnd:
             )
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
+        codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op], ALGORITHMS[algorithm]
         self._own.all_reduce(
-            tensor.data_ptr(),
-            tensor.numel(),
-            REDUCIBLE[tensor.dtype],
-            REDUCTIONS[op],
-            ALGORITHMS[algorithm],
-            shape_digest(tensor),
-            *self._caller(),
+            tensor.data_ptr(), tensor.numel(), *codes, shape_digest(tensor), *self._caller()
         )
 
     def all_reduce_when_ready(

@@ -28,23 +28,13 @@ class SharedMemoryEnd:
         self.abort = core.abort
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
-        self.core.all_reduce(
-            tensor.data_ptr(),
-            tensor.numel(),
-            REDUCIBLE[tensor.dtype],
-            REDUCTIONS[op],
-            ALGORITHMS[algorithm],
-            shape_digest(tensor),
-        )
+        codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op], ALGORITHMS[algorithm]
+        self.core.all_reduce(tensor.data_ptr(), tensor.numel(), *codes, shape_digest(tensor))
 
     def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
+        codes = REDUCIBLE[input.dtype], REDUCTIONS[op]
         self.core.reduce_scatter(
-            input.data_ptr(),
-            output.data_ptr(),
-            output.numel(),
-            REDUCIBLE[input.dtype],
-            REDUCTIONS[op],
-            shape_digest(input),
+            input.data_ptr(), output.data_ptr(), output.numel(), *codes, shape_digest(input)
         )
 
     def all_gather(self, input: Tensor, output: Tensor) -> None:
