@@ -56,14 +56,14 @@ inline Algorithm algorithm_of_code(int code) {
   return static_cast<Algorithm>(code);
 }
 
-constexpr uint32_t kMostShape = (1 << kShapeBits) - 1;
+constexpr uint32_t kMaxShape = (1 << kShapeBits) - 1;
 
 inline uint32_t checked_shape(uint32_t digest) {
-  check_in_range("shape", digest, 0, kMostShape);
+  check_in_range("shape", digest, 0, kMaxShape);
   return digest;
 }
 
-constexpr size_t kMostBytes = size_t{1} << 56;  // No process can address more.
+constexpr size_t kMaxBytes = size_t{1} << 56;  // No process can address more.
 
 inline void* address(uintptr_t pointer) { return reinterpret_cast<void*>(pointer); }
 
@@ -72,8 +72,8 @@ inline void* address_of(const char* name, uintptr_t pointer, size_t count, DType
                         int parts = 1) {
   const size_t unit = size_of(dtype) * parts;
   size_t bytes;
-  if (__builtin_mul_overflow(count, unit, &bytes) || bytes > kMostBytes) {
-    reject_count(count, dtype, parts, kMostBytes / unit);
+  if (__builtin_mul_overflow(count, unit, &bytes) || bytes > kMaxBytes) {
+    reject_count(count, dtype, parts, kMaxBytes / unit);
   }
   if (bytes > 0 && (pointer == 0 || pointer > UINTPTR_MAX - bytes)) {
     reject_address(name, pointer, bytes);

@@ -69,7 +69,7 @@ void check_signals() {
 
 // As digest_of() in comm/tensors.py.
 uint32_t shape_digest(py::handle tensor, int32_t dims) {
-  return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & kMostShape);
+  return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & kMaxShape);
 }
 
 // The code among `codes` that `name` is the very name of, the one string object that literals in

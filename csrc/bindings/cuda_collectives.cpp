@@ -61,9 +61,9 @@ void bind_cuda_collectives(py::module_& m) {
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
       .def(py::init([](Communicator& core, int device, size_t symmetric_bytes) {
-             if (symmetric_bytes > kMostBytes) {
+             if (symmetric_bytes > kMaxBytes) {
                throw std::invalid_argument("symmetric_bytes must be at most " +
-                                           std::to_string(kMostBytes) + ", got " +
+                                           std::to_string(kMaxBytes) + ", got " +
                                            std::to_string(symmetric_bytes));
              }
              return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes);

@@ -23,7 +23,7 @@ namespace pipekernels::python {
 namespace {
 
 // More than Linux has processors; OpenMP ends the process if it cannot start a thread.
-constexpr int kMostThreads = 8192;
+constexpr int kMaxThreads = 8192;
 
 // Dtypes that cannot be cast have one code, whatever their sizes.
 struct ElementKind {
@@ -154,7 +154,7 @@ bool are_plain_and_fit(int64_t dim, int64_t tensors, const py::list& micro_batch
       return false;
     }
     if (t == 0) size = given.shape[dim];
-    if (given.shape[dim] != size || !alike_but_in(dim, wanted[t], given)) return false;
+    if (given.shape[dim] != size || !same_but_for_size_along(dim, wanted[t], given)) return false;
     if (!is_plain(tensor, given)) return false;
     if (++t == tensors) t = 0;
   }
@@ -170,7 +170,7 @@ void bind_micro_batches(py::module_& m) {
       "copy_micro_batches",
       [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
          int threads) {
-        check_in_range("threads", threads, 1, kMostThreads);
+        check_in_range("threads", threads, 1, kMaxThreads);
         const auto request = micro_batch_copy(split, dim, wholes, micro_batches, dlpack::kCpu);
         const NoGil no_gil;
         copy_micro_batches(request, threads);

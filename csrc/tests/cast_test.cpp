@@ -57,7 +57,7 @@ ElementsOf<Type> elements() {
 
 // One NaN is as good as another.
 template <class Type>
-bool same(typename Type::Element a, typename Type::Element b) {
+bool same_value(typename Type::Element a, typename Type::Element b) {
   return std::memcmp(&a, &b, sizeof(a)) == 0 ||
          (std::isnan(Type::widen(a)) && std::isnan(Type::widen(b)));
 }

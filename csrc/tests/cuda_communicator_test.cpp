@@ -341,7 +341,7 @@ void be_late(Communicator& core, const Signpost& given_up) {
   given_up.set();
   CHECK(has(told, rank.number() == 1 ? "rank 1 did not arrive in time, as rank 0 has noticed"
                                      : "rank 1 of 2 did not arrive at all_reduce(20000 x float32"));
-  rank.stream->drain();  // The error may be known before all is spoiled.
+  rank.stream->drain();  // The error may be known before all is poisoned.
   for (const float value : data) CHECK(value != value);
   CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
 }
@@ -367,7 +367,7 @@ void fail_to_launch(Communicator& core) {
   const auto begin = Clock::now();
   rank.cuda.close(false);
   CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Nor does its kernel wait for 30 s.
-  // All spoiled, or untouched, if the other one had failed before this one's launch.
+  // All poisoned, or untouched, if the other one had failed before this one's launch.
   CHECK(all_are(data.data(), count, 1.0f) ||
         std::all_of(data.begin(), data.end(), [](float value) { return value != value; }));
 }

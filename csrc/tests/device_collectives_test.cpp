@@ -53,7 +53,7 @@ class Buffer {
   void fill(const Bytes& contents) {
     if (!contents.empty()) std::memcpy(data_, contents.data(), contents.size());
   }
-  bool spoiled() const {
+  bool poisoned() const {
     return std::all_of(data_, data_ + bytes_, [](std::byte b) { return b == std::byte{0xff}; });
   }
 
@@ -267,7 +267,7 @@ struct Failing {
   }
 };
 
-// A rank stays away; the others say so, spoil their results, and leave at once from then on. When
+// A rank stays away; the others say so, poison their results, and leave at once from then on. When
 // it comes at last it hears of that.
 void test_late_rank(int ranks, Algorithm algorithm) {
   Failing job(ranks, algorithm, 1.0);
@@ -281,7 +281,7 @@ void test_late_rank(int ranks, Algorithm algorithm) {
     CHECK(heard || failure.kind == DeviceFailureKind::kMissing);
     if (!heard && ranks == 2) CHECK(failure.rank == late);
     CHECK(RankStatus::reason(failure.status) == Reason::kTimedOut);
-    CHECK(job.tensors[rank]->spoiled());
+    CHECK(job.tensors[rank]->poisoned());
     job.tensors[rank]->fill(Bytes(job.tensors[rank]->bytes()));
   }
   const auto start = std::chrono::steady_clock::now();
@@ -289,7 +289,7 @@ void test_late_rank(int ranks, Algorithm algorithm) {
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
   CHECK(job.failure(late).kind == DeviceFailureKind::kPeer);
   CHECK(RankStatus::reason(job.failure(late).status) == Reason::kTimedOut);
-  for (const auto& tensor : job.tensors) CHECK(tensor->spoiled());
+  for (const auto& tensor : job.tensors) CHECK(tensor->poisoned());
 }
 
 // The host ends a wait: because it gives up itself, or because a peer has died or closed.
@@ -310,7 +310,7 @@ void test_stop(uint32_t status, int who) {
   CHECK(other.kind == DeviceFailureKind::kPeer && other.rank == 0);
   CHECK(RankStatus::reason(other.status) == RankStatus::reason(status));
   CHECK(RankStatus::culprit(other.status) == who);
-  CHECK(job.tensors[0]->spoiled() && job.tensors[1]->spoiled());
+  CHECK(job.tensors[0]->poisoned() && job.tensors[1]->poisoned());
 }
 
 // Ranks call different things, with grids of their own: all of them find out, and see two calls
@@ -329,17 +329,17 @@ void test_mismatch(int ranks, uint64_t seed) {
   }
   bool differ = false;
   for (int rank = 1; rank < ranks; ++rank) {
-    differ = differ || !same(job.streams[rank].back().launch.descriptor.call,
-                             job.streams[0].back().launch.descriptor.call);
+    differ = differ || !same_call(job.streams[rank].back().launch.descriptor.call,
+                                  job.streams[0].back().launch.descriptor.call);
   }
   run_streams(job.streams, 3, 2);
   for (int rank = 0; rank < ranks && differ; ++rank) {
     const DeviceFailure& failure = job.failure(rank);
     CHECK(failure.kind == DeviceFailureKind::kMismatch);
-    CHECK(same(failure.mine, job.streams[rank].back().launch.descriptor.call));
-    CHECK(same(failure.theirs, job.streams[failure.rank].back().launch.descriptor.call));
-    CHECK(!same(failure.mine, failure.theirs));
-    CHECK(job.tensors[ranks + rank]->spoiled());
+    CHECK(same_call(failure.mine, job.streams[rank].back().launch.descriptor.call));
+    CHECK(same_call(failure.theirs, job.streams[failure.rank].back().launch.descriptor.call));
+    CHECK(!same_call(failure.mine, failure.theirs));
+    CHECK(job.tensors[ranks + rank]->poisoned());
     // The call before was a good one.
     std::vector<Bytes> inputs;
     for (int peer = 0; peer < ranks; ++peer) {
@@ -363,7 +363,7 @@ void test_never_ready() {
   CHECK(job.failure(1).kind == DeviceFailureKind::kNotReady);
   CHECK(job.failure(0).kind == DeviceFailureKind::kPeer);
   CHECK(RankStatus::culprit(job.failure(0).status) == 1);
-  CHECK(job.tensors[0]->spoiled() && job.tensors[1]->spoiled());
+  CHECK(job.tensors[0]->poisoned() && job.tensors[1]->poisoned());
 }
 
 // A clock that jumps back once, and then past the timeout at the very moment when what is awaited

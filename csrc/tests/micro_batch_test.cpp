@@ -296,7 +296,7 @@ void test_walk() {
       for (int32_t step = 1; step <= 40; ++step) {
         int32_t places = 0;
         for (int32_t first = 0; first < step; ++first) {
-          Walk walk(first, step, cols);
+          StridedCell walk(first, step, cols);
           for (int32_t place = first; place < rows * cols; place += step, walk.advance()) {
             CHECK(walk.row == place / cols && walk.col == place % cols);
             ++places;

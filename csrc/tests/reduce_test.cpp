@@ -108,7 +108,7 @@ bool is_nan(T v) {
 
 // The same bits; any NaN for a NaN.
 template <class T>
-bool same(T a, T b) {
+bool same_value(T a, T b) {
   return (is_nan(a) && is_nan(b)) || std::memcmp(&a, &b, sizeof(T)) == 0;
 }
 
@@ -155,7 +155,7 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
         for (size_t i = 0; i < count; ++i) {
           T value;
           std::memcpy(&value, result + i * sizeof(T), sizeof(T));
-          CHECK(same(value, expected[i]));
+          CHECK(same_value(value, expected[i]));
           if (is_sum && is_nan(value)) CHECK(std::memcmp(&value, &all_bits, sizeof(T)) == 0);
         }
         CHECK(result[count * sizeof(T)] == 0xa5);
@@ -193,7 +193,7 @@ void test_all_values(DType dtype, Isa isa) {
   for (size_t i = 0; i < values.size(); ++i) values[i].bits = static_cast<uint16_t>(i);
   const void* source = values.data();
   reduce_kernels(dtype, Reduction::kMax, isa).reduce(result.data(), &source, 1, values.size());
-  for (size_t i = 0; i < values.size(); ++i) CHECK(same(values[i], result[i]));
+  for (size_t i = 0; i < values.size(); ++i) CHECK(same_value(values[i], result[i]));
 }
 
 // Sums of two floats of very different size hit every way to round.
@@ -211,7 +211,7 @@ void test_rounding(DType dtype, Isa isa, int mantissa_bits) {
     reduce_kernels(dtype, Reduction::kSum, isa).reduce(result.data(), sources, 2, count);
     for (size_t i = 0; i < count; ++i) {
       const float sum = Element<T>::widen(large[i]) + Element<T>::widen(small[i]);
-      CHECK(same(result[i], T{narrow(sum, mantissa_bits)}));
+      CHECK(same_value(result[i], T{narrow(sum, mantissa_bits)}));
     }
   }
 }

@@ -143,7 +143,7 @@ void test_contains() {
   CHECK(!heap.contains(&other, sizeof(other)));
 }
 
-// As Zen to Zen 4 look lines up, see kApart.
+// As Zen to Zen 4 look lines up, see kRankSpacing.
 int hash_of(const std::byte* place) {
   const auto address = reinterpret_cast<uintptr_t>(place);
   int hash = 0;

@@ -97,7 +97,7 @@ void one_shot_or_in_place(Collective& collective, const Task& task) {
     copy_bytes(task.data, result, bytes);
   }
   collective.finish_rounds(1);
-  if (!collective.direct()) collective.take_staging(bytes);
+  if (!collective.direct()) collective.prefetch_staging(bytes);
 }
 
 // Every rank reduces its slice, block by block, and the others collect it. Round k is

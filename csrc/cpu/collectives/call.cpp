@@ -25,14 +25,14 @@ std::string describe_mismatch(const Call* calls, const int* ranks, int count) {
     text += (i ? ", " : "") + rank_name(ranks[i]) + " " + describe(calls[i]);
     Call reshaped = calls[i];
     reshaped.shape = calls[0].shape;
-    only_shapes = only_shapes && same(reshaped, calls[0]);
-    only_devices = only_devices && same(on_cuda(calls[i]), on_cuda(calls[0]));
+    only_shapes = only_shapes && same_call(reshaped, calls[0]);
+    only_devices = only_devices && same_call(on_cuda(calls[i]), on_cuda(calls[0]));
   }
   if (only_devices) return text + ", but not all of them on CUDA tensors";
   return only_shapes ? text + ", but of different shapes" : text;
 }
 
-void throw_gone(int rank, uint32_t status) {
+void throw_peer_failure(int rank, uint32_t status) {
   constexpr const char* what[] = {" has died", " has closed its communicator",
                                   " gave up after an error of its own", " did not arrive in time",
                                   " called another collective"};

@@ -15,7 +15,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How long a rank sleeps before it looks for dead peers, the timeout and Ctrl-C.
-constexpr std::chrono::milliseconds kSlice{20};
+constexpr std::chrono::milliseconds kPollInterval{20};
 
 // How often a rank looks for a signal before it goes to sleep: first in a tight loop, then offering
 // its core to others in between. Ranks that share cores do the latter alone: the peer they wait for
@@ -42,7 +42,7 @@ int check_rank(int rank, int world_size) {
                               std::to_string(rank));
 }
 
-bool is_interrupted_here(const Communicator* communicator) {
+bool is_checking_interrupts(const Communicator* communicator) {
   const Interrupted* each = interrupted;
   while (each && each->communicator != communicator) each = each->outer;
   return each != nullptr;
@@ -69,7 +69,7 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
       interrupt_(std::move(interrupt)),
       before_wait_(std::move(before_wait)),
       prefetch_writes_(prefetch_writes),
-      crowded_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
+      oversubscribed_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
       process_(process_generation()),
       heap_(std::make_shared<SymmetricHeap>(segment, rank)),
       segment_(std::move(segment)),
@@ -95,7 +95,7 @@ void Communicator::abort() { shut_down(RankStatus::failed(Reason::kAborted, rank
 void Communicator::shut_down(uint32_t status) {
   closed_.store(true);  // A call in progress sees this and gives up.
   // That of this thread does so when the signal handler returns; the rest is done next time.
-  if (is_interrupted_here(this)) return;
+  if (is_checking_interrupts(this)) return;
   std::unique_lock<std::timed_mutex> hold(mutex_, std::defer_lock);
   const bool is_ours = process_ == process_generation();  // Not so lock and status in a child.
   if (is_ours) hold.lock();
@@ -142,7 +142,7 @@ void Communicator::check_usable() const {
 void Communicator::lock() {
   check_process();
   if (mutex_.try_lock()) return;
-  if (is_interrupted_here(this)) {
+  if (is_checking_interrupts(this)) {
     throw std::runtime_error(
         "a signal handler cannot call a collective of the communicator in whose collective this "
         "thread is; raise an exception, which ends that one");
@@ -150,7 +150,7 @@ void Communicator::lock() {
   before_wait_();
   const auto deadline = Clock::now() + timeout_;
   // The system's clock, since ThreadSanitizer does not know a lock by the steady one.
-  while (!mutex_.try_lock_until(std::chrono::system_clock::now() + kSlice)) {
+  while (!mutex_.try_lock_until(std::chrono::system_clock::now() + kPollInterval)) {
     if (closed_.load(std::memory_order_relaxed)) check_usable();
     if (Clock::now() >= deadline) {
       throw TimeoutError(rank_,
@@ -179,7 +179,7 @@ void Communicator::await_slowly(Signal& signal, uint32_t target, int owner) cons
   const auto deadline = Clock::now() + timeout_;
   while (true) {
     check_peers(signal, target);
-    signal.sleep(target, kSlice);
+    signal.sleep(target, kPollInterval);
     if (signal.reached(target)) return;
     check_processes(signal, target);
     if (Clock::now() >= deadline) throw_timeout(signal, target, owner);
@@ -209,7 +209,7 @@ void Communicator::await_arrivals(uint32_t target, int spins) const {
     const uint32_t status = state(rank).status.load(std::memory_order_seq_cst);
     if (RankStatus::is_failed(status) &&
         state(rank).failed_call.load(std::memory_order_relaxed) <= calls_) {
-      throw_gone(rank, status);
+      throw_peer_failure(rank, status);
     }
   }
 }
@@ -219,7 +219,7 @@ void Communicator::check_peers(const Signal& signal, uint32_t target) const {
   for (int rank = 0; rank < world_size_; ++rank) {
     const uint32_t status = state(rank).status.load(std::memory_order_acquire);
     fuzz_delay();
-    if (status != RankStatus::kOpen && !signal.reached(target)) throw_gone(rank, status);
+    if (status != RankStatus::kOpen && !signal.reached(target)) throw_peer_failure(rank, status);
   }
   if (closed_.load(std::memory_order_relaxed)) {
     throw std::runtime_error("this communicator was closed during the call");
@@ -269,7 +269,7 @@ void Communicator::check() {
   check_usable();
 }
 
-void Communicator::fail_elsewhere(Reason reason, int culprit, const std::string& message) {
+void Communicator::fail_externally(Reason reason, int culprit, const std::string& message) {
   const std::lock_guard<std::timed_mutex> hold(mutex_);
   if (failure_ || closed_.load(std::memory_order_relaxed)) return;
   publish(RankStatus::failed(reason, culprit), calls_ + 1);
@@ -335,7 +335,7 @@ void Collective::wait() {
   communicator_.await_arrivals(communicator_.state(rank()).arrivals.own_value(), spins());
   if (!compared_) compare_descriptors();
   // The peers have a copy of the line by now, which the next signal would have to wait for.
-  if (communicator_.prefetch_writes_) take_line(&communicator_.state(rank()).arrivals);
+  if (communicator_.prefetch_writes_) prefetch_for_write(&communicator_.state(rank()).arrivals);
 }
 
 void Collective::wait(Signal& signal, uint32_t target, int owner) {
@@ -343,21 +343,22 @@ void Collective::wait(Signal& signal, uint32_t target, int owner) {
 }
 
 int Collective::spins() const {
-  if (communicator_.crowded_) return 0;
+  if (communicator_.oversubscribed_) return 0;
   return compared_ ? kSpins : kSpinsFirst;
 }
 
-void Collective::take_staging(size_t bytes) const {
+void Collective::prefetch_staging(size_t bytes) const {
   if (!communicator_.prefetch_writes_) return;
   constexpr size_t kLimit = 2 << 10;
-  for (size_t i = 0; i < std::min(bytes, kLimit); i += 64) take_line(staging(rank(), 0) + i);
+  for (size_t i = 0; i < std::min(bytes, kLimit); i += 64)
+    prefetch_for_write(staging(rank(), 0) + i);
 }
 
 void Collective::compare_descriptors() {
   compared_ = true;
   bool equal = true;
   for (int peer = 0; peer < world_size(); ++peer) {
-    equal = equal && same(descriptor(peer).call, mine_.call);
+    equal = equal && same_call(descriptor(peer).call, mine_.call);
   }
   if (equal) return;
   std::vector<Call> calls;

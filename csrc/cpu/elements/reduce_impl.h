@@ -17,7 +17,7 @@ namespace {
 
 // ---- element types ---------------------------------------------------------------------------
 // A vector of elements widens to kParts vectors of accumulators, in an order of the type's own.
-// narrow_sum(v) is narrow(one_nan(v)).
+// narrow_sum(v) is narrow(canonical_nan(v)).
 
 template <class T>
 struct Plain {
@@ -26,7 +26,7 @@ struct Plain {
   static constexpr int kParts = 1;
   static void widen(Vector<T> v, Vector<T>* parts) { parts[0] = v; }
   static Vector<T> narrow(const Vector<T>* parts) { return parts[0]; }
-  static Vector<T> narrow_sum(const Vector<T>* parts) { return one_nan(parts[0]); }
+  static Vector<T> narrow_sum(const Vector<T>* parts) { return canonical_nan(parts[0]); }
 };
 
 // 16-bit floats by hand: even elements in one part, odd ones in the other.
@@ -89,7 +89,7 @@ struct Fp16 {
     return bits<Vector<uint16_t>>(join_halves(narrow_half(parts[0]), narrow_half(parts[1])));
   }
   static Vector<uint16_t> narrow_sum(const Vector<float>* parts) {
-    const Vector<float> sums[kParts] = {one_nan(parts[0]), one_nan(parts[1])};
+    const Vector<float> sums[kParts] = {canonical_nan(parts[0]), canonical_nan(parts[1])};
     return narrow(sums);
   }
 };
@@ -192,34 +192,34 @@ struct Wide {
   }
 };
 
-// Pointers to tensors: any number, all but one of them, and as many as the compiler can keep in
+// AllPointers to tensors: any number, all but one of them, and as many as the compiler can keep in
 // registers.
-struct Pointers {
+struct AllPointers {
   const void* const* each;
   int count;
 
   const void* operator[](int i) const { return each[i]; }
 };
-struct Others {
+struct PeerPointers {
   void* const* each;
   int own;
   int count;
 
   void* operator[](int i) const { return each[i < own ? i : i + 1]; }
 };
-struct Pair {
+struct TwoPointers {
   const void *first, *second;
   static constexpr int count = 2;
 
   const void* operator[](int i) const { return i == 0 ? first : second; }
 };
-struct One {
+struct OnePointer {
   void* only;
   static constexpr int count = 1;
 
   void* operator[](int) const { return only; }
 };
-struct None {
+struct NoPointers {
   static constexpr int count = 0;
 
   void* operator[](int) const { return nullptr; }
@@ -285,14 +285,16 @@ struct Kernels {
   }
 
   static void reduce(void* destination, const void* const* sources, int terms, size_t count) {
-    reduce_to(destination, None{}, Pointers{sources, terms}, count);
+    reduce_to(destination, NoPointers{}, AllPointers{sources, terms}, count);
   }
 
   static void reduce_in_place(void* const* tensors, int terms, int own, size_t count) {
     if (terms == 2) {  // Two ranks, where that is a fifth faster.
-      return reduce_to(tensors[own], One{tensors[1 - own]}, Pair{tensors[0], tensors[1]}, count);
+      return reduce_to(tensors[own], OnePointer{tensors[1 - own]},
+                       TwoPointers{tensors[0], tensors[1]}, count);
     }
-    reduce_to(tensors[own], Others{tensors, own, terms - 1}, Pointers{tensors, terms}, count);
+    reduce_to(tensors[own], PeerPointers{tensors, own, terms - 1}, AllPointers{tensors, terms},
+              count);
   }
 
   static void accumulate(void* destination, const void* partial, const void* source, size_t count) {

@@ -27,7 +27,7 @@ To bits(From v) {
 // Which of two NaNs their sum is depends on the order in which the compiler adds them, and that on
 // the kernel. So the result of a sum is always the NaN with all bits set.
 template <class V>
-V one_nan(V v) {
+V canonical_nan(V v) {
   return (V)((decltype(v == v))v | ~(v == v));
 }
 
@@ -118,7 +118,7 @@ struct Fp16Format {
     const U special = magnitude > 0x7f800000 ? nan : infinite;
     return (magnitude >= (143u << 23) ? special : finite) | (x >> 16 & 0x8000);
   }
-  static U sum_to_high(F v) { return to_low(one_nan(v)) << 16; }
+  static U sum_to_high(F v) { return to_low(canonical_nan(v)) << 16; }
 };
 
 #endif

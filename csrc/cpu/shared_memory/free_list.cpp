@@ -19,15 +19,15 @@ std::optional<size_t> FreeList::allocate(size_t bytes) {
   const auto [offset, available] = *part;
   free_.erase(part);
   if (available > size) free_[offset + size] = available - size;
-  parts_[offset] = size;
+  allocated_[offset] = size;
   used_bytes_ += size;
   return offset;
 }
 
 size_t FreeList::release(size_t offset) {
-  const auto part = parts_.find(offset);
+  const auto part = allocated_.find(offset);
   const size_t released = part->second;
-  parts_.erase(part);
+  allocated_.erase(part);
   used_bytes_ -= released;
 
   size_t size = released;

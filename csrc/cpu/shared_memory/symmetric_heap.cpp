@@ -14,8 +14,8 @@
 namespace pipekernels {
 namespace {
 
-constexpr int kWindow = 64;               // Releases.
-constexpr size_t kAlwaysKept = 16 << 20;  // Not worth returning.
+constexpr int kWindow = 64;                 // Releases.
+constexpr size_t kMinKeptBytes = 16 << 20;  // Not worth returning.
 
 }  // namespace
 
@@ -23,20 +23,20 @@ SymmetricHeap::SymmetricHeap(std::shared_ptr<Segment> segment, int rank)
     : segment_(std::move(segment)),
       base_(segment_->heap(rank)),
       process_(process_generation()),
-      parts_(kHeapBytes) {}
+      free_list_(kHeapBytes) {}
 
 std::byte* SymmetricHeap::allocate(size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const size_t before = parts_.used();
-  const auto offset = parts_.allocate(bytes);
+  const size_t before = free_list_.used();
+  const auto offset = free_list_.allocate(bytes);
   if (!offset) {
     throw std::runtime_error("no room for " + std::to_string(bytes) +
                              " bytes of symmetric memory: " + std::to_string(before) + " of " +
                              std::to_string(kHeapBytes) +
                              " are in use; drop symmetric tensors that are no longer needed");
   }
-  kept_bytes_ -= std::min(kept_bytes_, parts_.used() - before);
-  peak_ = std::max(peak_, parts_.used());
+  kept_bytes_ -= std::min(kept_bytes_, free_list_.used() - before);
+  peak_ = std::max(peak_, free_list_.used());
   return base_ + *offset;
 }
 
@@ -44,18 +44,18 @@ void SymmetricHeap::release(std::byte* block) {
   if (process_ != process_generation())
     return;  // A forked child has no say in its parent's blocks.
   std::lock_guard<std::mutex> lock(mutex_);
-  kept_bytes_ += parts_.release(block - base_);
+  kept_bytes_ += free_list_.release(block - base_);
   if (++window_ == kWindow) {
     window_ = 0;
     last_peak_ = peak_;
-    peak_ = parts_.used();
+    peak_ = free_list_.used();
   }
-  if (kept_bytes_ > std::max(kAlwaysKept, std::max(peak_, last_peak_))) trim();
+  if (kept_bytes_ > std::max(kMinKeptBytes, std::max(peak_, last_peak_))) trim();
 }
 
 void SymmetricHeap::trim() {
   const size_t page = sysconf(_SC_PAGESIZE);
-  for (const auto& [offset, size] : parts_.free()) {
+  for (const auto& [offset, size] : free_list_.free()) {
     const size_t begin = (offset + page - 1) / page * page;
     const size_t end = (offset + size) / page * page;
     if (begin < end) madvise(base_ + begin, end - begin, MADV_REMOVE);

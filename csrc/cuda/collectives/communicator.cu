@@ -21,10 +21,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kSetBytes = 128 << 10;
 constexpr uint32_t kSlotBytes = 16 << 10;
-constexpr uint32_t kLeastBytes = 16 << 10;  // Of a chunk: two packs for each thread.
+constexpr uint32_t kMinChunkBytes = 16 << 10;  // Of a chunk: two packs for each thread.
 
-// How long a thread that watches sleeps, as kSlice in csrc/cpu/collectives/communicator.cpp.
-constexpr std::chrono::milliseconds kSlice{20};
+// How long a thread that watches sleeps, as kPollInterval in csrc/cpu/collectives/communicator.cpp.
+constexpr std::chrono::milliseconds kPollInterval{20};
 // A rank that leaves has sent its last signals to all, but may have seen those of a third rank
 // before this rank does: kernels go on waiting for so long.
 constexpr std::chrono::milliseconds kGrace{200};
@@ -65,7 +65,7 @@ void load_kernels() {
 // ---- set-up -----------------------------------------------------------------------------------
 
 // What a rank tells the others while they set up.
-struct CudaCommunicator::Card {
+struct CudaCommunicator::SetupMessage {
   char problem[200];  // Empty if there is none.
   cudaUUID_t device;
   int32_t multiprocessors;
@@ -84,7 +84,7 @@ struct CudaCommunicator::Events {
 
 void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
   if (process != process_generation()) return;
-  const NoLaunches alone;
+  const LaunchesPaused alone;
   cudaFreeHost(flags);
 }
 
@@ -114,9 +114,9 @@ void CudaCommunicator::set_up(size_t symmetric_bytes) {
 }
 
 // Gives all ranks the cards of all. Throws on all of them if one has a problem.
-void CudaCommunicator::exchange(Card& mine, std::vector<Card>& all) {
+void CudaCommunicator::exchange(SetupMessage& mine, std::vector<SetupMessage>& all) {
   all.resize(core_.world_size());
-  all_gather(core_, &mine, all.data(), sizeof(Card), DType::kUInt8);
+  all_gather(core_, &mine, all.data(), sizeof(SetupMessage), DType::kUInt8);
   std::string problems;
   for (int rank = 0; rank < core_.world_size(); ++rank) {
     if (all[rank].problem[0] == '\0') continue;
@@ -128,7 +128,7 @@ void CudaCommunicator::exchange(Card& mine, std::vector<Card>& all) {
 namespace {
 
 template <class Work>
-void attempt(char (&problem)[200], Work work) {
+void record_error(char (&problem)[200], Work work) {
   try {
     work();
   } catch (const std::exception& error) {
@@ -139,9 +139,9 @@ void attempt(char (&problem)[200], Work work) {
 }  // namespace
 
 void CudaCommunicator::agree_on_layout() {
-  Card mine{};
-  attempt(mine.problem, [&] {
-    const NoLaunches alone;
+  SetupMessage mine{};
+  record_error(mine.problem, [&] {
+    const LaunchesPaused alone;
     const DeviceGuard guard(device_);
     load_kernels();
     void* flags = nullptr;
@@ -159,29 +159,29 @@ void CudaCommunicator::agree_on_layout() {
     mine.device = properties.uuid;
     mine.multiprocessors = properties.multiProcessorCount;
   });
-  std::vector<Card> all;
+  std::vector<SetupMessage> all;
   exchange(mine, all);
   // All blocks of all ranks on one device must run at once: one block on each multiprocessor.
   int blocks = kMaxDeviceBlocks;
-  for (const Card& card : all) {
-    const auto sharers = std::count_if(all.begin(), all.end(), [&](const Card& other) {
+  for (const SetupMessage& card : all) {
+    const auto sharers = std::count_if(all.begin(), all.end(), [&](const SetupMessage& other) {
       return std::memcmp(&other.device, &card.device, sizeof(card.device)) == 0;
     });
     blocks = std::min(blocks, card.multiprocessors / static_cast<int>(sharers));
   }
   if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
-  ranks_.layout = {core_.world_size(), blocks, kSetBytes, kSlotBytes, kLeastBytes};
+  ranks_.layout = {core_.world_size(), blocks, kSetBytes, kSlotBytes, kMinChunkBytes};
 }
 
 void CudaCommunicator::share_memory(size_t symmetric_bytes) {
   const size_t begin = (ranks_.layout.heap() + 511) / 512 * 512;
-  Card mine{};
-  attempt(mine.problem, [&] {
+  SetupMessage mine{};
+  record_error(mine.problem, [&] {
     const DeviceGuard guard(device_);
     memory_ = std::make_shared<DeviceMemory>(device_, begin + symmetric_bytes,
                                              core_.is_threads() ? nullptr : segment_, core_.rank());
     heap_ = std::make_shared<CudaHeap>(memory_, begin, symmetric_bytes);
-    const NoLaunches alone;
+    const LaunchesPaused alone;
     check_cuda(cudaMemset(memory_->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     mine.memory = &memory_;
@@ -189,11 +189,11 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
       check_cuda(cudaIpcGetMemHandle(&mine.handle, memory_->base()), "cudaIpcGetMemHandle");
     }
   });
-  std::vector<Card> all;
+  std::vector<SetupMessage> all;
   exchange(mine, all);
 
-  Card outcome{};
-  attempt(outcome.problem, [&] {
+  SetupMessage outcome{};
+  record_error(outcome.problem, [&] {
     const DeviceGuard guard(device_);
     segment_->state(core_.rank()).device_mapper.store(getpid(), std::memory_order_release);
     for (int peer = 0; peer < core_.world_size(); ++peer) {
@@ -286,16 +286,16 @@ void CudaCommunicator::throw_failure() {
         throw MismatchError(describe_mismatch(calls, ranks, 2));
       }
       default:
-        throw_gone(failure.rank, failure.status);
+        throw_peer_failure(failure.rank, failure.status);
     }
   } catch (const PeerError& error) {
-    core_.fail_elsewhere(error.reason, error.rank, error.what());
+    core_.fail_externally(error.reason, error.rank, error.what());
     throw;
   } catch (const TimeoutError& error) {
-    core_.fail_elsewhere(Reason::kTimedOut, error.rank, error.what());
+    core_.fail_externally(Reason::kTimedOut, error.rank, error.what());
     throw;
   } catch (const MismatchError& error) {
-    core_.fail_elsewhere(Reason::kMismatched, failure.rank, error.what());
+    core_.fail_externally(Reason::kMismatched, failure.rank, error.what());
     throw;
   }
 }
@@ -372,7 +372,7 @@ void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& l
                             "with torch.cuda.stream(torch.cuda.Stream())");
       }
     }
-    const std::shared_lock<std::shared_mutex> launching(launches());
+    const std::shared_lock<std::shared_mutex> launching(launch_mutex());
     enqueue(kernel, launch, stream);
     try {
       collective.signal();
@@ -400,7 +400,7 @@ void CudaCommunicator::watch() {
   int who = -1;
   uint32_t status = RankStatus::kOpen;
   while (status == RankStatus::kOpen) {
-    poll(polls.data(), polls.size(), static_cast<int>(kSlice.count()));
+    poll(polls.data(), polls.size(), static_cast<int>(kPollInterval.count()));
     if (polls[0].revents != 0) return;
     for (int peer = 0; peer < world_size() && status == RankStatus::kOpen; ++peer) {
       if (peer == rank()) continue;
@@ -456,8 +456,8 @@ void CudaCommunicator::tear_down() {
   peers_.clear();
   segment_->state(core_.rank()).device_mapper.store(0, std::memory_order_release);
   // The peers mostly close at the same time; what they still have mapped is freed later.
-  const auto patience = Clock::now() + kGrace;
-  while (memory_ && memory_->is_mapped() && Clock::now() < patience) {
+  const auto deadline = Clock::now() + kGrace;
+  while (memory_ && memory_->is_mapped() && Clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   heap_.reset();

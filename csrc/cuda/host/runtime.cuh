@@ -38,7 +38,7 @@ class DeviceGuard {
 
 // Shared by ranks that are threads of this process and launch kernels that wait for each other,
 // from the first launch to the last.
-inline std::shared_mutex& launches() {
+inline std::shared_mutex& launch_mutex() {
   static std::shared_mutex mutex;
   return mutex;
 }
@@ -47,19 +47,19 @@ inline std::shared_mutex& launches() {
 // threads from launching meanwhile. Never queues for the lock, since those who hold it wait for
 // others who are to share it; and goes on without it after a second, lest they wait for this
 // thread.
-class NoLaunches {
+class LaunchesPaused {
  public:
-  NoLaunches() {
+  LaunchesPaused() {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-    while (!(held_ = launches().try_lock()) && std::chrono::steady_clock::now() < end) {
+    while (!(held_ = launch_mutex().try_lock()) && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
-  ~NoLaunches() {
-    if (held_) launches().unlock();
+  ~LaunchesPaused() {
+    if (held_) launch_mutex().unlock();
   }
-  NoLaunches(const NoLaunches&) = delete;
-  NoLaunches& operator=(const NoLaunches&) = delete;
+  LaunchesPaused(const LaunchesPaused&) = delete;
+  LaunchesPaused& operator=(const LaunchesPaused&) = delete;
 
  private:
   bool held_;

@@ -14,21 +14,22 @@ namespace {
 
 // Memory that peers may still have mapped must not be freed yet. It is when this process makes the
 // next communicator, or ends.
-struct Grave {
+struct DeferredFree {
   int device;
   std::byte* base;
   std::shared_ptr<Segment> owners;
   int rank;
 };
 
-std::mutex& graves_mutex() {
+std::mutex& deferred_frees_mutex() {
   static std::mutex mutex;
   return mutex;
 }
 
-std::vector<Grave>& graves() {
-  static auto* graves = new std::vector<Grave>;  // Not destroyed: CUDA may have ended before.
-  return *graves;
+std::vector<DeferredFree>& deferred_frees() {
+  static auto* deferred_frees =
+      new std::vector<DeferredFree>;  // Not destroyed: CUDA may have ended before.
+  return *deferred_frees;
 }
 
 bool mapped_by_peers(const Segment& segment, int rank) {
@@ -42,16 +43,16 @@ bool mapped_by_peers(const Segment& segment, int rank) {
 void free_memory(int device, std::byte* base) {
   int previous = 0;
   if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return;
-  const NoLaunches alone;
+  const LaunchesPaused alone;
   cudaFree(base);
   cudaSetDevice(previous);
   cudaGetLastError();
 }
 
-void free_old() {
-  const std::lock_guard<std::mutex> lock(graves_mutex());
-  auto& all = graves();
-  const auto free = [](const Grave& grave) {
+void free_unmapped() {
+  const std::lock_guard<std::mutex> lock(deferred_frees_mutex());
+  auto& all = deferred_frees();
+  const auto free = [](const DeferredFree& grave) {
     if (mapped_by_peers(*grave.owners, grave.rank)) return false;
     free_memory(grave.device, grave.base);
     return true;
@@ -63,8 +64,8 @@ void free_old() {
 
 DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> owners, int rank)
     : device_(device), process_(process_generation()), owners_(std::move(owners)), rank_(rank) {
-  free_old();
-  const NoLaunches alone;
+  free_unmapped();
+  const LaunchesPaused alone;
   const DeviceGuard guard(device);
   void* base = nullptr;
   const cudaError_t status = cudaMalloc(&base, bytes);
@@ -81,8 +82,8 @@ DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> ow
 DeviceMemory::~DeviceMemory() {
   if (process_ != process_generation()) return;  // A forked child has no CUDA.
   if (is_mapped()) {
-    const std::lock_guard<std::mutex> lock(graves_mutex());
-    graves().push_back({device_, base_, owners_, rank_});
+    const std::lock_guard<std::mutex> lock(deferred_frees_mutex());
+    deferred_frees().push_back({device_, base_, owners_, rank_});
   } else {
     free_memory(device_, base_);
   }
@@ -95,11 +96,11 @@ CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t ca
       base_(memory_->base() + begin),
       begin_(begin),
       process_(process_generation()),
-      parts_(capacity) {}
+      free_list_(capacity) {}
 
 std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto offset = parts_.allocate(bytes);
+  const auto offset = free_list_.allocate(bytes);
   if (!offset) return nullptr;
   for (void* other : streams_) {
     if (other == stream) continue;
@@ -109,7 +110,7 @@ std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
     const cudaError_t waited =
         recorded == cudaSuccess ? cudaStreamWaitEvent(stream_of(stream), event, 0) : recorded;
     cudaEventDestroy(event);  // Once it has been waited for.
-    if (waited != cudaSuccess) parts_.release(*offset);
+    if (waited != cudaSuccess) free_list_.release(*offset);
     check_cuda(waited, "ordering two streams");
   }
   streams_.assign(streams_.empty() ? 0 : 1, stream);
@@ -119,7 +120,7 @@ std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
 void CudaHeap::release(std::byte* block, void* stream) {
   if (process_ != process_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  parts_.release(block - base_);
+  free_list_.release(block - base_);
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
     streams_.push_back(stream);
   }
@@ -127,7 +128,7 @@ void CudaHeap::release(std::byte* block, void* stream) {
 
 uint64_t CudaHeap::location_of(const void* data, size_t bytes) const {
   const auto* begin = static_cast<const std::byte*>(data);
-  const size_t all = parts_.capacity();
+  const size_t all = free_list_.capacity();
   if (begin < base_ || begin > base_ + all || bytes > size_t(base_ + all - begin)) return 0;
   return begin_ + (begin - base_);
 }

@@ -1,5 +1,5 @@
-// all_gather() on CUDA: what each thread block does, for a Team of device_meeting.h. The protocol
-// is that of csrc/cpu/collectives/all_gather.cpp.
+// The body of a thread block of all_gather() on CUDA, for a Team (see device_meeting.h). The
+// protocol is that of csrc/cpu/collectives/all_gather.cpp.
 #pragma once
 
 #include "pipekernels/collectives/device_chunks.h"
@@ -8,8 +8,7 @@
 
 namespace pipekernels {
 
-// One block's share of gathering launch.count bytes of each rank: from launch.input to
-// launch.output.
+// One block's share of gathering launch.count bytes per rank from launch.input into launch.output.
 template <class Team>
 PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
   Meeting<Team> meeting(team, launch);
@@ -24,7 +23,7 @@ PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
   };
   const auto gather = [&](size_t k) {
     const ChunkRange chunk = chunks(k);
-    for (int step = 0; step < ranks; ++step) {  // Not all from the same rank at once.
+    for (int step = 0; step < ranks; ++step) {  // Starting with a different peer on each rank.
       const int rank = (me + step) % ranks;
       const std::byte* data = rank == me ? launch.input : meeting.data_of(rank);
       copy_block(team, launch.output + rank * launch.count + chunk.begin,
@@ -36,9 +35,9 @@ PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
     meeting.signal();
     if (!meeting.wait()) return false;
     const int direct = meeting.direct_ranks();
-    const bool meets = direct < ranks;
+    const bool uses_staging = direct < ranks;
     for (size_t k = 0; k < rounds; ++k) {
-      const bool more = meets && k + 1 < rounds;
+      const bool more = uses_staging && k + 1 < rounds;
       if (more) {
         copy_in(k + 1);
         meeting.signal();
@@ -46,11 +45,11 @@ PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
       gather(k);
       if (more && !meeting.wait()) return false;
     }
-    if (direct > 0) {  // Peers read until here.
+    if (direct > 0) {  // Peers may read `input` until this wait.
       meeting.signal();
       if (!meeting.wait()) return false;
     }
-    if (meets) meeting.finish_rounds(rounds);
+    if (uses_staging) meeting.finish_rounds(rounds);
     return true;
   };
 
@@ -59,7 +58,7 @@ PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
     const ChunkRange chunk = chunks(k);
     for (int rank = 0; rank < ranks; ++rank) {
       std::byte* part = launch.output + rank * launch.count + chunk.begin;
-      if (part != launch.input + chunk.begin) spoil_block(team, part, chunk.count);
+      if (part != launch.input + chunk.begin) poison_block(team, part, chunk.count);
     }
   }
 }
@@ -68,7 +67,8 @@ inline DeviceLaunch plan_all_gather(const DeviceRanks& ranks, const Call& call, 
                                     void* output, uint64_t location) {
   const DeviceLayout& layout = ranks.layout;
   const size_t bytes = call.count * size_of(call.dtype);
-  const DeviceGrid grid = plan_grid(bytes, 1, layout.set_bytes, layout.least_bytes, layout.blocks);
+  const DeviceGrid grid =
+      plan_grid(bytes, 1, layout.set_bytes, layout.min_chunk_bytes, layout.blocks);
   return {ranks,
           {call, location},
           static_cast<const std::byte*>(input),

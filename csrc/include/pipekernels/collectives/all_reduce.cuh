@@ -1,8 +1,8 @@
-// all_reduce() on CUDA: what each thread block does, for a Team of device_meeting.h.
+// The body of a thread block of all_reduce() on CUDA, for a Team (see device_meeting.h).
 //
-// The protocols, and the arguments why two sets of inputs, three of results and kDeviceRingDepth
-// slots suffice, are those of csrc/cpu/collectives/all_reduce.cpp and ring_schedule.h, held by the
-// blocks of each number among themselves.
+// The protocols are those of csrc/cpu/collectives/all_reduce.cpp and ring_schedule.h, which also
+// show why two sets of inputs, three sets of results and kDeviceRingDepth slots suffice. Here they
+// hold between the blocks of the same index on all ranks.
 #pragma once
 
 #include "pipekernels/collectives/device_chunks.h"
@@ -12,7 +12,7 @@
 
 namespace pipekernels {
 
-// The tensor of this rank, seen by one block.
+// One block's share of an all-reduce of this rank's tensor.
 template <class Type, class Team>
 class AllReduceBlock {
  public:
@@ -27,14 +27,15 @@ class AllReduceBlock {
         terms_(meeting.ranks()),
         reduction_(meeting.launch().descriptor.call.reduction) {}
 
-  // Every rank copies its tensor to its staging, and reduces those of all ranks.
+  // Every rank copies its tensor to its staging, and reduces the staged tensors of all ranks.
   PK_HOST_DEVICE bool one_shot() {
     for (size_t k = 0; k == 0 || k < rounds_; ++k) {
       const ChunkRange chunk = k < rounds_ ? chunks_(k) : ChunkRange{0, 0};
       copy_block(team_, meeting_.input(me_, k), at(chunk.begin), chunk.count * kSize);
       meeting_.signal();
       if (!meeting_.wait()) return false;
-      point_at([&](int rank) { return rank == me_ ? at(chunk.begin) : meeting_.input(rank, k); });
+      set_sources(
+          [&](int rank) { return rank == me_ ? at(chunk.begin) : meeting_.input(rank, k); });
       std::byte* data = at(chunk.begin);
       reduce(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
     }
@@ -42,7 +43,7 @@ class AllReduceBlock {
     return true;
   }
 
-  // Every rank reduces its part of each chunk, and collects those of its peers.
+  // Every rank reduces its part of each chunk, and copies the parts that its peers have reduced.
   PK_HOST_DEVICE bool two_shot() {
     if (!copy_in(0)) return false;
     meeting_.signal();
@@ -60,8 +61,8 @@ class AllReduceBlock {
     return true;
   }
 
-  // Partial results travel from rank 0 to the last, the result from there to rank 0 and on. A rank
-  // writes into the mailboxes of the next one.
+  // Partial results travel from rank 0 to the last rank. The result travels from there to rank 0
+  // and on, up to the last rank but one. A rank writes into the mailboxes of the next rank.
   PK_HOST_DEVICE bool ring() {
     meeting_.signal();
     if (!meeting_.wait()) return false;
@@ -103,11 +104,11 @@ class AllReduceBlock {
     return meeting_.wait();
   }
 
-  // All that this block alone fills.
-  PK_HOST_DEVICE void spoil() {
+  // Overwrites this block's share of the output after a failure.
+  PK_HOST_DEVICE void poison_output() {
     for (size_t k = 0; k < rounds_; ++k) {
       const ChunkRange chunk = chunks_(k);
-      spoil_block(team_, at(chunk.begin), chunk.count * kSize);
+      poison_block(team_, at(chunk.begin), chunk.count * kSize);
     }
   }
 
@@ -116,10 +117,10 @@ class AllReduceBlock {
     return meeting_.launch().output + element * kSize;
   }
 
-  // Sets the sources of reduce() to source(rank).
+  // Sets source(rank), for each rank, as the sources of reduce().
   template <class Source>
-  PK_HOST_DEVICE void point_at(Source source) {
-    team_.sync();  // The last reduction is done with them.
+  PK_HOST_DEVICE void set_sources(Source source) {
+    team_.sync();  // The previous reduction has finished reading the sources.
     for (int rank = team_.thread(); rank < terms_; rank += team_.threads()) {
       team_.shared().source[rank] = source(rank);
     }
@@ -131,7 +132,7 @@ class AllReduceBlock {
                        nullptr, store);
   }
 
-  // What peers reduce of chunk k, once it is complete.
+  // Waits until chunk k is complete, and stages the parts of it that peers reduce.
   PK_HOST_DEVICE bool copy_in(size_t k) {
     if (k >= rounds_) return true;
     const ChunkRange chunk = chunks_(k);
@@ -148,7 +149,7 @@ class AllReduceBlock {
 
   PK_HOST_DEVICE void reduce_part(size_t k) {
     const ChunkRange chunk = chunks_(k), own = part_of(chunk, me_, terms_, kSize);
-    point_at([&](int rank) -> const std::byte* {
+    set_sources([&](int rank) -> const std::byte* {
       const std::byte* data = rank == me_ ? at(0) : meeting_.data_of(rank);
       return data ? data + own.begin * kSize
                   : meeting_.input(rank, k) + (own.begin - chunk.begin) * kSize;
@@ -163,15 +164,15 @@ class AllReduceBlock {
 
   PK_HOST_DEVICE void gather(size_t k) {
     const ChunkRange chunk = chunks_(k);
-    for (int step = 1; step < terms_; ++step) {  // Not all from the same rank at once.
+    for (int step = 1; step < terms_; ++step) {  // Starting with a different peer on each rank.
       const int rank = (me_ + step) % terms_;
       const ChunkRange part = part_of(chunk, rank, terms_, kSize);
       copy_block(team_, at(part.begin), meeting_.result(rank, k), part.count * kSize);
     }
   }
 
-  // Where peers read and write each other's tensors. Where these are still being written, the ranks
-  // meet before each chunk.
+  // All ranks read and write each other's tensors in place. If the tensors are still being written
+  // (see Gates), the ranks synchronise before each chunk.
   PK_HOST_DEVICE bool two_shot_in_place() {
     for (size_t k = 0; k < rounds_; ++k) {
       if (k > 0 && meeting_.launch().gates.ready != nullptr) {
@@ -181,7 +182,7 @@ class AllReduceBlock {
       }
       const ChunkRange own = part_of(chunks_(k), me_, terms_, kSize);
       const size_t begin = own.begin * kSize;
-      point_at([&](int rank) { return meeting_.data_of(rank) + begin; });
+      set_sources([&](int rank) { return meeting_.data_of(rank) + begin; });
       reduce(own, [&](size_t offset, auto unit) {
         for (int rank = 0; rank < terms_; ++rank) {
           store_unit(meeting_.data_of(rank) + begin + offset, unit);
@@ -242,18 +243,18 @@ PK_HOST_DEVICE void all_reduce_block(Team& team, const DeviceLaunch& launch) {
   if constexpr (algorithm == Algorithm::kOneShot) done = done && block.one_shot();
   if constexpr (algorithm == Algorithm::kTwoShot) done = done && block.two_shot();
   if constexpr (algorithm == Algorithm::kRing) done = done && block.ring();
-  done ? meeting.finish() : block.spoil();
+  done ? meeting.finish() : block.poison_output();
 }
 
-// What Algorithm::kAuto stands for. A second step takes some 3 us, in which a link of 400 GB/s
-// moves 1.2 MB. With one step a rank reads ranks - 1 tensors, with two the equivalent of 2 (ranks -
-// 1) / ranks. Nobody has measured these limits yet.
+// The algorithm that Algorithm::kAuto selects. A second step takes some 3 us, in which a link of
+// 400 GB/s moves 1.2 MB. With one step a rank reads ranks - 1 tensors, with two steps the
+// equivalent of 2 (ranks - 1) / ranks tensors. The limits are estimates, not measurements.
 inline Algorithm choose_device_algorithm(size_t bytes, int ranks) {
   const size_t limit = ranks <= 2 ? 1 << 20 : ranks <= 4 ? 512 << 10 : 256 << 10;
   return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
-// The launch for `call`, whose count, dtype and root say the rest; `algorithm` is not kAuto.
+// The launch for `call`. `algorithm` must not be kAuto.
 inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, Algorithm algorithm,
                                     void* data, uint64_t location, const Gates& gates = {}) {
   const size_t size = size_of(call.dtype);
@@ -265,7 +266,7 @@ inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, 
   if (call.operation == Operation::kAllReduceWhenReady && static_cast<int>(call.root) < blocks) {
     blocks = static_cast<int>(call.root);
   }
-  const DeviceGrid grid = plan_grid(call.count, size, limit, ranks.layout.least_bytes, blocks);
+  const DeviceGrid grid = plan_grid(call.count, size, limit, ranks.layout.min_chunk_bytes, blocks);
   auto* bytes = static_cast<std::byte*>(data);
   return {ranks, {call, location}, bytes, bytes, call.count, grid.chunk, grid.blocks, gates};
 }

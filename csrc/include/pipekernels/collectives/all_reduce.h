@@ -1,4 +1,4 @@
-// All-reduce: every rank ends up with the elementwise reduction over all ranks.
+// All-reduce: every rank receives the elementwise reduction over all ranks.
 #pragma once
 
 #include <cstddef>
@@ -13,24 +13,24 @@ class CudaCommunicator;
 struct CudaCaller;
 
 // Reduces `count` elements at `data` in place. Every algorithm gives every rank the same bits:
-// those of the reduction in rank order, see reduce.h. `shape`: a digest that ranks compare. Throws
-// std::invalid_argument for a dtype or reduction that reduce.h does not have, and what
-// communicator.h says.
+// those of the reduction in rank order, see reduce.h. `shape`: a digest of the tensor's shape,
+// which must be equal on all ranks. Throws std::invalid_argument for a dtype and reduction that
+// check_reducible() rejects, and the exceptions of errors.h.
 void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
                 Reduction reduction, Algorithm algorithm, uint32_t shape = 0);
 
-// What Algorithm::kAuto stands for: one_shot up to the communicator's one_shot_bytes(), or up to a
-// built-in size if that is 0 (in place, where few ranks find all tensors to be symmetric); else
-// two_shot. The same on all ranks.
+// The algorithm that Algorithm::kAuto selects, the same on all ranks: one_shot up to the
+// communicator's one_shot_bytes(), or up to a built-in size if that is 0; else two_shot. If few
+// ranks select one_shot and all their tensors are symmetric, they reduce in place instead.
 Algorithm choose_algorithm(size_t bytes, const Communicator& communicator);
 
-// On CUDA, in the caller's stream; returns at once. A call with one rank does nothing.
+// The same on CUDA. Launches in the caller's stream and returns; a single rank launches nothing.
 void all_reduce_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype,
                      Reduction reduction, Algorithm algorithm, uint32_t shape,
                      const CudaCaller& caller);
 
-// As two_shot, by at most `blocks` thread blocks, while another stream still writes the data: see
-// Gates in device_memory.h.
+// Reduces on CUDA by two_shot, with at most `blocks` thread blocks, while a kernel in another
+// stream still writes the data; see Gates in device_memory.h.
 void all_reduce_when_ready_cuda(CudaCommunicator& communicator, void* data, size_t count,
                                 DType dtype, Reduction reduction, const Gates& gates, int blocks,
                                 uint32_t shape, const CudaCaller& caller);

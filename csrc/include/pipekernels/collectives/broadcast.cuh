@@ -1,5 +1,5 @@
-// broadcast() on CUDA: what each thread block does, for a Team of device_meeting.h. The protocol is
-// that of csrc/cpu/collectives/broadcast.cpp.
+// The body of a thread block of broadcast() on CUDA, for a Team (see device_meeting.h). The
+// protocol is that of csrc/cpu/collectives/broadcast.cpp.
 #pragma once
 
 #include "pipekernels/collectives/device_chunks.h"
@@ -8,7 +8,7 @@
 
 namespace pipekernels {
 
-// One block's share of copying launch.count bytes of the root to launch.output of all others.
+// One block's share of copying launch.count bytes of the root to launch.output of all other ranks.
 template <class Team>
 PK_HOST_DEVICE void broadcast_block(Team& team, const DeviceLaunch& launch) {
   Meeting<Team> meeting(team, launch);
@@ -40,7 +40,7 @@ PK_HOST_DEVICE void broadcast_block(Team& team, const DeviceLaunch& launch) {
       }
       if (more && !meeting.wait()) return false;
     }
-    if (data != nullptr) {  // Peers read until here.
+    if (data != nullptr) {  // Peers may read the root's data until this wait.
       meeting.signal();
       return meeting.wait();
     }
@@ -51,7 +51,7 @@ PK_HOST_DEVICE void broadcast_block(Team& team, const DeviceLaunch& launch) {
   if (meeting.usable() && body()) return meeting.finish();
   for (size_t k = 0; k < rounds && me != root; ++k) {
     const ChunkRange chunk = chunks(k);
-    spoil_block(team, launch.output + chunk.begin, chunk.count);
+    poison_block(team, launch.output + chunk.begin, chunk.count);
   }
 }
 
@@ -59,7 +59,8 @@ inline DeviceLaunch plan_broadcast(const DeviceRanks& ranks, const Call& call, v
                                    uint64_t location) {
   const DeviceLayout& layout = ranks.layout;
   const size_t bytes = call.count * size_of(call.dtype);
-  const DeviceGrid grid = plan_grid(bytes, 1, layout.set_bytes, layout.least_bytes, layout.blocks);
+  const DeviceGrid grid =
+      plan_grid(bytes, 1, layout.set_bytes, layout.min_chunk_bytes, layout.blocks);
   auto* start = static_cast<std::byte*>(data);
   return {ranks, {call, location}, start, start, bytes, grid.chunk, grid.blocks, {}};
 }

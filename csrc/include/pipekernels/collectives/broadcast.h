@@ -1,4 +1,4 @@
-// Broadcast: every rank ends up with the data of one rank.
+// Broadcast: every rank receives the data of one rank.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,13 @@ namespace pipekernels {
 class CudaCommunicator;
 struct CudaCaller;
 
-// Copies `count` elements from `data` of rank `root` to `data` of all others. Throws
-// std::invalid_argument if `root` is no rank, and what communicator.h says.
+// Copies `count` elements from `data` of rank `root` to `data` of all other ranks. `shape`: a
+// digest of the tensor's shape, which must be equal on all ranks. Throws std::invalid_argument if
+// `root` is not a rank, and the exceptions of errors.h.
 void broadcast(Communicator& communicator, void* data, size_t count, DType dtype, int root,
                uint32_t shape = 0);
 
-// On CUDA, in the caller's stream; returns at once.
+// The same on CUDA. Launches in the caller's stream and returns.
 void broadcast_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype, int root,
                     uint32_t shape, const CudaCaller& caller);
 

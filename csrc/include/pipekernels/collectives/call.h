@@ -1,4 +1,4 @@
-// What a rank calls, and what it says of itself: the words by which ranks understand each other.
+// What a rank publishes to its peers: the collective that it calls, and its own status.
 #pragma once
 
 #include <cstdint>
@@ -22,21 +22,22 @@ enum class Operation : uint8_t {
 constexpr int kMaxRanks = 1024;
 constexpr int kShapeBits = 22;
 
-// Equal on all ranks.
+// The parameters of a collective, which must be equal on all ranks.
 struct Call {
   Operation operation = Operation::kBarrier;
   DType dtype = DType::kUInt8;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  // Of a broadcast: who sends. Of kAllReduceWhenReady: the number of thread blocks.
+  // kBroadcast: the rank that sends. kAllReduceWhenReady: the number of thread blocks.
   uint32_t root : 10;
   uint32_t shape : kShapeBits;  // A digest of the shape of this rank's input.
   uint64_t count = 0;           // Elements of this rank's input.
 };
 static_assert(sizeof(Call) == 16 && kMaxRanks <= 1 << 10);
 
-// The same call on CUDA tensors, for ranks that are threads: they meet on the CPU for both kinds.
-constexpr uint8_t kOnCuda = 0x80;  // Of an Operation.
+// Marks a call as one on CUDA tensors. Ranks that are threads compare calls on CPU and CUDA tensors
+// through the same shared memory.
+constexpr uint8_t kOnCuda = 0x80;  // A bit of Operation.
 inline Call on_cuda(Call call) {
   call.operation = static_cast<Operation>(static_cast<uint8_t>(call.operation) | kOnCuda);
   return call;
@@ -47,16 +48,16 @@ struct Descriptor {
   Call call{};
   // Where peers can read and write this rank's data. On a CPU: an offset in the segment if the
   // ranks are processes, an address if they are threads. On CUDA: an offset in the rank's device
-  // memory. 0: nowhere, peers see what is copied to the staging.
+  // memory. 0: peers cannot access the data, which are copied through the staging.
   uint64_t location = 0;
 };
 
-PK_HOST_DEVICE inline bool same(const Call& a, const Call& b) {
+PK_HOST_DEVICE inline bool same_call(const Call& a, const Call& b) {
   return a.operation == b.operation && a.dtype == b.dtype && a.reduction == b.reduction &&
          a.algorithm == b.algorithm && a.root == b.root && a.shape == b.shape && a.count == b.count;
 }
 
-// What a rank says of itself: open, closed, or that it has failed, why, and because of which rank.
+// The status of a rank: open, closed, or failed, with the reason and the rank that caused it.
 struct RankStatus {
   static constexpr uint32_t kOpen = 0;
   static constexpr uint32_t kClosed = 1;
@@ -74,13 +75,13 @@ struct RankStatus {
 
 std::string rank_name(int rank);
 
-// For messages: "all_reduce(10 x float32, sum, auto)".
+// For error messages: "all_reduce(10 x float32, sum, auto)".
 std::string describe(const Call& call);
 
-// "the ranks call different collectives: " and what those calls are, each after its rank's name.
+// The message of a MismatchError: lists the call of each of `count` ranks.
 std::string describe_mismatch(const Call* calls, const int* ranks, int count);
 
-// Throws what it means for others that `rank` has this status.
-[[noreturn]] void throw_gone(int rank, uint32_t status);
+// Throws the error that the status of `rank`, closed or failed, causes on its peers.
+[[noreturn]] void throw_peer_failure(int rank, uint32_t status);
 
 }  // namespace pipekernels

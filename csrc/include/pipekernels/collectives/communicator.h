@@ -1,13 +1,13 @@
-// One rank's end of a communicator, and the protocol that every collective is built from.
+// One rank's end of a communicator, and the protocol on which every collective is built.
 //
 // Ranks are processes of one host, or threads of one process. A collective is a sequence of steps
 // that all ranks take together: signal() publishes what this rank has written to shared memory,
 // wait() returns once every peer has made as many signals as this rank. The first signal carries a
-// descriptor of the call, and the first wait compares those of all ranks, so different calls end in
-// a MismatchError on every rank, with all ranks still in step.
+// descriptor of the call, and the first wait compares the descriptors of all ranks. If they differ,
+// every rank throws a MismatchError, and all ranks stay in step.
 //
-// A rank leaves a collective only when all ranks have made their last signal in it. So whoever
-// still misses a signal of a rank that is gone will never get it.
+// A rank leaves a collective only after all ranks have made their last signal in it. So if a rank
+// has left the communicator and a signal of it is still missing, that signal will never come.
 #pragma once
 
 #include <atomic>
@@ -33,12 +33,12 @@ using Seconds = std::chrono::duration<double>;
 
 class Communicator {
  public:
-  // `pidfds`: if the ranks are processes, one per rank, -1 for this one; owned. Empty if the ranks
-  // are threads of this process. `timeout` bounds every wait. `interrupt` is called now and then
-  // while waiting, and may throw to give up. `before_wait` is called before a wait that may take
-  // longer than some 10 us. `prefetch_writes`: see write_prefetch_pays() in isa.h. Throws
-  // std::invalid_argument for a rank that the segment does not have, another number of `pidfds`, or
-  // a timeout that is not in (0, 1e10].
+  // `pidfds`: if the ranks are processes, one per rank, with -1 for this one; the communicator
+  // closes them. Empty if the ranks are threads of this process. `timeout` bounds every wait.
+  // `interrupt` is called every 20 ms during a wait, and may throw to end it. `before_wait` is
+  // called before a wait that may take longer than some 10 us. `prefetch_writes`: see
+  // write_prefetch_pays() in isa.h. Throws std::invalid_argument if `rank` is not a rank of the
+  // segment, the number of `pidfds` is wrong, or `timeout` is not in (0, 1e10] seconds.
   Communicator(
       std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
       std::function<void()> interrupt, std::function<void()> before_wait = [] {},
@@ -51,25 +51,26 @@ class Communicator {
   int world_size() const { return world_size_; }
   Seconds timeout() const { return timeout_; }
   bool is_threads() const { return pidfds_.empty(); }
-  // Not after close().
+  // Null after close().
   const std::shared_ptr<Segment>& segment() const { return segment_; }
   const std::vector<int>& pidfds() const { return pidfds_; }
-  // Of the segment's agreement.
+  // See Agreement in segment.h.
   size_t one_shot_bytes() const { return one_shot_bytes_; }
 
   // Throws std::runtime_error if this communicator has been closed.
   std::shared_ptr<SymmetricHeap> heap() const;
 
-  // Throws what keeps it from being used, if anything does.
+  // Throws if this communicator is closed, has failed, or was made by the parent process.
   void check();
-  // Ends it after a failure outside of shared memory, of which the peers hear.
-  void fail_elsewhere(Reason reason, int culprit, const std::string& message);
+  // Marks this rank as failed after an error outside of its collectives on the CPU, and tells the
+  // peers.
+  void fail_externally(Reason reason, int culprit, const std::string& message);
 
-  // Gives the shared memory back; from now on peers that need this rank get a PeerError. A call in
-  // another thread fails, as does one that `interrupt` is called in; the memory is kept for the
-  // latter until the next close() or the end of this object. Does nothing the second time.
+  // Releases the shared memory. Peers that wait for this rank from now on throw a PeerError. A call
+  // in progress in another thread fails. If `interrupt` calls close(), the interrupted call fails,
+  // and the memory is released by the next close() or the destructor. Does nothing the second time.
   void close();
-  // close() for a rank that gives up in the middle of its work.
+  // As close(), but tells the peers that this rank gave up after an error.
   void abort();
 
  private:
@@ -104,28 +105,28 @@ class Communicator {
   const Seconds timeout_;
   const std::function<void()> interrupt_, before_wait_;
   const bool prefetch_writes_;
-  const bool crowded_;      // Whether there are more ranks than cores.
-  const unsigned process_;  // Tells a forked child from the process that made this object.
+  const bool oversubscribed_;  // Whether there are more ranks than cores.
+  const unsigned process_;     // The process_generation() of the process that made this object.
   std::atomic<bool> closed_{false};
-  std::shared_ptr<SymmetricHeap> heap_;  // By std::atomic_load and std::atomic_store.
+  std::shared_ptr<SymmetricHeap> heap_;  // Accessed by std::atomic_load and std::atomic_store.
 
-  std::timed_mutex mutex_;  // Held by each collective; guards all that follows.
+  std::timed_mutex mutex_;  // Held by each collective; guards the members below.
   std::shared_ptr<Segment> segment_;
   std::vector<int> pidfds_;
   std::optional<Failure> failure_;
-  Call call_{};          // The last one.
-  uint64_t calls_ = 0;   // So far; the same on all ranks, as is the next.
-  uint64_t rounds_ = 0;  // Of staging, so far.
-  uint32_t chunks_ = 0;  // Of rings, so far.
+  Call call_{};          // The current or last call.
+  uint64_t calls_ = 0;   // Calls so far; the same on all ranks, as is rounds_.
+  uint64_t rounds_ = 0;  // Rounds of staging so far.
+  uint32_t chunks_ = 0;  // Chunks of rings so far.
 };
 
-// "30 s".
+// For error messages: "30 s".
 std::string format_seconds(Seconds duration);
 
-// One collective in progress on this rank; holds the communicator.
+// One collective in progress on this rank; holds the communicator's lock.
 class Collective {
  public:
-  // `data`, of `bytes`: what peers may access in place, where they can.
+  // Peers access the `bytes` at `data` in place if they can.
   Collective(Communicator& communicator, const Call& call, const void* data, size_t bytes);
   ~Collective();
   Collective(const Collective&) = delete;
@@ -135,36 +136,35 @@ class Collective {
   int world_size() const { return communicator_.world_size_; }
   Segment& segment() const { return *communicator_.segment_; }
 
-  // The first one publishes what this rank calls.
+  // The first signal also publishes this rank's descriptor.
   void signal();
   void wait();
-  // Waits for a signal of `owner` alone.
+  // Waits until `signal`, raised by rank `owner`, has reached `target`.
   void wait(Signal& signal, uint32_t target, int owner);
 
   // Whether peers access this rank's data in place.
   bool direct() const { return mine_.location != 0; }
-  // After the first wait: the data of `peer`, or null if it has to stage them.
+  // After the first wait: the data of `peer`, or null if it copies them through its staging.
   std::byte* data_of(int peer) const;
-  // After the first wait: how many ranks have their data in place.
+  // After the first wait: the number of ranks whose data are accessed in place.
   int direct_ranks() const;
 
-  // The staging buffer of `rank` for one round of this collective. Rounds are counted through all
-  // collectives, so the call ends with finish_rounds(how many it had).
+  // The staging buffer of `rank` for round `round` of this collective. Rounds are counted through
+  // all collectives, so every call ends with finish_rounds(number of its rounds).
   std::byte* staging(int rank, uint64_t round) const {
     return segment().staging(rank, communicator_.rounds_ + round);
   }
   void finish_rounds(uint64_t count) { communicator_.rounds_ += count; }
-  // After the last round: asks for the staging to which a next call copies so many bytes, and which
-  // peers have read some rounds ago, if that pays; for as much as can be on its way without anyone
-  // waiting.
-  void take_staging(size_t bytes) const;
+  // After finish_rounds(), if write prefetches pay: prefetches the beginning of the staging buffer
+  // to which the next call will copy `bytes`, and which peers have read some rounds ago.
+  void prefetch_staging(size_t bytes) const;
 
-  // Likewise the chunks of a ring.
+  // The chunks of rings are counted through all collectives, too.
   uint32_t first_chunk() const { return communicator_.chunks_; }
   void finish_chunks(size_t count) { communicator_.chunks_ += static_cast<uint32_t>(count); }
 
-  // Called when the collective has thrown the current exception: unless it is a mismatch, which all
-  // ranks have seen, this rank cannot go on.
+  // Called in a catch block for an exception that the collective has thrown. Marks this rank as
+  // failed, except for a MismatchError, which all ranks throw.
   void abandon();
 
  private:

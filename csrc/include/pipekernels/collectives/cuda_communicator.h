@@ -1,17 +1,17 @@
-// One rank's end of a communicator on its CUDA device. No header of CUDA is needed here.
+// One rank's end of a communicator on its CUDA device. This header needs no CUDA header.
 //
-// A communicator of the CPU is its beginning and its ear: through it the ranks exchange handles of
-// their device memory, and a thread watches there whether a peer has died, closed or failed, to
-// stop kernels that would wait for it. The kernels themselves know only device memory and
+// It builds on a communicator of the CPU. Through that one the ranks exchange handles of their
+// device memory, and a watcher thread looks there whether a peer has died, closed or failed, and
+// then stops kernels that would wait for it. The kernels themselves access only device memory and
 // HostFlags.
 //
-// Ranks that are threads of one process launch together: they meet on the CPU before each launch,
-// and after it. So no rank's kernel waits on a device for one that another rank's host thread
-// cannot launch, because a third one, or another communicator, does what needs the device to be
-// idle (loads a kernel, frees memory); and different calls are found there, with the communicator
-// as usable as before. In autograd's threads they cannot meet, see CudaCaller: there the first
-// launch of a kernel may have to wait until the device is idle, hence until another rank gives up
-// waiting. Ranks that are processes launch as they come.
+// Ranks that are threads of one process launch together: they synchronise on the CPU before and
+// after each launch. Otherwise a kernel could wait on its device for a kernel that another rank's
+// thread cannot launch, because a third rank or another communicator makes a call that waits until
+// the device is idle (loads a kernel, frees memory). A mismatch of calls is also found there, and
+// leaves the communicator usable. In autograd's threads the ranks cannot synchronise, see
+// CudaCaller: there the first launch of a kernel may have to wait until the device is idle, that
+// is, until the kernel of another rank times out. Ranks that are processes launch independently.
 #pragma once
 
 #include <memory>
@@ -26,19 +26,19 @@
 
 namespace pipekernels {
 
-// A rank's device memory; freed when nobody has it mapped.
+// A rank's device memory; see csrc/cuda/shared_memory/owned_memory.cuh.
 class DeviceMemory;
 
-// The part of a rank's device memory that it hands out as symmetric tensors.
+// The allocator of a rank's symmetric tensors, in a part of its device memory.
 class CudaHeap {
  public:
   CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity);
 
-  // For use in `stream`, which then comes after what the streams of earlier owners hold. Returns
-  // null if there is no room.
+  // Returns a block for use in `stream`, or null if there is no room. Makes `stream` wait for the
+  // work so far of the streams that have used released blocks.
   std::byte* allocate(size_t bytes, void* stream);
   void release(std::byte* block, void* stream);
-  // The offset in the rank's memory, or 0 if the data are elsewhere.
+  // The offset of `data` in the rank's memory, or 0 if they are not in this heap.
   uint64_t location_of(const void* data, size_t bytes) const;
 
  private:
@@ -47,11 +47,11 @@ class CudaHeap {
   const size_t begin_;
   const unsigned process_;
   std::mutex mutex_;
-  FreeList parts_;
-  std::vector<void*> streams_;  // Of blocks released.
+  FreeList free_list_;
+  std::vector<void*> streams_;  // Streams that have used released blocks.
 };
 
-// Memory that is given back with this object.
+// Owns a block of a CudaHeap.
 class CudaBuffer {
  public:
   CudaBuffer(std::shared_ptr<CudaHeap> heap, std::byte* data, size_t bytes, void* stream)
@@ -70,18 +70,19 @@ class CudaBuffer {
   void* const stream_;
 };
 
-// Who calls a collective.
+// The context of a call of a collective.
 struct CudaCaller {
   void* stream;
-  // Whether its thread may wait for those of other ranks. Autograd has one thread for each device,
-  // in which the backwards of all ranks take turns, unless it is told to use none.
+  // Whether the calling thread may wait for the threads of other ranks. It must not in autograd's
+  // threads: unless its multithreading is disabled, autograd has one thread per device, which runs
+  // the backwards of all ranks in turn.
   bool may_meet;
 };
 
 class CudaCommunicator {
  public:
-  // A collective over `core`, which must outlive this object, with one device for each rank. Throws
-  // std::runtime_error on all ranks if one of them cannot take part.
+  // All ranks of `core`, which must outlive this object, construct theirs together. Throws
+  // std::runtime_error on all ranks if one of them cannot use its device.
   CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes);
   ~CudaCommunicator();
   CudaCommunicator(const CudaCommunicator&) = delete;
@@ -92,23 +93,24 @@ class CudaCommunicator {
   int world_size() const { return ranks_.layout.ranks; }
   const DeviceRanks& ranks() const { return ranks_; }
 
-  // Null if there is no room.
+  // Returns null if there is no room.
   std::unique_ptr<CudaBuffer> allocate(size_t bytes, void* stream);
   uint64_t location_of(const void* data, size_t bytes) const;
 
-  // Throws what has ended this communicator, on the device or else.
+  // Throws if this communicator is closed, or has failed on the device or on the CPU.
   void check();
   // Waits until the last collective of this rank that was not captured has ended; then check().
   void synchronize();
 
-  // Launches `kernel`, which takes a DeviceLaunch, after this rank's earlier ones.
+  // Launches `kernel`, which takes a DeviceLaunch, ordered after this rank's earlier collectives.
   void launch(const void* kernel, const DeviceLaunch& launch, const CudaCaller& caller);
 
-  // Waits for this rank's collectives, or stops them if `abort`. Before that of the core.
+  // Waits for this rank's collectives, after stopping them if `abort`. Must be called before the
+  // core communicator is closed.
   void close(bool abort);
 
  private:
-  struct Card;
+  struct SetupMessage;
   struct Events;
   struct FreeFlags {
     unsigned process;
@@ -118,7 +120,7 @@ class CudaCommunicator {
   void set_up(size_t symmetric_bytes);
   void agree_on_layout();
   void share_memory(size_t symmetric_bytes);
-  void exchange(Card& mine, std::vector<Card>& all);
+  void exchange(SetupMessage& mine, std::vector<SetupMessage>& all);
   void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);
   void record(void* stream);
   void launch_together(const void* kernel, const DeviceLaunch& launch, void* stream);
@@ -137,28 +139,28 @@ class CudaCommunicator {
   const std::shared_ptr<Segment> segment_;
   DeviceRanks ranks_{};
   std::shared_ptr<DeviceMemory> memory_;
-  std::vector<std::shared_ptr<DeviceMemory>> peers_;  // If the ranks are threads.
-  std::vector<void*> mapped_;                         // If they are processes.
+  std::vector<std::shared_ptr<DeviceMemory>> peers_;  // The peers' memory if they are threads.
+  std::vector<void*> mapped_;                         // The mappings of it if they are processes.
   std::shared_ptr<CudaHeap> heap_;
   std::unique_ptr<HostFlags, FreeFlags> flags_{nullptr, FreeFlags{process_}};
   std::unique_ptr<Events> events_;
 
-  std::mutex mutex_;  // Held by each call.
+  std::mutex mutex_;  // Held by each call; guards the flags below.
   bool closed_ = false;
   bool failed_ = false;
-  bool captured_ = false;  // Whether a graph holds launches.
+  bool captured_ = false;  // Whether a CUDA graph has captured a launch.
 
-  int wake_ = -1;  // An eventfd that ends the watcher.
+  int wake_ = -1;  // An eventfd that ends the watcher thread.
   std::unique_ptr<std::thread> watcher_;
 };
 
-// What each collective adds to the kernels that set-up loads.
+// Each collective's file adds its kernels to those that the constructor loads.
 using KernelList = std::vector<const void*>;
 void add_all_reduce_kernels(KernelList& kernels);
 void add_reduce_scatter_kernels(KernelList& kernels);
 void add_all_gather_kernels(KernelList& kernels);
 void add_broadcast_kernels(KernelList& kernels);
 
-constexpr int kDeviceThreads = 256;  // Of a block: as many as have registers without spills.
+constexpr int kDeviceThreads = 256;  // Per block; more would spill registers.
 
 }  // namespace pipekernels

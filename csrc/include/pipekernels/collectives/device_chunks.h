@@ -1,4 +1,5 @@
-// Which elements a thread block takes when, and which of them each rank reduces.
+// The chunks of a tensor that each thread block processes, and the part of a chunk that each rank
+// reduces.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +14,8 @@ struct ChunkRange {
   size_t count;
 };
 
-// The chunks of one block: every blocks-th, from that of its own number on. So all blocks together
-// go through the data from front to back.
+// The chunks of one block: every blocks-th chunk, starting with the one of the block's index, so
+// that all blocks together proceed from the front of the data to the back.
 class Chunks {
  public:
   PK_HOST_DEVICE Chunks(const DeviceLaunch& launch, int block)
@@ -33,8 +34,8 @@ class Chunks {
   size_t count_, chunk_, block_, blocks_;
 };
 
-// The part of a chunk that a rank reduces; parts begin on whole packs of 16 bytes if the chunk
-// does.
+// The part of a chunk that rank `part` of `parts` reduces. If the chunk is aligned to 16 bytes, so
+// are its parts.
 PK_HOST_DEVICE inline ChunkRange part_of(const ChunkRange& chunk, int part, int parts,
                                          size_t element_size) {
   const size_t pack = 16 / element_size;

@@ -1,4 +1,4 @@
-// reduce_scatter() on CUDA: what each thread block does, for a Team of device_meeting.h. The
+// The body of a thread block of reduce_scatter() on CUDA, for a Team (see device_meeting.h). The
 // protocol is that of csrc/cpu/collectives/reduce_scatter.cpp.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace pipekernels {
 
-// One block's share of the reduction of a slice of launch.count elements to launch.output, from a
-// slice for each rank at launch.input.
+// One block's share of reducing this rank's slice of launch.count elements into launch.output.
+// launch.input holds one slice per rank.
 template <class Type, class Team>
 PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch) {
   constexpr size_t kSize = sizeof(typename Type::Element);
@@ -17,7 +17,7 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
   const Chunks chunks(launch, team.block());
   const size_t rounds = chunks.rounds();
   const int me = meeting.rank(), terms = meeting.ranks();
-  const size_t stride = launch.chunk * kSize;  // Of the slices of a chunk in the staging.
+  const size_t stride = launch.chunk * kSize;  // Distance between a chunk's slices in the staging.
 
   const auto copy_in = [&](size_t k) {
     if (k >= rounds || meeting.direct()) return;
@@ -31,7 +31,7 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
   const auto reduce = [&](size_t k) {
     const ChunkRange chunk = chunks(k);
     const size_t offset = (me * launch.count + chunk.begin) * kSize;
-    team.sync();  // The last reduction is done with the sources.
+    team.sync();  // The previous reduction has finished reading the sources.
     for (int rank = team.thread(); rank < terms; rank += team.threads()) {
       const std::byte* data = rank == me ? launch.input : meeting.data_of(rank);
       team.shared().source[rank] = data ? data + offset : meeting.input(rank, k) + me * stride;
@@ -54,7 +54,7 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
       meeting.signal();
       if (!meeting.wait()) return false;
     }
-    if (direct > 0) {  // Peers read until here.
+    if (direct > 0) {  // Peers may read `input` until this wait.
       meeting.signal();
       if (!meeting.wait()) return false;
     }
@@ -65,17 +65,17 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
   if (meeting.usable() && body()) return meeting.finish();
   for (size_t k = 0; k < rounds; ++k) {
     const ChunkRange chunk = chunks(k);
-    spoil_block(team, launch.output + chunk.begin * kSize, chunk.count * kSize);
+    poison_block(team, launch.output + chunk.begin * kSize, chunk.count * kSize);
   }
 }
 
-// The launch for `call`, whose count is that of the whole input.
+// The launch for `call`; call.count is that of the whole input, not of a slice.
 inline DeviceLaunch plan_reduce_scatter(const DeviceRanks& ranks, const Call& call,
                                         const void* input, void* output, uint64_t location) {
   const DeviceLayout& layout = ranks.layout;
   const size_t count = call.count / layout.ranks;
   const DeviceGrid grid = plan_grid(count, size_of(call.dtype), layout.set_bytes / layout.ranks,
-                                    layout.least_bytes / layout.ranks, layout.blocks);
+                                    layout.min_chunk_bytes / layout.ranks, layout.blocks);
   return {ranks,
           {call, location},
           static_cast<const std::byte*>(input),

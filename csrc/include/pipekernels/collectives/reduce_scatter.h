@@ -1,4 +1,4 @@
-// Reduce-scatter: every rank ends up with its slice of the elementwise reduction over all ranks.
+// Reduce-scatter: every rank receives its slice of the elementwise reduction over all ranks.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@ namespace pipekernels {
 class CudaCommunicator;
 struct CudaCaller;
 
-// `input` has world_size slices of `count` elements, `output` has one and does not overlap it. The
-// bits are those of all_reduce(). Throws as all_reduce() does.
+// `input` has world_size slices of `count` elements; `output` has one slice and must not overlap
+// `input`. The bits, `shape` and the exceptions are as for all_reduce().
 void reduce_scatter(Communicator& communicator, const void* input, void* output, size_t count,
                     DType dtype, Reduction reduction, uint32_t shape = 0);
 
-// On CUDA, in the caller's stream; returns at once.
+// The same on CUDA. Launches in the caller's stream and returns.
 void reduce_scatter_cuda(CudaCommunicator& communicator, const void* input, void* output,
                          size_t count, DType dtype, Reduction reduction, uint32_t shape,
                          const CudaCaller& caller);

@@ -1,4 +1,4 @@
-// How a tensor is divided among ranks, and a rank's slice into blocks.
+// Divides a tensor into slices, one per rank, and each slice into blocks.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@ struct Range {
   size_t count;
 };
 
-// `count` elements in `parts` slices of `stride` (the last ones may be shorter or empty), and every
-// slice in blocks of `block`.
+// `count` elements in slices of `stride` elements (the last ones may be shorter or empty), each in
+// blocks of `block` elements.
 struct Slices {
   size_t count;
   size_t stride;
   size_t block;
 
-  // Slices that start on cache lines if the first does.
+  // `parts` slices, all aligned to cache lines if the first is.
   static Slices even(size_t count, int parts, size_t element_size, size_t block) {
     const size_t line = 64 / std::min<size_t>(64, element_size);
     const size_t stride = (count + parts - 1) / parts;

@@ -1,7 +1,8 @@
-// Conversions between floating-point types, vectorised for the CPU at hand.
+// Conversions between floating-point types, vectorised for this machine's CPU.
 //
-// Every variant gives the same bits, those of Tensor.to() on a CPU: by way of float32, each step
-// rounding to nearest even. Only NaNs may differ; they stay NaNs.
+// Every instruction-set variant produces the bits of Tensor.to() on a CPU: values are converted
+// through float32, and each step rounds to nearest even. NaNs stay NaNs, but their payloads may
+// differ.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +12,11 @@
 
 namespace pipekernels {
 
-// destination[i] = source[i] for `count` elements. No pointer needs any alignment; the two do not
-// overlap.
+// destination[i] = source[i] for `count` elements. The pointers need no alignment. The buffers must
+// not overlap.
 using CastKernel = void (*)(void* destination, const void* source, size_t count);
 
-// Both dtypes are floating, and not the same: that would be a copy.
+// `from` and `to` must be different floating-point dtypes.
 CastKernel cast_kernel(DType from, DType to, Isa isa = best_isa());
 
 }  // namespace pipekernels

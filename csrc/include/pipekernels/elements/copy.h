@@ -6,7 +6,7 @@
 
 namespace pipekernels {
 
-// As memcpy; where there is nothing to copy, the pointers may be null, and both may be the same.
+// memcpy() that also accepts equal pointers, and null pointers if `bytes` is 0.
 inline void copy_bytes(void* destination, const void* source, size_t bytes) {
   if (bytes > 0 && destination != source) std::memcpy(destination, source, bytes);
 }

@@ -1,5 +1,5 @@
-// Copies and reductions by the threads of a block, 16 bytes at a time. The bits are those of
-// reduce.h.
+// Copies and reductions by the threads of a thread block, 16 bytes at a time. Reductions produce
+// the same bits as those of reduce.h.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ PK_HOST_DEVICE inline bool is_aligned(const void* a, const void* b, size_t size)
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (size - 1)) == 0;
 }
 
-// A unit of memory that is aligned to its size: one access on a device.
+// Loads a unit that is aligned to its size, with one memory access on a device.
 template <class Unit>
 PK_HOST_DEVICE Unit load_unit(const std::byte* from) {
   Unit unit;
@@ -74,7 +74,7 @@ PK_HOST_DEVICE void copy_units(const Team& team, std::byte* to, const std::byte*
   }
 }
 
-// By all threads of a block. Both may be the same, but not overlap otherwise.
+// Called by all threads of a block. `to` may equal `from`; the ranges must not overlap otherwise.
 template <class Team>
 PK_HOST_DEVICE void copy_block(const Team& team, std::byte* to, const std::byte* from,
                                size_t bytes) {
@@ -90,9 +90,10 @@ PK_HOST_DEVICE void copy_block(const Team& team, std::byte* to, const std::byte*
   copy_units<uint8_t>(team, to + done, from + done, bytes - done);
 }
 
-// Sets all bits: a NaN, or -1, and nobody's sum.
+// Sets all bits, which makes floating-point elements NaN and integers -1, so that a failed
+// collective does not leave plausible results.
 template <class Team>
-PK_HOST_DEVICE void spoil_block(const Team& team, std::byte* to, size_t bytes) {
+PK_HOST_DEVICE void poison_block(const Team& team, std::byte* to, size_t bytes) {
   const size_t packs = is_aligned(to, to, 16) ? bytes / 16 : 0;
   const Pack ones{{~0u, ~0u, ~0u, ~0u}};
   for (size_t i = team.thread(); i < packs; i += team.threads()) store_unit(to + i * 16, ones);
@@ -103,7 +104,7 @@ PK_HOST_DEVICE void spoil_block(const Team& team, std::byte* to, size_t bytes) {
 
 // ---- reductions --------------------------------------------------------------------------------
 
-// The elements of a unit, which is a Pack or one element, widened.
+// The elements of a unit (a Pack or one element), widened to accumulators.
 template <class Type, class Unit>
 struct Wide {
   using Element = typename Type::Element;
@@ -138,7 +139,7 @@ struct Wide {
     }
   }
 
-  // Of `terms` terms, rounded to the element type.
+  // Completes a reduction of `terms` terms and rounds it to the element type.
   PK_HOST_DEVICE Unit finish(Reduction reduction, int terms) const {
     Element elements[kElements];
     PK_UNROLL
@@ -155,7 +156,7 @@ struct Wide {
     return unit;
   }
 
-  // Partial results are kept unrounded, in aligned memory; those of element i at i * kPartialSize.
+  // Partial results are stored unrounded in aligned memory, element i at i * kPartialSize.
   static constexpr size_t kPartialSize = sizeof(Accumulator);
   using PartialUnit = std::conditional_t<sizeof(values) % 16 == 0, Pack, Accumulator>;
   static constexpr int kPartialUnits = sizeof(values) / (sizeof(PartialUnit));
@@ -181,9 +182,9 @@ struct Wide {
   Wide() = default;
 };
 
-// Calls step(offset, unit) for the units of `bytes` that are this thread's: packs as far as there
-// are, if all addresses are aligned for them, then elements. The second argument only names the
-// type of unit.
+// Calls step(offset, unit) for this thread's units of `bytes`. If `aligned`, these are whole packs
+// and then the remaining elements, else all are elements. `unit` is a dummy value that carries the
+// unit's type.
 template <class Element, class Team, class Step>
 PK_HOST_DEVICE void for_each_unit(const Team& team, size_t bytes, bool aligned, Step step) {
   const size_t packs = aligned ? bytes / 16 : 0;
@@ -194,8 +195,8 @@ PK_HOST_DEVICE void for_each_unit(const Team& team, size_t bytes, bool aligned, 
   }
 }
 
-// Calls step(a, b, unit) for this thread's units from `begin` to `end`, by their offsets, two at a
-// time, so that more loads are under way. If there is no second one, the first is done twice.
+// Calls step(a, b, unit) with the byte offsets of two of this thread's units in [begin, end), so
+// that the loads of both are in flight together. For a last unit without a partner, b equals a.
 template <class Unit, class Team, class Step>
 PK_HOST_DEVICE void for_each_pair(const Team& team, size_t begin, size_t end, Step step) {
   const size_t stride = team.threads();
@@ -205,9 +206,9 @@ PK_HOST_DEVICE void for_each_pair(const Team& team, size_t begin, size_t end, St
   }
 }
 
-// Reduces `bytes` of sources[0], ..., sources[terms - 1] by all threads of a block, in this order,
-// and hands each unit to store(offset, unit). A source may be where store() writes. `target`: of
-// what is written, the part that is not at the sources' addresses, for its alignment.
+// Reduces `bytes` of sources[0], ..., sources[terms - 1], in this order, with all threads of a
+// block, and passes each unit to store(offset, unit), which may overwrite the sources. `target` is
+// where store() writes if that is none of the sources, else null; its alignment limits the units.
 template <class Type, class Team, class Store>
 PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sources, int terms,
                                  size_t bytes, Reduction reduction, const std::byte* target,
@@ -217,7 +218,7 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
   const auto reduce_pair = [&](size_t a, size_t b, auto unit) {
     using Unit = decltype(unit);
-    constexpr int kInFlight = 2;  // Terms of which a thread loads its units before it waits.
+    constexpr int kInFlight = 2;  // Terms whose units a thread loads before it uses the first.
     const Unit first = load_unit<Unit>(sources[0] + a), second = load_unit<Unit>(sources[0] + b);
     Wide<Type, Unit> total_a(first), total_b(second);
     for (int s = 1; s < terms; s += kInFlight) {

@@ -1,4 +1,5 @@
-// Element types, reductions and all-reduce algorithms, by the codes that cross the Python boundary.
+// The codes of element types, reductions and all-reduce algorithms that Python passes; the same as
+// in pipekernels/comm/codes.py.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +7,8 @@
 
 namespace pipekernels {
 
-// The first four can be cast to one another, the first six can be reduced; all can be moved.
+// The first kFloatingDTypes can be cast to one another, the first kReducibleDTypes can be reduced,
+// and all can be copied.
 enum class DType : uint8_t {
   kFloat64,
   kFloat32,

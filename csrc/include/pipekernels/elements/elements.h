@@ -1,4 +1,4 @@
-// Element types: what their elements widen to, and narrow from.
+// Element types, and their conversions to and from the accumulators in which they are reduced.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ PK_HOST_DEVICE To bits_as(From from) {
   return to;
 }
 
-// Elements that are their own accumulators; integers are summed without signs, as sums wrap around.
+// Elements that are their own accumulators. Integers are summed as unsigned T, since sums wrap
+// around, and compared as `Ordered`, which is signed.
 template <class T, class Ordered = T>
 struct PlainElement {
   using Element = T;
@@ -38,7 +39,7 @@ struct Bf16Element {
   PK_HOST_DEVICE static bool less(float a, float b) { return a < b; }
 };
 
-// The conversions of NaNs are not the hardware's, which lose their bits.
+// NaNs are converted in software, since the hardware's conversions lose their payloads.
 struct Fp16Element {
   using Element = uint16_t;
   using Accumulator = float;
@@ -66,7 +67,7 @@ struct Fp16Element {
 #else
     const uint32_t sign = x >> 16 & 0x8000, magnitude = x & 0x7fffffff;
     if (magnitude >= 143u << 23) return sign | 0x7c00;
-    // Adding 0.5 leaves units of 2^-24 in the mantissa, rounded by the addition itself.
+    // Adding 0.5 shifts the mantissa to units of 2^-24, and the addition rounds to nearest even.
     const float unsigned_v = bits_as<float>(magnitude);
     if (magnitude < 113u << 23) return sign | (bits_as<uint32_t>(unsigned_v + 0.5f) - (126u << 23));
     return sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -91,14 +92,14 @@ struct ElementOf<DType::kInt32> : PlainElement<uint32_t, int32_t> {};
 template <>
 struct ElementOf<DType::kInt64> : PlainElement<uint64_t, int64_t> {};
 
-// An element as one of another floating-point type, by way of float32 as Tensor.to() does it.
+// Converts an element to another floating-point type through float32, as Tensor.to() does.
 template <class From, class To>
 PK_HOST_DEVICE typename To::Element convert_element(typename From::Element v) {
   const auto single = static_cast<float>(From::widen(v));
   return To::narrow(static_cast<typename To::Accumulator>(single));
 }
 
-// Calls body(ElementOf<dtype>()), for a floating-point dtype. Code of either side may call it.
+// Calls body(ElementOf<dtype>()) for a floating-point dtype, in host or device code.
 template <class Body>
 PK_HOST_DEVICE void with_floating_element(DType dtype, const Body& body) {
   switch (dtype) {
@@ -113,7 +114,7 @@ PK_HOST_DEVICE void with_floating_element(DType dtype, const Body& body) {
   }
 }
 
-// Calls body(ElementOf<dtype>()), for a dtype that can be reduced.
+// Calls body(ElementOf<dtype>()) for a dtype that can be reduced.
 template <class Body>
 void with_element(DType dtype, Body body) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-// The binary interface of DLPack, as far as torch and this package meet in it.
+// The parts of DLPack's binary interface that this package uses.
 // Source: https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
@@ -27,16 +27,16 @@ struct ManagedTensor {
   void (*release)(ManagedTensor*);
 };
 
-// The functions that a library gives for its tensor class, in a capsule at the class's
-// `__dlpack_c_exchange_api__`.
+// The functions that a library provides for its tensor class, in a capsule that is the class's
+// attribute `__dlpack_c_exchange_api__`.
 struct ExchangeApi {
   uint32_t major, minor;
   ExchangeApi* previous;  // of an older major version
   void* allocate;
   void* managed_from_object;
   void* managed_to_object;
-  // Describes the tensor `object`, for as long as it lives unchanged; -1 with a Python exception if
-  // that cannot be described. May be null.
+  // Describes the tensor `object`; the description is valid while the tensor lives and does not
+  // change. Returns -1 and sets a Python exception if it cannot be described. May be null.
   int (*from_object)(void* object, Tensor* described);
   void* current_work_stream;
 };

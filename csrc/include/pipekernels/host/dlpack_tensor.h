@@ -1,4 +1,4 @@
-// What operations ask of a tensor that DLPack describes.
+// Properties of a tensor that DLPack describes.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ inline bool is_empty(const Tensor& tensor) {
   return std::find(tensor.shape, tensor.shape + tensor.dims, 0) != tensor.shape + tensor.dims;
 }
 
-// Its code, or -1 for one that can neither be cast nor reduced.
+// The code of its DType, or -1 for a dtype that can neither be cast nor reduced.
 inline int dtype_of(const Tensor& tensor) {
   if (tensor.type_lanes != 1) return -1;
   switch (tensor.type_code << 8 | tensor.type_bits) {
@@ -34,7 +34,7 @@ inline int dtype_of(const Tensor& tensor) {
   }
 }
 
-// The number of elements, or -1 if they do not lie as they are counted.
+// The number of elements of a contiguous tensor, or -1 if it is not contiguous.
 inline int64_t dense_elements(const Tensor& tensor) {
   int64_t count = 1;
   for (int32_t d = tensor.dims - 1; d >= 0; --d) {
@@ -44,8 +44,8 @@ inline int64_t dense_elements(const Tensor& tensor) {
   return count;
 }
 
-// Whether they differ, if at all, in their size along `dim`, in strides and in contents.
-inline bool alike_but_in(int64_t dim, const Tensor& a, const Tensor& b) {
+// Whether device, dtype and shape are equal, except for the size along `dim`.
+inline bool same_but_for_size_along(int64_t dim, const Tensor& a, const Tensor& b) {
   if (a.device_type != b.device_type || a.device != b.device || a.dims != b.dims ||
       a.type_code != b.type_code || a.type_bits != b.type_bits || a.type_lanes != b.type_lanes) {
     return false;

@@ -1,4 +1,4 @@
-// Random delays where ranks meet, for the tests of the protocol; nothing in other builds.
+// Random delays where ranks synchronise, for the tests of the protocol. No code in other builds.
 #pragma once
 
 #ifdef PIPEKERNELS_FUZZ_DELAYS
@@ -14,7 +14,7 @@ namespace pipekernels {
 
 #ifdef PIPEKERNELS_FUZZ_DELAYS
 
-// One in so many calls of fuzz_delay() sleeps, and as many offer the core; none if 0.
+// One in this many calls of fuzz_delay() sleeps, and another one yields the core. 0: neither.
 inline std::atomic<unsigned> fuzz_one_in{0};
 
 inline void fuzz_delay() {

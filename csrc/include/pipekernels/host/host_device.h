@@ -1,4 +1,4 @@
-// Code that a CUDA kernel and the CPU's compiler both take.
+// Macros for code that is compiled for CUDA kernels and for the CPU.
 #pragma once
 
 #ifdef __CUDACC__
@@ -7,7 +7,7 @@
 #define PK_HOST_DEVICE
 #endif
 
-// Before a loop: all its passes one after the other, so that what it indexes can be in registers.
+// Unrolls the following loop fully, so that the arrays it indexes can be kept in registers.
 #ifdef __CUDA_ARCH__
 #define PK_UNROLL _Pragma("unroll")
 #else

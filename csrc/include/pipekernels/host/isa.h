@@ -1,25 +1,25 @@
-// What the processor at hand can do, and what pays on it.
+// The instruction sets of this machine's processor, and tuning that depends on its vendor.
 #pragma once
 
 #include <string_view>
 
 namespace pipekernels {
 
-// The instruction sets that kernels are compiled for, each in a file of its own. kAvx512Bf16 is
+// The instruction sets for which kernels are compiled, each in its own source file. kAvx512Bf16 is
 // kAvx512 with instructions that round to bfloat16.
 enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
 bool isa_available(Isa isa);
 
-// The one that kernels use on this machine.
+// The widest one that this machine supports, which kernels use by default.
 Isa best_isa();
 
-// Whether a rank asks for a cache line that its peers have read before it writes to it again, on a
-// processor of this CPUID vendor. Measured on AMD's Zen 4 and Zen 5 alone, where small sums gain up
-// to a sixth; on Intel it has not been measured, so there, as on all others, it is off.
+// Whether a rank should prefetch for writing a cache line that its peers have read, on a processor
+// of this CPUID vendor. Measured only on AMD's Zen 4 and Zen 5, where small sums gain up to a
+// sixth; off on Intel and all others, where it has not been measured.
 bool write_prefetch_pays(std::string_view vendor);
 
-// On this machine.
+// The same for this machine's processor.
 bool write_prefetch_pays();
 
 }  // namespace pipekernels

@@ -1,4 +1,4 @@
-// Split tensors into micro-batches, or concatenate micro-batches: all of them in one call.
+// Splits tensors into micro-batches, or concatenates micro-batches; all copies in one call.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,21 @@
 
 namespace pipekernels {
 
-// A conversion of elements from the source's dtype to the destination's, both of them floating.
+// A conversion of elements from the source's dtype to the destination's; both are floating-point.
 struct Cast {
   DType from, to;
 };
 
-// A tensor to split, or to concatenate into. Strides are in elements; `data` is its first element.
+// A tensor to split, or to concatenate into. Strides are in elements; `data` points to element 0.
 struct WholeTensor {
   char* data;
   int64_t item_size;  // bytes
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
-  std::optional<Cast> cast = {};  // else bytes are copied, whatever they mean
+  std::optional<Cast> cast = {};  // none: elements are copied as bytes
 };
 
-// One micro-batch of one tensor: the whole tensor's shape, but for the size along the batch
-// dimension.
+// One micro-batch of one tensor. Its shape is the whole tensor's, except along the batch dimension.
 struct MicroBatch {
   char* data;
   std::vector<int64_t> strides;  // elements
@@ -35,20 +34,20 @@ enum class Direction { kSplit, kConcat };  // whole -> micro-batches, micro-batc
 struct MicroBatchCopy {
   Direction direction;
   int64_t dim;                            // the batch dimension, 0 <= dim < number of dimensions
-  std::vector<int64_t> sizes;             // of each micro-batch along `dim`
-  std::vector<WholeTensor> wholes;        // each has sum(sizes) entries along `dim`
-  std::vector<MicroBatch> micro_batches;  // of micro-batch i and tensor t: at i * wholes.size() + t
+  std::vector<int64_t> sizes;             // size of each micro-batch along `dim`
+  std::vector<WholeTensor> wholes;        // each has size sum(sizes) along `dim`
+  std::vector<MicroBatch> micro_batches;  // [i * wholes.size() + t]: micro-batch i of tensor t
 };
 
-// What is not cast may have any dtype. Elements are cast as cast.h does it. Destinations must not
-// overlap each other or a source. Throw std::invalid_argument when ranks, sizes, counts or dtypes
-// do not fit together, or the elements of a cast are not aligned to their size.
+// Both functions copy tensors of any dtype, and cast as cast.h does. Destinations must not overlap
+// each other or a source. Both throw std::invalid_argument if numbers of dimensions, sizes, counts
+// or dtypes are inconsistent, or if the elements of a cast are not aligned to their size.
 
-// On the CPU, with at most `threads` threads; small copies stay on the calling one.
+// Copies on the CPU with at most `threads` threads; small copies run on the calling thread alone.
 void copy_micro_batches(const MicroBatchCopy& request, int threads);
 
-// On the current CUDA device, ordered on `stream` (a cudaStream_t); returns once launched. Throws
-// std::runtime_error on a CUDA error.
+// Copies on the current CUDA device in `stream` (a cudaStream_t), and returns after the launch.
+// Throws std::runtime_error on a CUDA error.
 void copy_micro_batches_cuda(const MicroBatchCopy& request, void* stream);
 
 }  // namespace pipekernels

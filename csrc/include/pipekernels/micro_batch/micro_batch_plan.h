@@ -1,4 +1,4 @@
-// Turns a MicroBatchCopy into tiles, the units of work of CPU threads and CUDA blocks alike.
+// Divides a MicroBatchCopy into tiles, the units of work of CPU threads and of CUDA thread blocks.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,10 @@ namespace pipekernels {
 
 // A strided copy of [outer 0, outer 1, rows, cols] units, cut into tiles of tile_rows x tile_cols.
 // A unit is the widest power of two up to 16 bytes to which all addresses and strides are aligned.
-// Where elements are cast, a unit has two sizes; it is as many elements as are 16 bytes on their
-// wider side, if all is aligned to that, or else one element. Strides are in bytes. Columns are the
-// destination's fastest dimension; rows are the source's fastest one if that is another.
+// In a cast, a unit has one size in the source and another in the destination: it holds the
+// elements that fill 16 bytes in the wider dtype if everything is aligned to that, or else one
+// element. Strides are in bytes. Columns are the destination's fastest dimension; rows are the
+// source's fastest dimension if that is a different one.
 struct TiledCopy {
   const char* src;
   char* dst;
@@ -24,11 +25,11 @@ struct TiledCopy {
   int64_t src_row, dst_row;
   int64_t src_col, dst_col;
   int64_t row_tiles, col_tiles;
-  int64_t first_tile;  // tiles of a plan are numbered through all of its copies
+  int64_t first_tile;  // tiles are numbered consecutively through all copies of a plan
   int32_t tile_rows, tile_cols;
   uint8_t src_unit, dst_unit;  // bytes
-  DType from, to;              // the elements' in the source and the destination; the same: no cast
-  int32_t transposed;          // rows are the source's fastest dimension: tiles are read along them
+  DType from, to;              // dtypes of the source and the destination; equal: no cast
+  int32_t transposed;          // rows are the source's fastest dimension, so tiles are read by rows
 
   PK_HOST_DEVICE bool casts() const { return from != to; }
   int64_t tiles() const { return outer_size[0] * outer_size[1] * row_tiles * col_tiles; }
@@ -40,7 +41,7 @@ struct Tile {
   int32_t rows, cols;
 };
 
-// Tile `index` of the plan, which must be one of this copy's.
+// Tile `index` of the plan, which must belong to `copy`.
 PK_HOST_DEVICE inline Tile tile_at(const TiledCopy& copy, int64_t index) {
   index -= copy.first_tile;
   const int64_t col = index % copy.col_tiles * copy.tile_cols;
@@ -58,7 +59,7 @@ PK_HOST_DEVICE inline Tile tile_at(const TiledCopy& copy, int64_t index) {
           static_cast<int32_t>(cols_left < copy.tile_cols ? cols_left : copy.tile_cols)};
 }
 
-// The copy that tile `index` belongs to: the last one that starts at or before it.
+// The position of the copy that contains tile `index`: the last one with first_tile <= index.
 PK_HOST_DEVICE inline int copy_of_tile(const TiledCopy* copies, int count, int64_t index) {
   int low = 0;
   for (int high = count; high - low > 1;) {
@@ -68,20 +69,20 @@ PK_HOST_DEVICE inline int copy_of_tile(const TiledCopy* copies, int count, int64
   return low;
 }
 
-// The largest tiles of contiguous runs and of transposed copies. Full transposed tiles are square.
+// The most bytes in a tile of a plain and of a transposed copy. Full transposed tiles are square.
 struct TileShape {
   int32_t run_bytes;
   int32_t transposed_bytes;
 };
 
 struct Plan {
-  std::vector<TiledCopy> copies;  // empty tensors and micro-batches have none
+  std::vector<TiledCopy> copies;  // none for empty tensors and micro-batches
   int64_t tiles = 0;
-  int64_t bytes = 0;  // of a cast: in the wider dtype
+  int64_t bytes = 0;  // casts count in the wider dtype
   bool casts = false;
 };
 
-// Throws std::invalid_argument when the request does not fit together.
+// Throws std::invalid_argument if the request is inconsistent; see micro_batch.h.
 Plan plan_tiles(const MicroBatchCopy& request, const TileShape& shape);
 
 }  // namespace pipekernels

@@ -1,5 +1,5 @@
-// How the threads of a CUDA block copy, or cast, one tile of a plan. On the CPU the same functions
-// run thread after thread, in the tests.
+// How the threads of a CUDA block copy or cast one tile of a plan. The tests call the same
+// functions on the CPU, for one thread index after the other.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 
 namespace pipekernels {
 
-// Every `step`-th place of a table with so many columns, row by row, from place `first` on. Divides
-// only to begin: with a division per place, a GPU would be limited by arithmetic and not by memory.
-struct Walk {
+// Iterates over every `step`-th cell of a table with `cols` columns, row by row, from cell `first`.
+// Divides only in the constructor: with a division per cell, a GPU would be limited by arithmetic
+// instead of memory.
+struct StridedCell {
   int32_t row, col;
 
-  PK_HOST_DEVICE Walk(int32_t first, int32_t step, int32_t cols)
+  PK_HOST_DEVICE StridedCell(int32_t first, int32_t step, int32_t cols)
       : row(first / cols),
         col(first % cols),
         cols_(cols),
@@ -35,14 +36,14 @@ struct Walk {
   int32_t cols_, step_rows_, step_cols_;
 };
 
-// One thread's share of a table of units: write(row, col, read(row, col)), several reads being
-// under way before the first write. Neighbouring threads have neighbouring columns, so accesses
-// coalesce.
+// Calls write(row, col, read(row, col)) for one thread's share of a table of units, with several
+// reads in flight before the first write. Neighbouring threads take neighbouring columns, so their
+// accesses coalesce.
 template <typename Unit, typename Read, typename Write>
 PK_HOST_DEVICE inline void move_units(int32_t rows, int32_t cols, int32_t thread, int32_t threads,
                                       const Read& read, const Write& write) {
   constexpr int kInFlight = 4;
-  Walk reading(thread, threads, cols), writing = reading;
+  StridedCell reading(thread, threads, cols), writing = reading;
   while (reading.row < rows) {
     Unit held[kInFlight];
     PK_UNROLL
@@ -56,7 +57,7 @@ PK_HOST_DEVICE inline void move_units(int32_t rows, int32_t cols, int32_t thread
   }
 }
 
-// Straight from source to destination, for copies that are not transposed.
+// Copies a tile that is not transposed directly from source to destination.
 template <typename Unit, bool kCasts>
 PK_HOST_DEVICE inline void copy_rows(const TiledCopy& copy, const Tile& tile, int32_t thread,
                                      int32_t threads) {
@@ -67,17 +68,17 @@ PK_HOST_DEVICE inline void copy_rows(const TiledCopy& copy, const Tile& tile, in
       },
       [&](int32_t row, int32_t col, const Unit& unit) {
         char* place = tile.dst + row * copy.dst_row + col * copy.dst_col;
-        store_arriving<kCasts>(copy, place, unit);
+        store_maybe_cast<kCasts>(copy, place, unit);
       });
 }
 
 // A transposed copy reads along the source's fastest dimension and writes along the destination's.
-// In between the tile is staged, column after column; an odd distance between columns puts
-// neighbours of a row into different banks of shared memory.
+// In between, the tile is staged in shared memory, column after column. An odd pitch puts
+// neighbouring units of a row into different banks of shared memory.
 PK_HOST_DEVICE inline int32_t staged_pitch(const Tile& tile) { return tile.rows | 1; }
 
-// For staged tiles of at most so many bytes: they have two rows at least or need no padding, so it
-// is at most half as much again.
+// The shared memory for a staged tile of up to `tile_bytes`. Padding adds at most half, since a
+// padded tile has at least two rows.
 PK_HOST_DEVICE constexpr int32_t staged_bytes(int32_t tile_bytes) {
   return tile_bytes + tile_bytes / 2;
 }
@@ -94,7 +95,7 @@ PK_HOST_DEVICE inline void stage_columns(const TiledCopy& copy, const Tile& tile
       [&](int32_t col, int32_t row, const Unit& unit) { staged[col * pitch + row] = unit; });
 }
 
-// After all threads have staged.
+// Call after all threads of the block have finished stage_columns().
 template <typename Unit, bool kCasts>
 PK_HOST_DEVICE inline void write_rows(const TiledCopy& copy, const Tile& tile, const Unit* staged,
                                       int32_t thread, int32_t threads) {
@@ -104,7 +105,7 @@ PK_HOST_DEVICE inline void write_rows(const TiledCopy& copy, const Tile& tile, c
       [&](int32_t row, int32_t col) { return staged[col * pitch + row]; },
       [&](int32_t row, int32_t col, const Unit& unit) {
         char* place = tile.dst + row * copy.dst_row + col * copy.dst_col;
-        store_arriving<kCasts>(copy, place, unit);
+        store_maybe_cast<kCasts>(copy, place, unit);
       });
 }
 

@@ -1,4 +1,4 @@
-// What a thread of a CUDA block loads at once, and what it stores for it.
+// The units that a thread of a CUDA block loads and stores with one memory access each.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ PK_HOST_DEVICE inline void store_unit(char* place, const Unit& unit) {
 
 // ---- casts -------------------------------------------------------------------------------------
 
-// Whether a unit of a cast, in the source, may have so many bytes; see TiledCopy.
+// Whether a source unit of a cast may have this many bytes; see TiledCopy.
 template <class From, class To>
 PK_HOST_DEVICE constexpr bool is_cast_unit(int bytes) {
   constexpr int kFrom = sizeof(typename From::Element), kTo = sizeof(typename To::Element);
@@ -50,7 +50,7 @@ using UnitOf = std::conditional_t<
     kBytes == 2, uint16_t,
     std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 8, uint64_t, Unit16>>>;
 
-// Elements of one type that fill a unit of the source, as ones of another.
+// Converts the elements of a source unit to the destination's type and stores them.
 template <class From, class To, class Unit>
 PK_HOST_DEVICE inline void store_cast(char* place, const Unit& unit) {
   constexpr int kElements = sizeof(Unit) / sizeof(typename From::Element);
@@ -64,10 +64,10 @@ PK_HOST_DEVICE inline void store_cast(char* place, const Unit& unit) {
   store_unit(place, result);
 }
 
-// A unit as it is to arrive. All threads of a block take the same branches. They are taken after
-// the loads, so that these do not wait for one another.
+// Stores a source unit, converted if the copy casts. All threads of a block take the same branches.
+// The branches come after the loads, so that loads do not wait for one another.
 template <bool kCasts, class Unit>
-PK_HOST_DEVICE inline void store_arriving(const TiledCopy& copy, char* place, const Unit& unit) {
+PK_HOST_DEVICE inline void store_maybe_cast(const TiledCopy& copy, char* place, const Unit& unit) {
   if (!kCasts || !copy.casts()) return store_unit(place, unit);
   if constexpr (kCasts) {
     with_floating_element(copy.from, [&](auto from) {

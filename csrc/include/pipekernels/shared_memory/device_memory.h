@@ -1,14 +1,13 @@
-// What the ranks of a communicator share on CUDA devices, and what a launch is told.
+// The device memory that the ranks of a communicator share, and the arguments of a kernel launch.
 //
-// Every rank owns one block of device memory, that all ranks can read and write:
+// Every rank owns one allocation of device memory, which all ranks can read and write:
 //
-//   [ control | states of its thread blocks | cells | staging of each thread block | symmetric heap
-//   ]
+//   [ control | thread block states | cells | staging per thread block | symmetric heap ]
 //
-// Block b of a rank meets block b of every other rank and no other: each number has cells, counters
-// and staging of its own, so it does not matter how many blocks a call has, nor how it divides the
-// data among them. Signals are written into the memory of the rank that waits for them, which polls
-// its own memory alone.
+// Thread block b of a rank synchronises only with thread block b of every other rank. Each block
+// index has its own cells, counters and staging, so calls may differ in their number of blocks and
+// in how they divide the data among them. A rank writes its signals into the memory of the rank
+// that waits for them, so that a waiting rank polls only its own memory.
 #pragma once
 
 #include <cstddef>
@@ -19,47 +18,48 @@
 
 namespace pipekernels {
 
-constexpr int kMaxDeviceRanks = 32;   // The addresses of all their memory are kernel parameters.
+constexpr int kMaxDeviceRanks = 32;   // A kernel's parameters hold an address per rank.
 constexpr int kMaxDeviceBlocks = 64;  // Per rank.
 
-// How many sets of each there are, as in segment.h.
+// Numbers of staging buffers per thread block, and of slots per ring mailbox; compare segment.h.
 constexpr int kDeviceInputSets = 2;
 constexpr int kDeviceResultSets = 3;
 constexpr int kDeviceRingDepth = 8;
 
-// Of one rank.
+// One per rank.
 struct alignas(128) DeviceControl {
-  // By rank: its RankStatus if it has failed on its device. Each is written by that rank alone.
+  // failed[r]: the RankStatus of rank r if it has failed on its device, else 0. Only rank r writes
+  // it.
   uint64_t failed[kMaxDeviceRanks];
-  // Whether one of this rank's blocks has begun to report a failure.
+  // Whether one of this rank's thread blocks has begun to report a failure to the host.
   uint64_t reported;
 };
 
-// Of one block of one rank, which alone uses it: what it has done so far, in all calls. Kept here
-// and not in the launch's arguments so that a captured launch can be replayed.
+// Counters of one thread block of one rank, over all calls so far; only that block uses them. They
+// are in memory, not in the launch's arguments, so that a captured launch can be replayed.
 struct alignas(128) DeviceBlockState {
   uint64_t signals;
   uint64_t calls;
-  uint64_t rounds;  // Of staging.
-  uint64_t chunks;  // Of rings.
+  uint64_t rounds;  // Rounds of staging.
+  uint64_t chunks;  // Chunks of rings.
 };
 
 // Written by block b of one rank, polled by block b of another. The counters only grow.
 struct alignas(128) DeviceCell {
   uint64_t arrivals;
-  uint64_t reduce_sent;  // Ring: chunks put into the mailboxes of the rank that polls.
+  uint64_t reduce_sent;  // Ring: chunks put into the mailboxes of the polling rank.
   uint64_t gather_sent;
-  // Of the last two calls: the rank that polls may still read the one before last.
+  // The last two calls. The polling rank may still read the one before last.
   Descriptor calls[2];
 };
 
-// Where things are in a rank's memory; the same on all ranks.
+// The layout of a rank's memory; the same on all ranks.
 struct DeviceLayout {
   int32_t ranks;
   int32_t blocks;
-  uint32_t set_bytes;    // Of a set of staging buffers; a multiple of 128.
-  uint32_t slot_bytes;   // Of a slot of a ring's mailbox; likewise.
-  uint32_t least_bytes;  // Of a chunk, where a launch has more than one.
+  uint32_t set_bytes;        // Size of one staging buffer; a multiple of 128.
+  uint32_t slot_bytes;       // Size of one slot of a ring mailbox; a multiple of 128.
+  uint32_t min_chunk_bytes;  // Least size of a chunk in a launch of more than one.
 
   PK_HOST_DEVICE size_t staging_stride() const {
     return size_t{kDeviceInputSets + kDeviceResultSets} * set_bytes +
@@ -68,7 +68,7 @@ struct DeviceLayout {
   PK_HOST_DEVICE size_t cells() const {
     return sizeof(DeviceControl) + blocks * sizeof(DeviceBlockState);
   }
-  // What is to be zero at first.
+  // The bytes at the beginning that must be zeroed before the first launch.
   PK_HOST_DEVICE size_t control_bytes() const {
     return cells() + size_t{1} * blocks * ranks * sizeof(DeviceCell);
   }
@@ -80,7 +80,7 @@ struct DeviceLayout {
   PK_HOST_DEVICE DeviceBlockState& state(std::byte* memory, int block) const {
     return reinterpret_cast<DeviceBlockState*>(memory + sizeof(DeviceControl))[block];
   }
-  // What `writer` says to the rank that `memory` belongs to.
+  // The cell that `writer` writes and the owner of `memory` polls.
   PK_HOST_DEVICE DeviceCell& cell(std::byte* memory, int block, int writer) const {
     return reinterpret_cast<DeviceCell*>(memory + cells())[block * ranks + writer];
   }
@@ -104,13 +104,13 @@ struct DeviceLayout {
   }
 };
 
-// Why a rank's kernel has left a collective.
+// Why a rank's kernel has given up a collective.
 enum class DeviceFailureKind : uint32_t {
   kMissing,   // `rank` did not arrive in time.
-  kNotReady,  // Nor did this rank's own data.
+  kNotReady,  // This rank's own data were not ready in time; see Gates.
   kPeer,      // `rank` has failed, with `status`.
-  kStopped,   // The host has said so, with `status`, which tells about `rank`.
-  kMismatch,  // `rank` calls something else.
+  kStopped,   // The host has stopped the kernel because of `rank`, which has `status`.
+  kMismatch,  // `rank` called a different collective.
 };
 
 struct DeviceFailure {
@@ -118,67 +118,69 @@ struct DeviceFailure {
   int32_t rank;
   uint32_t status;
   Call mine;
-  Call theirs;  // Of a mismatch.
+  Call theirs;  // Only for kMismatch.
 };
 
-// In pinned memory of this rank's host.
+// Flags in pinned host memory, through which a rank's host and its kernels tell each other to stop.
 struct HostFlags {
-  uint64_t stop;      // By the host: a rank in the low half, its RankStatus in the high; 0: go on.
-  uint64_t reported;  // By the device: whether `failure` is complete.
-  DeviceFailure failure;
+  uint64_t stop;          // Written by the host. 0: continue. See stop_for().
+  uint64_t reported;      // Written by the device: 1 once `failure` is complete.
+  DeviceFailure failure;  // Written by the device.
 
+  // The rank that is the reason in the low half, its RankStatus in the high half.
   PK_HOST_DEVICE static uint64_t stop_for(int rank, uint32_t status) {
     return static_cast<uint64_t>(status) << 32 | static_cast<uint32_t>(rank);
   }
 };
 
-// What a rank's kernels know of its communicator.
+// The communicator, as a rank's kernels see it.
 struct DeviceRanks {
   DeviceLayout layout;
   int32_t rank;
-  uint64_t timeout;  // Nanoseconds, for each wait.
-  HostFlags* host;
-  std::byte* memory[kMaxDeviceRanks];  // Of each rank, as mapped here.
+  uint64_t timeout;                    // Nanoseconds, for each wait.
+  HostFlags* host;                     // As mapped on this rank's device.
+  std::byte* memory[kMaxDeviceRanks];  // Of each rank, as mapped on this rank's device.
 };
 
-// Counters that the writer of a tensor raises, block by block of its elements.
+// Counters by which the kernel that writes a tensor tells how far it has come. Elements
+// [i * block_elements, (i + 1) * block_elements) are complete once ready[i] >= target.
 struct Gates {
-  const int32_t* ready;  // Null: the tensor is complete.
+  const int32_t* ready;  // Null: the whole tensor is complete.
   int32_t target;
   size_t block_elements;
 };
 
-// What one launch does.
+// The argument of every collective kernel.
 struct DeviceLaunch {
   DeviceRanks ranks;
   Descriptor descriptor;
   const std::byte* input;
-  std::byte* output;  // May be the input.
-  size_t count;       // Elements of what is divided among the blocks: see each collective.
-  size_t chunk;       // Elements that a block takes at a time.
+  std::byte* output;  // May equal `input`.
+  size_t count;       // Elements (or bytes) divided among the blocks; see each collective.
+  size_t chunk;       // Elements (or bytes) that a block processes at a time.
   int32_t blocks;
   Gates gates;
 };
 
-// How a launch divides `count` elements: among so many blocks, in chunks of so many elements.
+// How a launch divides `count` elements: the number of blocks, and the elements per chunk.
 struct DeviceGrid {
   int32_t blocks;
   size_t chunk;
 };
 
-// Chunks have at most `limit` bytes and, where there is more than one, at least `least`, and start
-// on multiples of 64 bytes. Blocks have the same number of chunks, or one less. The same on all
-// ranks, as it depends on nothing else.
-inline DeviceGrid plan_grid(size_t count, size_t element_size, size_t limit, size_t least,
+// Chunks have at most `max_bytes` and, if there is more than one, at least `min_bytes`, and start
+// on multiples of 64 bytes. The numbers of chunks per block differ by at most one. The result
+// depends only on the arguments, so all ranks compute the same grid.
+inline DeviceGrid plan_grid(size_t count, size_t element_size, size_t max_bytes, size_t min_bytes,
                             int max_blocks) {
   const size_t line = 64 / element_size;
   const auto divide_up = [](size_t a, size_t b) { return (a + b - 1) / b; };
-  const size_t most = limit / element_size / line * line;
+  const size_t most = max_bytes / element_size / line * line;
   const size_t rounds = divide_up(divide_up(count, most), max_blocks);
   if (rounds == 0) return {1, most};
   size_t chunk = divide_up(divide_up(count, rounds * max_blocks), line) * line;
-  const size_t few = divide_up(least, element_size * line) * line;
-  if (chunk < few) chunk = few < most ? few : most;
+  const size_t least = divide_up(min_bytes, element_size * line) * line;
+  if (chunk < least) chunk = least < most ? least : most;
   const size_t chunks = divide_up(count, chunk);
   return {static_cast<int32_t>(chunks < size_t(max_blocks) ? chunks : max_blocks), chunk};
 }

@@ -1,13 +1,14 @@
-// What a process knows of itself and of others.
+// Detection of forks, and of the end of other processes.
 #pragma once
 
 namespace pipekernels {
 
-// How many forks lie between the first process and this one, which tells a child from its parent.
-// Cheaper than getpid().
+// The number of forks between the process that first called this and the current one. It differs
+// between a parent and its child, and is cheaper than getpid().
 unsigned process_generation();
 
-// A descriptor that is ready to be read when process `pid` has ended. Throws std::system_error.
+// Returns a pidfd, which becomes readable when process `pid` has ended; the caller closes it.
+// Throws std::system_error.
 int open_pidfd(int pid);
 
 }  // namespace pipekernels

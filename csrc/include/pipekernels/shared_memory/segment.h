@@ -1,11 +1,11 @@
 // The memory that the ranks of one communicator share.
 //
-// An anonymous memory file, mapped by every rank (once, where the ranks are threads of a process),
-// that disappears with its last mapping:
+// It is an anonymous memory file (memfd). Every rank that is a process maps it; ranks that are
+// threads share one mapping. The file disappears with its last mapping:
 //
 //   [ agreement | state of rank 0 .. n-1 | buffers of rank 0 .. n-1 | symmetric heap of rank 0 .. ]
 //
-// Pages are taken when they are first touched, so the heaps cost address space alone.
+// Pages are allocated when they are first touched, so unused heaps cost only address space.
 #pragma once
 
 #include <atomic>
@@ -18,32 +18,33 @@
 
 namespace pipekernels {
 
-// What all ranks must do alike, written before any of them maps the memory.
+// Settings that must be the same on all ranks, written before any rank maps the memory.
 struct alignas(128) Agreement {
-  uint64_t one_shot_bytes;  // 0: built-in. See choose_algorithm() in all_reduce.h.
+  uint64_t one_shot_bytes;  // 0: the built-in limit. See choose_algorithm() in all_reduce.h.
 };
 
 // The state of one rank, written by that rank alone.
 struct alignas(128) RankState {
-  // All that peers look at in every call lies in one cache line, since it takes that line as long
-  // to come from another core as a small call takes otherwise.
+  // Everything that peers read in every call lies in this one cache line, since fetching a line
+  // from another core takes as long as the rest of a small call.
   //
-  // Raised by every step that all ranks take together.
+  // Raised in every step that all ranks take together.
   alignas(64) Signal arrivals;
   // A RankStatus.
   std::atomic<uint32_t> status;
-  // Of the last two collectives: a peer may still read the one before last.
+  // The last two collectives. A peer may still read the one before last.
   Descriptor descriptors[2];
 
   // Whether the rank is in a collective, in which it may access its peers' memory. Written in every
-  // call, and apart from the line above so that it stays in the rank's own cache.
+  // call; on a line of its own, so that the line stays in this rank's cache.
   alignas(64) std::atomic<uint32_t> inside;
-  // If it has failed: the number of the collective since which its data are invalid.
+  // If the rank has failed: the number of the first collective in which its data are invalid.
   std::atomic<uint64_t> failed_call;
-  // The process, if it has device memory of its peers mapped; else 0.
+  // The rank's process id while it has device memory of its peers mapped, else 0.
   std::atomic<int32_t> device_mapper;
 
-  // Ring: how many chunks this rank has put into its mailboxes, which the next rank reads.
+  // Ring: the number of chunks that this rank has put into its mailboxes, which the next rank
+  // reads.
   alignas(64) Signal reduce_sent;
   alignas(64) Signal gather_sent;
 };
@@ -52,29 +53,30 @@ static_assert(offsetof(RankState, inside) == 64);
 
 // Bytes in one staging buffer: small enough that all of them together stay in a core's L2.
 constexpr size_t kStagingBytes = 256 << 10;
-// How many of them a rank has, see two_shot() in all_reduce.cpp.
+// Staging buffers per rank; two_shot() in all_reduce.cpp explains why three.
 constexpr int kStagingSets = 3;
 // Slots of a ring mailbox (a power of two), and bytes in each.
 constexpr int kRingDepth = 8;
 constexpr size_t kRingSlotBytes = 32 << 10;
-// How large one rank's symmetric heap may become.
+// Capacity of one rank's symmetric heap.
 constexpr size_t kHeapBytes = size_t{16} << 30;
 
-// What ranks have at the same offset is read and written together, so it must not lie at a distance
-// that fits the L1 cache of AMD's Zen to Zen 4 badly. That finds lines by a hash of bits 12..27 of
-// their addresses, bit i xor bit 39 - i, and holds one line of a set and a hash (Lipp et al., "Take
-// A Way", 2020): with equal hashes a reduction takes twelve times as long. Among up to 128
-// multiples of this size in a row no two are equal.
-constexpr size_t kApart = 2 << 20;
-constexpr size_t kHeapStride = kHeapBytes + kApart;
+// The distance between the buffers of consecutive ranks. Reductions access the same offset of all
+// ranks' buffers together, which must not conflict in the L1 cache of AMD's Zen to Zen 4. Its way
+// predictor identifies lines by a hash of address bits 12..27, bit i xor bit 39 - i, and holds one
+// line per set and hash (Lipp et al., "Take A Way", 2020). If the hashes are equal, a reduction
+// takes twelve times as long. Any 128 consecutive multiples of this distance have distinct hashes.
+constexpr size_t kRankSpacing = 2 << 20;
+// Conflict-free as kRankSpacing is, since kHeapBytes is a multiple of 2^28.
+constexpr size_t kHeapStride = kHeapBytes + kRankSpacing;
 
 class Segment {
  public:
-  // Returns the descriptor of a new memory file of the right size for map(). Throws
-  // std::invalid_argument unless 1 <= world_size <= kMaxRanks.
+  // Returns the file descriptor of a new memory file for map(); the caller closes it. Throws
+  // std::invalid_argument unless 1 <= world_size <= kMaxRanks, and std::system_error.
   static int create(int world_size, size_t one_shot_bytes = 0);
-  // Maps the file; the caller may close `fd` afterwards. Throws std::invalid_argument likewise, and
-  // std::runtime_error for a file of another size.
+  // Maps the file; the caller may close `fd` afterwards. Throws as create(), and
+  // std::runtime_error if the file's size does not match `world_size`.
   static std::shared_ptr<Segment> map(int fd, int world_size);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -101,7 +103,7 @@ class Segment {
  private:
   static constexpr size_t kMailboxes = kStagingSets * kStagingBytes;
   static constexpr size_t kBuffersBytes = kMailboxes + 2 * kRingDepth * kRingSlotBytes;
-  static constexpr size_t kBuffersStride = kApart;
+  static constexpr size_t kBuffersStride = kRankSpacing;
   static_assert(kBuffersBytes <= kBuffersStride);
 
   explicit Segment(int world_size);

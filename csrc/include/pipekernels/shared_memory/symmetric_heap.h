@@ -1,4 +1,4 @@
-// Memory that peers can read and write, handed out by the rank that owns it.
+// The allocator of a rank's symmetric memory, which peers can read and write.
 #pragma once
 
 #include <cstddef>
@@ -10,19 +10,21 @@
 
 namespace pipekernels {
 
-// Only the owner knows its free list. Pages of freed blocks are kept for the
-// next allocations, up to the largest use of late, so that a loop neither grows nor faults.
+// The free list is private to the owning rank. Pages of freed blocks stay allocated for later
+// allocations, up to the recent peak use, so that a loop neither grows nor faults.
 class SymmetricHeap {
  public:
   SymmetricHeap(std::shared_ptr<Segment> segment, int rank);
 
-  // Aligned to 128 bytes; `bytes` may be 0. Throws std::runtime_error if the heap is full.
+  // Returns a block aligned to 128 bytes; `bytes` may be 0. Throws std::runtime_error if there is
+  // no room.
   std::byte* allocate(size_t bytes);
   void release(std::byte* block);
 
   bool contains(const void* data, size_t bytes) const;
 
-  // Makes the pages under `data` this process's own, contents and all: peers write elsewhere.
+  // Replaces the pages under `data` by private copies in this process, so that the peers and this
+  // process no longer see each other's writes to them.
   void isolate(std::byte* data, size_t bytes);
 
  private:
@@ -33,15 +35,15 @@ class SymmetricHeap {
   const unsigned process_;
 
   std::mutex mutex_;
-  FreeList parts_;
-  size_t kept_bytes_ = 0;  // Freed since the last trim and not handed out again.
-  // The largest use in this window of releases and in the one before.
+  FreeList free_list_;
+  size_t kept_bytes_ = 0;  // Freed since the last trim and not allocated again.
+  // Peak use in the current window of releases and in the previous one.
   size_t peak_ = 0;
   size_t last_peak_ = 0;
   int window_ = 0;
 };
 
-// A block that is released with this object; it keeps the memory mapped meanwhile.
+// Owns a block of a symmetric heap, and keeps the memory mapped.
 class SymmetricBuffer {
  public:
   SymmetricBuffer(std::shared_ptr<SymmetricHeap> heap, size_t bytes)
