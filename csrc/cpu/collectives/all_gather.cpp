@@ -5,9 +5,10 @@
 
 namespace pipekernels {
 
-// Every rank copies its data to its result buffers, block by block, and reads those of its peers.
-// Block k + 1 is copied before block k is read, so that peers need not wait for it. That takes the
-// three sets there are: copy_in(k+1) comes after wait S_k, which peers make after gather(k-2).
+// Every rank copies its data to its staging, block by block, and reads the staging of its peers.
+// Block k + 1 is copied before block k is read, so that peers need not wait for it. That requires
+// the three staging buffers: copy_in(k+1) comes after the wait for S_k, the signal of block k,
+// which peers make after gather(k-2).
 void all_gather(Communicator& communicator, const void* input, void* output, size_t count,
                 DType dtype, uint32_t shape) {
   const int me = communicator.rank();
@@ -49,7 +50,7 @@ void all_gather(Communicator& communicator, const void* input, void* output, siz
       gather(k, blocks(0, k));
       if (k + 1 < rounds) collective.wait();
     }
-    if (direct > 0) {  // Peers read until here.
+    if (direct > 0) {  // Peers may read `input` until this wait.
       collective.signal();
       collective.wait();
     }

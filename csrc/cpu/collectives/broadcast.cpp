@@ -14,7 +14,7 @@ void check_root(int root, int world_size) {
                               ", got " + std::to_string(root));
 }
 
-// As all_gather(), with the root as the only one that has anything to give.
+// As all_gather(), but only the root has data.
 void broadcast(Communicator& communicator, void* data, size_t count, DType dtype, int root,
                uint32_t shape) {
   check_root(root, communicator.world_size());
@@ -40,7 +40,7 @@ void broadcast(Communicator& communicator, void* data, size_t count, DType dtype
     collective.wait();
     if (const std::byte* source = collective.data_of(root)) {
       copy_out(source, {0, count});
-      collective.signal();  // Peers read until here.
+      collective.signal();  // Peers may read the root's data until the following wait.
       collective.wait();
       rounds = 0;
     }

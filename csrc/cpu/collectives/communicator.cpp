@@ -14,27 +14,26 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a rank sleeps before it looks for dead peers, the timeout and Ctrl-C.
+// How long a rank sleeps between checks for dead peers, the timeout and Ctrl-C.
 constexpr std::chrono::milliseconds kPollInterval{20};
 
-// How often a rank looks for a signal before it goes to sleep: first in a tight loop, then offering
-// its core to others in between. Ranks that share cores do the latter alone: the peer they wait for
-// may want this very core. One with a core of its own should not offer it while its peers are at
-// work in the same collective, which takes some 10 us at most: any other process would keep it for
-// milliseconds.
+// How often a rank polls a signal before it sleeps: first in a tight loop, then yielding its core
+// between polls. Ranks that share cores only yield, since the awaited peer may need this very core.
+// A rank with a core of its own should not yield while its peers work in the same collective, which
+// takes some 10 us at most: another process could take the core for milliseconds.
 constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
-constexpr int kSpins = 1000;      // In the others.
+constexpr int kSpins = 1000;      // In later waits.
 constexpr int kYields = 200;
 
-constexpr double kMaxTimeout = 1e10;  // Seconds, whose nanoseconds 64 bits can count.
+constexpr double kMaxTimeout = 1e10;  // Seconds; as nanoseconds they fit into 64 bits.
 
-// The communicators in whose collectives this thread waits and has gone to see about interrupts:
-// several, if a signal handler calls a collective in turn.
-struct Interrupted {
+// The communicators whose interrupt_() this thread is calling, innermost first. There are several
+// if a signal handler calls a collective in turn.
+struct InterruptCheck {
   const Communicator* communicator;
-  const Interrupted* outer;
+  const InterruptCheck* outer;
 };
-thread_local const Interrupted* interrupted = nullptr;
+thread_local const InterruptCheck* innermost_check = nullptr;
 
 int check_rank(int rank, int world_size) {
   if (rank >= 0 && rank < world_size) return rank;
@@ -43,9 +42,9 @@ int check_rank(int rank, int world_size) {
 }
 
 bool is_checking_interrupts(const Communicator* communicator) {
-  const Interrupted* each = interrupted;
-  while (each && each->communicator != communicator) each = each->outer;
-  return each != nullptr;
+  const InterruptCheck* check = innermost_check;
+  while (check && check->communicator != communicator) check = check->outer;
+  return check != nullptr;
 }
 
 }  // namespace
@@ -57,7 +56,7 @@ std::string format_seconds(Seconds duration) {
   return text + " s";
 }
 
-// ---- life -------------------------------------------------------------------------------------
+// ---- construction and shutdown ----------------------------------------------------------------
 
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                            Seconds timeout, std::function<void()> interrupt,
@@ -93,11 +92,13 @@ void Communicator::close() { shut_down(RankStatus::kClosed); }
 void Communicator::abort() { shut_down(RankStatus::failed(Reason::kAborted, rank_)); }
 
 void Communicator::shut_down(uint32_t status) {
-  closed_.store(true);  // A call in progress sees this and gives up.
-  // That of this thread does so when the signal handler returns; the rest is done next time.
+  closed_.store(true);  // A call in progress sees this and throws.
+  // If that call is of this thread, it throws after the signal handler has returned, and the next
+  // shut_down() does the rest.
   if (is_checking_interrupts(this)) return;
   std::unique_lock<std::timed_mutex> hold(mutex_, std::defer_lock);
-  const bool is_ours = process_ == process_generation();  // Not so lock and status in a child.
+  // In a forked child, the lock and the status belong to the parent.
+  const bool is_ours = process_ == process_generation();
   if (is_ours) hold.lock();
   if (!segment_) return;
   if (is_ours && !failure_) publish(status, calls_ + 1);
@@ -144,12 +145,12 @@ void Communicator::lock() {
   if (mutex_.try_lock()) return;
   if (is_checking_interrupts(this)) {
     throw std::runtime_error(
-        "a signal handler cannot call a collective of the communicator in whose collective this "
-        "thread is; raise an exception, which ends that one");
+        "a signal handler cannot call a collective of a communicator while it interrupts another "
+        "collective of the same one; raise an exception, which ends that collective");
   }
   before_wait_();
   const auto deadline = Clock::now() + timeout_;
-  // The system's clock, since ThreadSanitizer does not know a lock by the steady one.
+  // The system clock, since ThreadSanitizer does not intercept timed locks with the steady clock.
   while (!mutex_.try_lock_until(std::chrono::system_clock::now() + kPollInterval)) {
     if (closed_.load(std::memory_order_relaxed)) check_usable();
     if (Clock::now() >= deadline) {
@@ -188,15 +189,15 @@ void Communicator::await_slowly(Signal& signal, uint32_t target, int owner) cons
 }
 
 void Communicator::interrupt() const {
-  const Interrupted mine{this, interrupted};
-  interrupted = &mine;
+  const InterruptCheck mine{this, innermost_check};
+  innermost_check = &mine;
   try {
     interrupt_();
   } catch (...) {
-    interrupted = mine.outer;
+    innermost_check = mine.outer;
     throw;
   }
-  interrupted = mine.outer;
+  innermost_check = mine.outer;
 }
 
 void Communicator::await_arrivals(uint32_t target, int spins) const {
@@ -205,7 +206,8 @@ void Communicator::await_arrivals(uint32_t target, int spins) const {
     Signal& arrivals = state(rank).arrivals;
     await(arrivals, target, rank, spins);
     fuzz_delay();
-    // A rank that failed in this collective no longer keeps its data for us, though it got so far.
+    // A rank that failed in this collective may have signalled, but no longer preserves its data
+    // for this rank.
     const uint32_t status = state(rank).status.load(std::memory_order_seq_cst);
     if (RankStatus::is_failed(status) &&
         state(rank).failed_call.load(std::memory_order_relaxed) <= calls_) {
@@ -214,7 +216,7 @@ void Communicator::await_arrivals(uint32_t target, int spins) const {
   }
 }
 
-// Throws if `signal` cannot be reached any more, judging by what the ranks say of themselves.
+// Throws if `signal` cannot reach `target` any more, because a rank has closed or failed.
 void Communicator::check_peers(const Signal& signal, uint32_t target) const {
   for (int rank = 0; rank < world_size_; ++rank) {
     const uint32_t status = state(rank).status.load(std::memory_order_acquire);
@@ -226,7 +228,7 @@ void Communicator::check_peers(const Signal& signal, uint32_t target) const {
   }
 }
 
-// Throws if `signal` cannot be reached any more because a process has ended.
+// Throws if `signal` cannot reach `target` any more, because a process has ended.
 void Communicator::check_processes(const Signal& signal, uint32_t target) const {
   if (is_threads()) return;
   std::vector<pollfd> polls;
@@ -234,7 +236,7 @@ void Communicator::check_processes(const Signal& signal, uint32_t target) const 
   if (poll(polls.data(), polls.size(), 0) <= 0) return;
   for (int rank = 0; rank < world_size_; ++rank) {
     if (polls[rank].revents != 0 && !signal.reached(target)) {
-      // It may have closed or failed before it ended, which says more.
+      // If the rank closed or failed before it ended, its status gives the better reason.
       check_peers(signal, target);
       throw PeerError(rank, Reason::kDied, rank_name(rank) + " has died");
     }
@@ -245,8 +247,8 @@ void Communicator::throw_timeout(const Signal& signal, uint32_t target, int owne
   std::string missing = std::to_string(owner);
   for (int rank = 0; rank < world_size_; ++rank) {
     const Signal& arrivals = state(rank).arrivals;
-    const bool counts = &signal == &state(owner).arrivals && rank != rank_ && rank != owner;
-    if (counts && !arrivals.reached(target)) missing += ", " + std::to_string(rank);
+    const bool other = &signal == &state(owner).arrivals && rank != rank_ && rank != owner;
+    if (other && !arrivals.reached(target)) missing += ", " + std::to_string(rank);
   }
   throw TimeoutError(owner, "rank(s) " + missing + " of " + std::to_string(world_size_) +
                                 " did not arrive at " + describe(call_) + ", collective number " +
@@ -254,7 +256,7 @@ void Communicator::throw_timeout(const Signal& signal, uint32_t target, int owne
                                 format_seconds(timeout_));
 }
 
-// ---- failing ----------------------------------------------------------------------------------
+// ---- failure ----------------------------------------------------------------------------------
 
 void Communicator::publish(uint32_t status, uint64_t failed_call) {
   RankState& mine = state(rank_);
@@ -276,9 +278,10 @@ void Communicator::fail_externally(Reason reason, int culprit, const std::string
   failure_ = Failure{reason, culprit, message};
 }
 
-// Tells the peers. The data of a thread may be freed as soon as its call has thrown, so that waits
-// here until no peer can access them any more: a peer that is inside a collective leaves it at its
-// next wait, and one that enters sees the status before it touches any data.
+// Tells the peers that this rank has failed. If the ranks are threads, the caller may free its data
+// as soon as the call has thrown, so this waits until no peer can access them any more: a peer that
+// is inside a collective leaves it at its next wait, and a peer that enters one sees the status
+// before it accesses any data.
 void Communicator::fail(Failure failure) {
   publish(RankStatus::failed(failure.reason, failure.culprit), calls_);
   failure_ = std::move(failure);
@@ -311,7 +314,7 @@ Collective::Collective(Communicator& communicator, const Call& call, const void*
   } else if (communicator_.heap_->contains(data, bytes)) {
     mine_.location = static_cast<const std::byte*>(data) - segment().base();
   }
-  // Before any access to peers' memory, and before looking whether a peer has failed; see fail().
+  // Before any access to peers' memory, and before any check whether a peer has failed; see fail().
   communicator_.state(rank()).inside.store(1, std::memory_order_seq_cst);
   fuzz_delay();
 }
@@ -324,7 +327,7 @@ Collective::~Collective() {
 
 void Collective::signal() {
   fuzz_delay();
-  // Right before the signal, with which it shares a cache line that peers are polling.
+  // Right before the signal, since both share a cache line that peers are polling.
   if (!published_) descriptor(rank()) = mine_;
   published_ = true;
   Signal& arrivals = communicator_.state(rank()).arrivals;
@@ -334,7 +337,7 @@ void Collective::signal() {
 void Collective::wait() {
   communicator_.await_arrivals(communicator_.state(rank()).arrivals.own_value(), spins());
   if (!compared_) compare_descriptors();
-  // The peers have a copy of the line by now, which the next signal would have to wait for.
+  // The peers' caches hold copies of the line by now, which the next signal must invalidate.
   if (communicator_.prefetch_writes_) prefetch_for_write(&communicator_.state(rank()).arrivals);
 }
 
@@ -349,7 +352,7 @@ int Collective::spins() const {
 
 void Collective::prefetch_staging(size_t bytes) const {
   if (!communicator_.prefetch_writes_) return;
-  constexpr size_t kLimit = 2 << 10;
+  constexpr size_t kLimit = 2 << 10;  // As much as can be in flight without stalling the core.
   for (size_t i = 0; i < std::min(bytes, kLimit); i += 64)
     prefetch_for_write(staging(rank(), 0) + i);
 }
@@ -396,7 +399,8 @@ void Collective::abandon() {
   } catch (...) {
     communicator_.fail({Reason::kAborted, rank(), "a call was interrupted"});
   }
-  // A process that was stopped may go on one day, and write to what peers have published.
+  // A peer that timed out because its process was stopped may continue later, and still write to
+  // this rank's data.
   if (direct() && !communicator_.is_threads())
     communicator_.heap_->isolate(address(mine_.location), bytes_);
 }

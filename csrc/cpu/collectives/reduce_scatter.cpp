@@ -8,7 +8,7 @@
 
 namespace pipekernels {
 
-// The first half of two_shot() in all_reduce.cpp; results stay where they are.
+// The reduction half of two_shot() in all_reduce.cpp; each rank keeps the slice that it reduces.
 void reduce_scatter(Communicator& communicator, const void* input, void* output, size_t count,
                     DType dtype, Reduction reduction, uint32_t shape) {
   check_reducible(dtype, reduction);
@@ -60,7 +60,7 @@ void reduce_scatter(Communicator& communicator, const void* input, void* output,
         collective.wait();
       }
     }
-    if (direct > 0) {  // Peers read until here.
+    if (direct > 0) {  // Peers may read `input` until this wait.
       collective.signal();
       collective.wait();
     }

@@ -2,7 +2,7 @@
 
 namespace pipekernels {
 
-// One table per dtype converted from, each with one entry per dtype converted to.
+// One table per source dtype, each with one entry per destination dtype.
 const CastKernel* const* cast_tables_baseline();
 #if defined(__x86_64__)
 const CastKernel* const* cast_tables_avx2();

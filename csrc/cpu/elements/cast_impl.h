@@ -1,6 +1,6 @@
 // The conversion kernels, written once over vectors of kVectorBytes and compiled once per
-// instruction set by cast_{baseline,avx2,avx512}.cpp. As in reduce_impl.h, nothing inline comes
-// from elsewhere.
+// instruction set by cast_{baseline,avx2,avx512}.cpp. As in reduce_impl.h, everything has internal
+// linkage and uses no inline function of other headers.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kLanes = kVectorBytes / sizeof(float);
 
-// kLanes elements of another type than float are a vector of another size.
+// A vector of kLanes elements, whose size depends on their type.
 template <class T>
 struct LanesOf {
   typedef T type __attribute__((vector_size(kLanes * sizeof(T))));
@@ -23,7 +23,7 @@ struct LanesOf {
 template <class T>
 using Lanes = typename LanesOf<T>::type;
 
-// ---- element types: kLanes of them, as floats --------------------------------------------------
+// ---- element types: load and store kLanes of them as floats ------------------------------------
 
 template <class T>
 struct Converted {

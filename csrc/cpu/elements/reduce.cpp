@@ -10,7 +10,7 @@ const ReduceKernels* const* reduce_tables_baseline();
 #if defined(__x86_64__)
 const ReduceKernels* const* reduce_tables_avx2();
 const ReduceKernels* const* reduce_tables_avx512();
-const ReduceKernels* reduce_table_avx512bf16();  // Of bfloat16.
+const ReduceKernels* reduce_table_avx512bf16();  // Only of bfloat16.
 #endif
 
 void check_reducible(DType dtype, Reduction reduction) {

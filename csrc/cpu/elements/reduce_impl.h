@@ -1,8 +1,8 @@
 // The reduction kernels, written once over vectors of kVectorBytes and compiled once per
 // instruction set by reduce_{baseline,avx2,avx512}.cpp.
 //
-// Everything here has internal linkage and uses nothing inline from elsewhere, so that the linker
-// cannot pick code of one instruction set for another.
+// Everything here has internal linkage and uses no inline function of other headers. Otherwise the
+// linker could merge copies that were compiled for different instruction sets.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace pipekernels {
 namespace {
 
 // ---- element types ---------------------------------------------------------------------------
-// A vector of elements widens to kParts vectors of accumulators, in an order of the type's own.
+// A vector of elements widens to kParts vectors of accumulators, in an order that the type chooses.
 // narrow_sum(v) is narrow(canonical_nan(v)).
 
 template <class T>
@@ -29,7 +29,7 @@ struct Plain {
   static Vector<T> narrow_sum(const Vector<T>* parts) { return canonical_nan(parts[0]); }
 };
 
-// 16-bit floats by hand: even elements in one part, odd ones in the other.
+// 16-bit floats without conversion instructions: even elements in one part, odd ones in the other.
 template <class Format>
 struct EvenOdd {
   using Element = uint16_t;
@@ -53,7 +53,8 @@ struct EvenOdd {
 #if defined(__AVX512BF16__)
 
 struct Bf16 : EvenOdd<Bf16Format> {
-  // By the instruction for it, which takes subnormals for zeros, and does not know our NaN.
+  // Uses the conversion instruction, except for vectors with a subnormal, which the instruction
+  // flushes to zero, or a NaN, which it does not turn into canonical_nan().
   static Vector<uint16_t> narrow_sum(const Vector<float>* parts) {
     constexpr int kSubnormalOrNan = 0x20 | 0x80 | 0x01;
     if (!_kortestz_mask16_u8(_mm512_fpclass_ps_mask(parts[0], kSubnormalOrNan),
@@ -160,7 +161,7 @@ struct Wide {
 
   Vector<Accumulator> parts[Type::kParts];
 
-  // `count` <= kElements of them exist in memory.
+  // Loads `count` <= kElements elements from index i.
   static Wide load(const void* source, size_t i, size_t count) {
     Vector<Element> v{};
     std::memcpy(&v, static_cast<const Element*>(source) + i, count * sizeof(Element));
@@ -181,7 +182,7 @@ struct Wide {
     std::memcpy(static_cast<Element*>(destination) + i, &v, count * sizeof(Element));
   }
 
-  // Partial results keep the order of the parts, and whole vectors.
+  // Partial results are stored in the order of the parts, always as whole vectors.
   static Wide load_partial(const void* source, size_t i) {
     Wide wide;
     std::memcpy(wide.parts, static_cast<const Accumulator*>(source) + i, sizeof(parts));
@@ -192,8 +193,8 @@ struct Wide {
   }
 };
 
-// AllPointers to tensors: any number, all but one of them, and as many as the compiler can keep in
-// registers.
+// Lists of tensors: all tensors, all but this rank's, and lists of a length known at compile time,
+// whose pointers stay in registers.
 struct AllPointers {
   const void* const* each;
   int count;
@@ -231,7 +232,7 @@ struct Kernels {
   using Element = typename W::Element;
   static constexpr size_t kElements = W::kElements;
 
-  // Calls step(i, n) for n elements from i on: n is kElements, but for the last.
+  // Calls step(i, n) for consecutive runs of n elements from i; n is kElements except for the last.
   template <class Step>
   static void for_each_vector(size_t begin, size_t count, Step step) {
     size_t i = begin;
@@ -239,13 +240,13 @@ struct Kernels {
     if (i < count) step(i, count - i);
   }
 
-  // To `destination`, in this core's cache, and to `peers`, which are sources in others' caches.
+  // Stores the result to `destination` and to `peers`, which are sources in other cores' caches.
   template <class Sources, class Peers>
   static void reduce_to(void* destination, Peers peers, Sources sources, size_t count) {
     constexpr size_t kUnroll = 2;
-    // How far ahead peers' lines are asked for. With less, few are on their way at a time; 512
-    // bytes take a fifth longer than none where the cores do not share a cache, as do lines behind
-    // the end, to which their owner may be writing.
+    // How far ahead the peers' lines are prefetched. A shorter distance keeps too few requests in
+    // flight. If the cores do not share a cache, 512 bytes take a fifth longer than no prefetch, as
+    // do prefetches beyond the end, to which their owner may be writing.
     constexpr size_t kAhead = 384 / sizeof(Element);
     const int terms = sources.count;
     size_t i = 0;
@@ -289,7 +290,7 @@ struct Kernels {
   }
 
   static void reduce_in_place(void* const* tensors, int terms, int own, size_t count) {
-    if (terms == 2) {  // Two ranks, where that is a fifth faster.
+    if (terms == 2) {  // A fifth faster than the general case.
       return reduce_to(tensors[own], OnePointer{tensors[1 - own]},
                        TwoPointers{tensors[0], tensors[1]}, count);
     }
@@ -326,7 +327,7 @@ constexpr ReduceKernels kFloatTable[kReductions] = {
     Kernels<Type, Sum>::kTable, Kernels<Type, Avg>::kTable, Kernels<Type, Max>::kTable,
     Kernels<Type, Min>::kTable};
 
-// A sum of integers wraps around, which only unsigned types may do.
+// Sums of integers wrap around, which is defined only for unsigned types.
 template <class Signed, class Unsigned>
 constexpr ReduceKernels kIntegerTable[kReductions] = {Kernels<Plain<Unsigned>, Sum>::kTable,
                                                       {},

@@ -1,6 +1,6 @@
-// Vectors of kVectorBytes, and what 16-bit floats are in them.
+// Vectors of kVectorBytes, and conversions of 16-bit floats in them.
 //
-// Everything here has internal linkage, as it is compiled once per instruction set.
+// Everything here has internal linkage, since it is compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@ struct VectorOf {
 template <class T>
 using Vector = typename VectorOf<T>::type;
 
-// The same bits as lanes of another type.
+// Reinterprets the bits as another vector type.
 template <class To, class From>
 To bits(From v) {
   return (To)v;
 }
 
-// Which of two NaNs their sum is depends on the order in which the compiler adds them, and that on
-// the kernel. So the result of a sum is always the NaN with all bits set.
+// Replaces every NaN by the one with all bits set. The sum of two NaNs is one of them, depending on
+// the order of operands that the compiler chooses in each kernel; this makes results equal.
 template <class V>
 V canonical_nan(V v) {
   return (V)((decltype(v == v))v | ~(v == v));
@@ -42,11 +42,11 @@ struct Bf16Format {
     const U rounded = x + 0x7fff + (x >> 16 & 1);
     return (v == v ? rounded : (x | 0x400000)) >> 16;
   }
-  // In the upper half of each lane; the lower one is left over.
+  // Rounds a sum to the upper half of each lane; the lower half is undefined.
   static U sum_to_high(F v) {
     const U x = bits<U>(v);
 #if defined(__AVX512BW__)
-    // Masks take half the instructions, and this is what a reduction spends its time on.
+    // Masks need half the instructions, and reductions spend most of their time here.
     const __m512i rounded = bits<__m512i>(x + 0x7fff), all = bits<__m512i>(U{} - 1);
     const __mmask16 odd = _mm512_test_epi32_mask(bits<__m512i>(x), bits<__m512i>(U{} + 0x10000));
     const __m512i even = _mm512_mask_sub_epi32(rounded, odd, rounded, all);
@@ -57,7 +57,7 @@ struct Bf16Format {
   }
 };
 
-// The upper halves of `even` and of `odd`, alternating.
+// Interleaves the upper halves of `even` and of `odd`.
 inline Vector<uint32_t> join_high(Vector<uint32_t> even, Vector<uint32_t> odd) {
 #if defined(__AVX512BW__)
   return bits<Vector<uint32_t>>(
@@ -70,7 +70,7 @@ inline Vector<uint32_t> join_high(Vector<uint32_t> even, Vector<uint32_t> odd) {
 #if defined(__F16C__)
 
 #if defined(__AVX512F__)
-// Masked with all ones, since GCC 12 warns about the plain forms.
+// All-ones masks avoid GCC 12's false warnings about the unmasked intrinsics.
 inline __m512 widen_half(__m256i v) { return _mm512_maskz_cvtph_ps(0xffff, v); }
 inline __m256i narrow_half(__m512 v) {
   return _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT);
@@ -99,7 +99,8 @@ struct Fp16Format {
     const U magnitude = x >> 3 & 0x0fffe000;
     const U normal = magnitude + kRebias;
     const U special = normal + kRebias;  // Infinity and NaN: exponent 255.
-    // A subnormal is its mantissa in units of 2^-24: put it below the mantissa of 2^-14, subtract.
+    // A subnormal is its mantissa times 2^-24. Its bits added to those of 2^-14 give 2^-14 plus its
+    // value; then subtract 2^-14.
     const U offset = U{} + (kRebias + (1u << 23));
     const U subnormal = bits<U>(bits<F>(magnitude + offset) - bits<F>(offset));
     const U finite = magnitude < (1u << 23) ? subnormal : normal;
@@ -109,7 +110,7 @@ struct Fp16Format {
     const U x = bits<U>(v);
     const U magnitude = x & 0x7fffffff;
     const U normal = (magnitude - kRebias + 0xfff + (magnitude >> 13 & 1)) >> 13;
-    // Adding 0.5 leaves units of 2^-24 in the mantissa, rounded by the addition itself.
+    // Adding 0.5 shifts the mantissa to units of 2^-24, and the addition rounds to nearest even.
     const U half = U{} + (126u << 23);
     const U subnormal = bits<U>(bits<F>(magnitude) + bits<F>(half)) - half;
     const U finite = magnitude < (113u << 23) ? subnormal : normal;

@@ -10,7 +10,7 @@
 namespace pipekernels {
 
 #if defined(__x86_64__)
-// Compilers before GCC 11 and some of Clang do not know it in __builtin_cpu_supports().
+// __builtin_cpu_supports("f16c") does not exist before GCC 11 and in some versions of Clang.
 static bool has_f16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -22,7 +22,7 @@ bool isa_available(Isa isa) {
   switch (isa) {
     case Isa::kBaseline:
       return true;
-    case Isa::kAvx2:  // The compiler may also use what the flags for these files name.
+    case Isa::kAvx2:  // All instruction sets of the flags in CMakeLists.txt.
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case Isa::kAvx512:
       return isa_available(Isa::kAvx2) && __builtin_cpu_supports("avx512f") &&

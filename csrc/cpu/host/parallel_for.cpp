@@ -8,8 +8,8 @@
 namespace pipekernels {
 namespace {
 
-// What GCC makes `#pragma omp parallel` call, in GNU's and in LLVM's runtime: function(argument) on
-// `threads` threads, the calling one included.
+// The function to which GCC compiles `#pragma omp parallel`, in GNU's and LLVM's runtimes. It calls
+// function(argument) on `threads` threads, including the calling one.
 using ParallelRegion = void (*)(void (*function)(void*), void* argument, unsigned threads,
                                 unsigned flags);
 

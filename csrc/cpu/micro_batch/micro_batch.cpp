@@ -11,10 +11,10 @@
 namespace pipekernels {
 namespace {
 
-constexpr TileShape kTiles{64 * 1024, 16 * 1024};  // a transposed one fits into half of an L1 cache
-// Up to so many bytes, a second thread costs more than it saves.
+constexpr TileShape kTiles{64 * 1024, 16 * 1024};  // a transposed tile fits into half an L1 cache
+// Up to this size, a second thread costs more than it saves.
 constexpr int64_t kInlineBytes = 512 * 1024;
-constexpr int64_t kPiecesPerThread = 4;  // so that a late thread leaves little to wait for
+constexpr int64_t kPiecesPerThread = 4;  // small pieces, so that a late thread delays the end less
 
 template <int kUnit>
 void copy_row(char* dst, int64_t dst_stride, const char* src, int64_t src_stride, int32_t count) {
@@ -50,7 +50,8 @@ void with_unit(int unit, const Body& body) {
   }
 }
 
-// A stride that the compiler knows makes a loop of copies a vectorised one.
+// The cases differ only in which strides are compile-time constants, which lets the compiler
+// vectorise the loop.
 template <int kUnit>
 void copy_rows(const TiledCopy& copy, const Tile& tile) {
   for (int32_t r = 0; r < tile.rows; ++r) {
@@ -68,7 +69,7 @@ void copy_rows(const TiledCopy& copy, const Tile& tile) {
   }
 }
 
-// Gathers a tile's rows, one after the other, column by column.
+// Copies a tile to `staged`, row-major without gaps, reading column by column.
 template <int kUnit>
 void stage_columns(const TiledCopy& copy, const Tile& tile, char* staged) {
   const int64_t pitch = static_cast<int64_t>(tile.cols) * kUnit;
@@ -82,8 +83,9 @@ void stage_columns(const TiledCopy& copy, const Tile& tile, char* staged) {
   }
 }
 
-// Through a buffer of one tile: each line of the source is read once and whole, each line of the
-// destination written once and whole, however their strides fall into the cache's sets.
+// Copies through a buffer of one tile. Each cache line of the source is read completely at once,
+// and each line of the destination written completely at once, even if their strides map to the
+// same cache sets.
 template <int kUnit>
 void copy_transposed(const TiledCopy& copy, const Tile& tile) {
   alignas(64) char staged[kTiles.transposed_bytes];
@@ -106,8 +108,8 @@ void copy_units(const TiledCopy& copy, const Tile& tile) {
 
 constexpr int64_t kLine = 64;  // bytes
 
-// As memcpy, of a line at least; for runs of a few lines, where its call and its choice of a method
-// take longer than the copy itself.
+// As memcpy(), for at least kLine bytes. For runs of a few lines, calling memcpy() and its choice
+// of a method take longer than the copy itself.
 void copy_run(char* dst, const char* src, int64_t bytes) {
   constexpr int64_t kLines = 16;
   if (bytes > kLines * kLine) {
@@ -129,8 +131,8 @@ void copy_tile(const TiledCopy& copy, const Tile& tile) {
   with_unit(copy.src_unit, [&](auto unit) { copy_units<unit>(copy, tile); });
 }
 
-// Elements are cast where they lie one after the other. What does not is gathered before, and
-// scattered afterwards, a block at a time.
+// Cast kernels need contiguous elements, so strided ones are gathered before the cast, and
+// scattered after it, a block at a time.
 void cast_tile(const TiledCopy& copy, const Tile& tile) {
   constexpr int32_t kBlock = 256, kWidest = 16;
   alignas(64) char staged[kTiles.transposed_bytes];

@@ -52,7 +52,7 @@ void validate(const MicroBatchCopy& request) {
       }
     }
     if (whole.strides.size() != whole.shape.size()) {
-      reject("a tensor has not one stride per dimension");
+      reject("a tensor must have one stride per dimension");
     }
     if (request.dim < 0 || request.dim >= dims) {
       reject("dimension " + to_string(request.dim) + " of a tensor with " + to_string(dims));
@@ -64,13 +64,13 @@ void validate(const MicroBatchCopy& request) {
   }
   for (size_t i = 0; i < request.micro_batches.size(); ++i) {
     if (request.micro_batches[i].strides.size() != request.wholes[i % tensors].shape.size()) {
-      reject("a micro-batch has not its tensor's number of dimensions");
+      reject("a micro-batch must have as many dimensions as its tensor");
     }
   }
 }
 
-// Outermost first in the destination, without dimensions of size one, neighbours that form one even
-// stride in both tensors merged.
+// Sorts the dimensions by the destination's strides, outermost first, drops those of size one, and
+// merges neighbours that form one dimension of constant stride in both tensors.
 void simplify(Dimensions& dims) {
   const auto is_one = [](const Dimension& d) { return d.size == 1; };
   dims.erase(std::remove_if(dims.begin(), dims.end(), is_one), dims.end());
@@ -94,8 +94,8 @@ bool reads_before(const Dimension& a, const Dimension& b) {
   return a.src > 0 && (b.src == 0 || a.src < b.src);
 }
 
-// The dtypes of elements in the source and the destination, and their sizes there, or those of a
-// unit, in bytes. Bytes that are copied as they are have the same of both.
+// The dtypes of the source and the destination, and the sizes of an element, or of a unit, in each
+// of them, in bytes. Without a cast, both dtypes are equal.
 struct Units {
   DType from, to;
   int64_t src, dst;
@@ -110,8 +110,8 @@ Units elements_of(const WholeTensor& whole) {
   return {from, to, static_cast<int64_t>(size_of(from)), static_cast<int64_t>(size_of(to))};
 }
 
-// The last dimension counts neighbouring elements; make it count the widest units that everything
-// is aligned to. Returns them.
+// Makes the last dimension, which counts contiguous elements, count the widest units to which all
+// addresses and strides are aligned. Returns these units.
 Units widen(Dimensions& dims, const char* src, const char* dst, const Units& elements) {
   Dimension& last = dims.back();
   auto src_bits = reinterpret_cast<uintptr_t>(src), dst_bits = reinterpret_cast<uintptr_t>(dst);
@@ -146,7 +146,7 @@ class Planner {
  public:
   Planner(const TileShape& shape, size_t copies) : shape_(shape) { plan_.copies.reserve(copies); }
 
-  // Leaves `dims` changed.
+  // Modifies `dims`.
   void add(const char* src, char* dst, Units elements, Dimensions& dims) {
     const auto is_empty = [](const Dimension& d) { return d.size == 0; };
     if (std::any_of(dims.begin(), dims.end(), is_empty)) return;
@@ -198,7 +198,7 @@ class Planner {
     }
     dims.insert(dims.begin(), 2 - dims.size(), Dimension{1, 0, 0});
 
-    // What one dimension falls short of goes to the other.
+    // If one dimension is shorter than the tile, the tile extends along the other.
     const int64_t area = (transposed ? shape_.transposed_bytes : shape_.run_bytes) / units.wider();
     int64_t tile_cols = std::min(cols.size, transposed ? square_side(area) : area);
     const int64_t tile_rows = std::min(rows.size, area / tile_cols);
@@ -239,8 +239,8 @@ Plan plan_tiles(const MicroBatchCopy& request, const TileShape& shape) {
   validate(request);
   const size_t tensors = request.wholes.size();
   Planner planner(shape, request.micro_batches.size());
-  Dimensions dims;    // one vector for all, as there may be many small copies
-  int64_t start = 0;  // of the micro-batch, along the batch dimension
+  Dimensions dims;    // reused, since there may be many small copies
+  int64_t start = 0;  // the micro-batch's first index along the batch dimension
   for (size_t i = 0; i < request.sizes.size(); ++i) {
     for (size_t t = 0; t < tensors; ++t) {
       const WholeTensor& whole = request.wholes[t];

@@ -11,7 +11,7 @@ constexpr size_t kAlignment = 128;
 }  // namespace
 
 std::optional<size_t> FreeList::allocate(size_t bytes) {
-  if (bytes > capacity_) return std::nullopt;  // Else safe to round up.
+  if (bytes > capacity_) return std::nullopt;  // Rounding up could overflow.
   const size_t size = std::max(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   const auto part = std::find_if(free_.begin(), free_.end(),
                                  [size](const auto& entry) { return entry.second >= size; });

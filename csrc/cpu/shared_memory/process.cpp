@@ -12,8 +12,8 @@
 namespace pipekernels {
 namespace {
 
-// Its number on all architectures; headers older than Linux 5.3 do not have it, nor has a Python
-// that was built with them os.pidfd_open.
+// The number of the system call pidfd_open, the same on all architectures. Kernel headers before
+// Linux 5.3 do not define it, and a Python built with them has no os.pidfd_open.
 constexpr long kPidfdOpen = 434;
 
 std::atomic<unsigned> generation{0};

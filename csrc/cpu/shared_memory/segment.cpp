@@ -13,7 +13,7 @@
 namespace pipekernels {
 namespace {
 
-constexpr size_t kAlignment = 2 << 20;  // A huge page, and a multiple of any page.
+constexpr size_t kAlignment = 2 << 20;  // The size of a huge page.
 
 size_t round_up(size_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -40,13 +40,13 @@ int Segment::create(int world_size, size_t one_shot_bytes) {
   if (fd < 0) throw_errno("memfd_create failed");
   const auto size = static_cast<off_t>(Segment(world_size).size());
   const Agreement agreement{one_shot_bytes};
-  // Sealed, so that no rank can shrink it under the others.
+  // Sealed, so that no rank can shrink the file while others have it mapped.
   if (ftruncate(fd, size) != 0 || pwrite(fd, &agreement, sizeof(agreement), 0) < 0 ||
       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);
     errno = error;
-    throw_errno("cannot make a sparse file of " + std::to_string(size >> 30) + " GiB in memory" +
+    throw_errno("cannot create a sparse file of " + std::to_string(size >> 30) + " GiB in memory" +
                 (error == EFBIG ? " (see ulimit -f)" : ""));
   }
   return fd;
@@ -69,7 +69,7 @@ std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
                 " GiB of address space (see ulimit -v)");
   }
   segment->base_ = static_cast<std::byte*>(base);
-  // Hints: they save page faults later, and a kernel without them works all the same.
+  // The following calls are optional: they avoid later page faults, and older kernels lack some.
 #ifdef MADV_POPULATE_WRITE
   madvise(base, sizeof(Agreement) + world_size * sizeof(RankState), MADV_POPULATE_WRITE);
   for (int rank = 0; rank < world_size; ++rank) {

@@ -14,8 +14,8 @@
 namespace pipekernels {
 namespace {
 
-constexpr int kWindow = 64;                 // Releases.
-constexpr size_t kMinKeptBytes = 16 << 20;  // Not worth returning.
+constexpr int kWindow = 64;                 // Releases over which the peak use is taken.
+constexpr size_t kMinKeptBytes = 16 << 20;  // Freed pages up to this size are always kept.
 
 }  // namespace
 
@@ -41,8 +41,7 @@ std::byte* SymmetricHeap::allocate(size_t bytes) {
 }
 
 void SymmetricHeap::release(std::byte* block) {
-  if (process_ != process_generation())
-    return;  // A forked child has no say in its parent's blocks.
+  if (process_ != process_generation()) return;  // In a forked child, the parent owns the block.
   std::lock_guard<std::mutex> lock(mutex_);
   kept_bytes_ += free_list_.release(block - base_);
   if (++window_ == kWindow) {
