@@ -38,20 +38,16 @@ struct Operand {
 // Every rank copies its tensor to its staging, and reduces the staged tensors of all ranks.
 void one_shot(Collective& collective, const Operand& operand) {
   const Slices chunks{operand.count, operand.count, kStagingBytes / operand.element_size};
-  const auto copy_in = [&](size_t k) {
-    const Range chunk = chunks(0, k);
-    copy_bytes(collective.staging(collective.rank(), k), operand.at(chunk.begin),
-               chunk.count * operand.element_size);
-  };
   const int terms = collective.world_size();
   std::vector<const void*> sources(terms);
   const size_t rounds = chunks.blocks();
   for (size_t k = 0; k < rounds; ++k) {
-    copy_in(k);
+    const Range chunk = chunks(0, k);
+    copy_bytes(collective.staging(collective.rank(), k), operand.at(chunk.begin),
+               chunk.count * operand.element_size);
     collective.signal();
     collective.wait();
     for (int rank = 0; rank < terms; ++rank) sources[rank] = collective.staging(rank, k);
-    const Range chunk = chunks(0, k);
     operand.reduce(operand.at(chunk.begin), sources, chunk.count);
   }
   collective.finish_rounds(rounds);

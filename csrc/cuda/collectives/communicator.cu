@@ -23,10 +23,12 @@ constexpr uint32_t kSetBytes = 128 << 10;
 constexpr uint32_t kSlotBytes = 16 << 10;
 constexpr uint32_t kMinChunkBytes = 16 << 10;  // Of a chunk: two packs for each thread.
 
-// How long a thread that watches sleeps, as kPollInterval in csrc/cpu/collectives/communicator.cpp.
+// How long the watcher thread sleeps between checks of the peers, as kPollInterval in
+// csrc/cpu/collectives/communicator.cpp.
 constexpr std::chrono::milliseconds kPollInterval{20};
-// A rank that leaves has sent its last signals to all, but may have seen those of a third rank
-// before this rank does: kernels go on waiting for so long.
+// How long the watcher waits before it stops kernels, and tear_down() for peers to unmap memory. A
+// rank may leave, having sent its last signals and seen those of a third rank, while the latter
+// have not yet reached this rank, so this rank's kernels may still succeed.
 constexpr std::chrono::milliseconds kGrace{200};
 
 bool is_capturing(void* stream) {
@@ -44,8 +46,8 @@ KernelList all_kernels() {
   return kernels;
 }
 
-// Loads them: later that could wait for a kernel that waits for this rank. Fails on a device older
-// than every architecture that has been built.
+// Loads all kernels now, since loading one later could wait for a running kernel that waits for
+// this rank. Throws if the build has no code for this device.
 void load_kernels() {
   for (const void* kernel : all_kernels()) {
     cudaFuncAttributes attributes;
@@ -64,18 +66,18 @@ void load_kernels() {
 
 // ---- set-up -----------------------------------------------------------------------------------
 
-// What a rank tells the others while they set up.
+// What the ranks tell each other during set-up.
 struct CudaCommunicator::SetupMessage {
-  char problem[200];  // Empty if there is none.
+  char problem[200];  // The error message if set-up has failed on this rank, else empty.
   cudaUUID_t device;
   int32_t multiprocessors;
   cudaIpcMemHandle_t handle;              // If the ranks are processes.
-  std::shared_ptr<DeviceMemory>* memory;  // If they are threads; to be copied before the next card.
+  std::shared_ptr<DeviceMemory>* memory;  // If they are threads; valid until the next exchange().
 };
 
 struct CudaCommunicator::Events {
   cudaEvent_t last = nullptr;  // The end of the last collective that was not captured.
-  void* stream = nullptr;      // In which it was.
+  void* stream = nullptr;      // The stream of that collective.
   bool recorded = false;
   ~Events() {
     if (last) cudaEventDestroy(last);
@@ -84,13 +86,13 @@ struct CudaCommunicator::Events {
 
 void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
   if (process != process_generation()) return;
-  const LaunchesPaused alone;
+  const LaunchesPaused paused;
   cudaFreeHost(flags);
 }
 
 CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes)
     : core_(core), device_(device), process_(process_generation()), segment_(core.segment()) {
-  core.check();  // One that has been closed has no segment.
+  core.check();  // A closed communicator has no segment.
   try {
     wake_ = eventfd(0, EFD_CLOEXEC);
     if (wake_ < 0) throw std::runtime_error("eventfd failed");
@@ -113,7 +115,7 @@ void CudaCommunicator::set_up(size_t symmetric_bytes) {
   share_memory(symmetric_bytes);
 }
 
-// Gives all ranks the cards of all. Throws on all of them if one has a problem.
+// Gathers the messages of all ranks. Throws on all ranks if one of them reports a problem.
 void CudaCommunicator::exchange(SetupMessage& mine, std::vector<SetupMessage>& all) {
   all.resize(core_.world_size());
   all_gather(core_, &mine, all.data(), sizeof(SetupMessage), DType::kUInt8);
@@ -141,7 +143,7 @@ void record_error(char (&problem)[200], Work work) {
 void CudaCommunicator::agree_on_layout() {
   SetupMessage mine{};
   record_error(mine.problem, [&] {
-    const LaunchesPaused alone;
+    const LaunchesPaused paused;
     const DeviceGuard guard(device_);
     load_kernels();
     void* flags = nullptr;
@@ -149,9 +151,9 @@ void CudaCommunicator::agree_on_layout() {
         cudaHostAlloc(&flags, sizeof(HostFlags), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
     flags_.reset(new (flags) HostFlags{});
-    void* seen_by_device = nullptr;
-    check_cuda(cudaHostGetDevicePointer(&seen_by_device, flags, 0), "cudaHostGetDevicePointer");
-    ranks_.host = static_cast<HostFlags*>(seen_by_device);
+    void* device_pointer = nullptr;
+    check_cuda(cudaHostGetDevicePointer(&device_pointer, flags, 0), "cudaHostGetDevicePointer");
+    ranks_.host = static_cast<HostFlags*>(device_pointer);
     events_ = std::make_unique<Events>();
     check_cuda(cudaEventCreateWithFlags(&events_->last, cudaEventDisableTiming), "cudaEventCreate");
     cudaDeviceProp properties;
@@ -161,13 +163,14 @@ void CudaCommunicator::agree_on_layout() {
   });
   std::vector<SetupMessage> all;
   exchange(mine, all);
-  // All blocks of all ranks on one device must run at once: one block on each multiprocessor.
+  // The blocks of all ranks on a device must be resident together, or they would wait for blocks
+  // that cannot start. So a device runs at most one block per multiprocessor.
   int blocks = kMaxDeviceBlocks;
-  for (const SetupMessage& card : all) {
+  for (const SetupMessage& each : all) {
     const auto sharers = std::count_if(all.begin(), all.end(), [&](const SetupMessage& other) {
-      return std::memcmp(&other.device, &card.device, sizeof(card.device)) == 0;
+      return std::memcmp(&other.device, &each.device, sizeof(each.device)) == 0;
     });
-    blocks = std::min(blocks, card.multiprocessors / static_cast<int>(sharers));
+    blocks = std::min(blocks, each.multiprocessors / static_cast<int>(sharers));
   }
   if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
   ranks_.layout = {core_.world_size(), blocks, kSetBytes, kSlotBytes, kMinChunkBytes};
@@ -181,7 +184,7 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
     memory_ = std::make_shared<DeviceMemory>(device_, begin + symmetric_bytes,
                                              core_.is_threads() ? nullptr : segment_, core_.rank());
     heap_ = std::make_shared<CudaHeap>(memory_, begin, symmetric_bytes);
-    const LaunchesPaused alone;
+    const LaunchesPaused paused;
     check_cuda(cudaMemset(memory_->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     mine.memory = &memory_;
@@ -255,12 +258,13 @@ void CudaCommunicator::check() {
 }
 
 std::unique_lock<std::mutex> CudaCommunicator::lock() {
-  if (process_ != process_generation()) core_.check();  // Throws; who has the lock is not here.
+  // In a forked child, throw instead of waiting: the thread that holds the lock does not exist.
+  if (process_ != process_generation()) core_.check();
   return std::unique_lock<std::mutex>(mutex_);
 }
 
 void CudaCommunicator::require_usable() {
-  core_.check();  // Closed, failed before, or forked.
+  core_.check();  // Throws if closed, failed before, or forked.
   if (closed_) throw std::runtime_error("this communicator has been closed; make a new one");
   if (!failed_ && __atomic_load_n(&flags_->reported, __ATOMIC_ACQUIRE) != 0) throw_failure();
 }
@@ -300,11 +304,11 @@ void CudaCommunicator::throw_failure() {
   }
 }
 
-// Of ranks that share a device, what else may keep one from arriving.
+// For timeouts of ranks that are threads: settings that may have kept a rank from arriving.
 const char* CudaCommunicator::advice() const {
   if (!core_.is_threads()) return "";
-  return "; ranks that are threads want CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment, and a "
-         "backward that has collectives wants torch.autograd.set_multithreading_enabled(False)";
+  return "; ranks that are threads need CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment, and a "
+         "backward that has collectives needs torch.autograd.set_multithreading_enabled(False)";
 }
 
 void CudaCommunicator::synchronize() {
@@ -329,7 +333,7 @@ void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
 
 void CudaCommunicator::enqueue(const void* kernel, const DeviceLaunch& launch, void* stream) {
   const DeviceGuard guard(device_);
-  // A captured launch is ordered by its graph alone.
+  // Only its graph orders a captured launch.
   const bool captured = is_capturing(stream);
   if (!captured && events_->recorded && events_->stream != stream) {
     check_cuda(cudaStreamWaitEvent(stream_of(stream), events_->last, 0), "cudaStreamWaitEvent");
@@ -349,14 +353,14 @@ void CudaCommunicator::record(void* stream) {
   events_->recorded = true;
 }
 
-// The ranks meet before, when each has issued what comes before the collective, and after, so that
-// none issues anything else until all have launched: not even a record, which waits for the kernel,
-// and may hold up what streams that share a queue of the device are given after it. In place of
-// where its data are, each tells its stream: two in one stream would run one after the other, and
-// wait for ever.
+// The ranks synchronise on the CPU before the launch, when each has issued its earlier work, and
+// after it, so that no rank issues anything else until all have launched. That includes the event
+// record: it waits for the kernel, and could block later work of other streams that share a
+// hardware queue with it. As the location of its data, each rank passes its stream: two kernels in
+// the same stream would run one after the other, and the first would wait forever.
 void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& launch,
                                        void* stream) {
-  // The default streams have the same small handles on every device.
+  // The handles of default streams, 0 to 2, are the same on every device.
   auto key = reinterpret_cast<uintptr_t>(stream);
   if (key <= 2) key = static_cast<uintptr_t>(device_ + 1) << 8;
   const auto body = [&](Collective& collective) {
@@ -367,9 +371,8 @@ void CudaCommunicator::launch_together(const void* kernel, const DeviceLaunch& l
         if (collective.data_of(a) != collective.data_of(b)) continue;
         throw MismatchError("ranks " + std::to_string(b) + " and " + std::to_string(a) +
                             " are threads that use the same CUDA stream, in which their kernels "
-                            "would wait for each "
-                            "other for ever; let each rank work in a stream of its own: "
-                            "with torch.cuda.stream(torch.cuda.Stream())");
+                            "would wait for each other forever; let each rank work in a stream of "
+                            "its own: with torch.cuda.stream(torch.cuda.Stream())");
       }
     }
     const std::shared_lock<std::shared_mutex> launching(launch_mutex());
@@ -393,32 +396,33 @@ void CudaCommunicator::stop(int rank, uint32_t status) {
   __atomic_store_n(&flags_->stop, HostFlags::stop_for(rank, status), __ATOMIC_RELEASE);
 }
 
-// Until a peer has gone, or this rank closes.
+// The watcher thread. Stops this rank's kernels when a peer has died, closed or failed. Ends then,
+// or when this rank closes.
 void CudaCommunicator::watch() {
   std::vector<pollfd> polls{{wake_, POLLIN, 0}};
   for (const int fd : core_.pidfds()) polls.push_back({fd, POLLIN, 0});  // -1 is ignored.
-  int who = -1;
+  int culprit = -1;
   uint32_t status = RankStatus::kOpen;
   while (status == RankStatus::kOpen) {
     poll(polls.data(), polls.size(), static_cast<int>(kPollInterval.count()));
     if (polls[0].revents != 0) return;
     for (int peer = 0; peer < world_size() && status == RankStatus::kOpen; ++peer) {
       if (peer == rank()) continue;
-      who = peer;
+      culprit = peer;
       status = segment_->state(peer).status.load(std::memory_order_acquire);
       const bool died = !core_.is_threads() && polls[peer + 1].revents != 0;
       if (status == RankStatus::kOpen && died) status = RankStatus::failed(Reason::kDied, peer);
     }
   }
-  if (poll(polls.data(), 1, static_cast<int>(kGrace.count())) == 0) stop(who, status);
+  if (poll(polls.data(), 1, static_cast<int>(kGrace.count())) == 0) stop(culprit, status);
 }
 
-// ---- the end ----------------------------------------------------------------------------------
+// ---- shutdown ---------------------------------------------------------------------------------
 
 CudaCommunicator::~CudaCommunicator() { close(false); }
 
 void CudaCommunicator::close(bool abort) {
-  if (process_ != process_generation()) {  // Neither thread nor CUDA are ours.
+  if (process_ != process_generation()) {  // A forked child has neither the thread nor CUDA.
     watcher_.release();
     events_.release();
     return;
@@ -433,7 +437,8 @@ void CudaCommunicator::close(bool abort) {
   tear_down();
 }
 
-// Ends soon, as every wait is bounded. Of a graph nothing tells when it runs.
+// Waits for this rank's collectives; bounded, since every wait in them is. If a graph has captured
+// launches, waits for the whole device, since replays record no event.
 void CudaCommunicator::drain() {
   int previous = device_;
   cudaGetDevice(&previous);
@@ -455,7 +460,8 @@ void CudaCommunicator::tear_down() {
   mapped_.clear();
   peers_.clear();
   segment_->state(core_.rank()).device_mapper.store(0, std::memory_order_release);
-  // The peers mostly close at the same time; what they still have mapped is freed later.
+  // Peers usually close at the same time. Memory that they still map after this wait is freed
+  // later; see ~DeviceMemory().
   const auto deadline = Clock::now() + kGrace;
   while (memory_ && memory_->is_mapped() && Clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

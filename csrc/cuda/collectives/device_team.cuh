@@ -8,8 +8,8 @@
 
 namespace pipekernels {
 
-// The functions say that they run on the host as well, as those that call them do; there they are
-// never called.
+// The functions are __host__ __device__ because their callers are; they are never called on the
+// host.
 class CudaTeam {
  public:
   PK_HOST_DEVICE explicit CudaTeam(DeviceScratch& shared) : shared_(shared) {}

@@ -1,5 +1,5 @@
-// What everything here wants of the CUDA runtime: errors as exceptions, a current device, and
-// launches that nothing comes between.
+// Helpers for the CUDA runtime: exceptions for errors, a guard for the current device, and a lock
+// that keeps blocking calls from coming between launches that depend on each other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,11 +14,11 @@ namespace pipekernels {
 
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // Not to be found by somebody else.
+  cudaGetLastError();  // Clear the error, so that unrelated code does not find it.
   throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(status));
 }
 
-// Makes a device the current one of this thread.
+// Makes `device` this thread's current device during the guard's lifetime.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -36,17 +36,18 @@ class DeviceGuard {
   int previous_ = -1;
 };
 
-// Shared by ranks that are threads of this process and launch kernels that wait for each other,
-// from the first launch to the last.
+// Held shared by ranks that are threads of this process while they launch kernels that wait for
+// each other, from the first rank's launch to the last one's.
 inline std::shared_mutex& launch_mutex() {
   static std::shared_mutex mutex;
   return mutex;
 }
 
-// Keeps them from it while this thread calls what may wait until the device is idle, and keep other
-// threads from launching meanwhile. Never queues for the lock, since those who hold it wait for
-// others who are to share it; and goes on without it after a second, lest they wait for this
-// thread.
+// Holds launch_mutex() exclusively around calls of the CUDA runtime that may wait until the device
+// is idle and block launches of other threads meanwhile. Polls with try_lock() instead of waiting
+// for the lock: a waiting writer could block ranks that still have to share it, for which its
+// holders wait. Proceeds without the lock after one second, since the holders may be waiting for
+// this thread.
 class LaunchesPaused {
  public:
   LaunchesPaused() {

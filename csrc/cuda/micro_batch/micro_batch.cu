@@ -11,15 +11,14 @@
 namespace pipekernels {
 namespace {
 
-// A thread holds four units, so a tile of 16-byte units is one round of loads and one of stores. On
-// sm_90 four blocks fit on a multiprocessor, with 64 KiB under way: several times bandwidth x
-// latency (an H200 reads some 16 bytes per ns and multiprocessor, and waits less than 1000 ns).
-// Neither loads nor stores ask to bypass the L2 cache: what is written is what the next kernel
-// reads.
+// A thread holds four units, so a tile of 16-byte units takes one round of loads and one of stores.
+// On sm_90 four blocks fit on a multiprocessor, with 64 KiB in flight: several times bandwidth x
+// latency (an H200 reads some 16 bytes per ns and multiprocessor, with less than 1000 ns latency).
+// Loads and stores use the L2 cache normally, since the next kernel reads what this one writes.
 constexpr int kThreads = 256;
 constexpr TileShape kTiles{16 * 1024, 16 * 1024};
 
-// Copies travel as kernel parameters, so nothing has to be copied to the device before the launch.
+// Passes the copies as kernel parameters, so nothing is copied to the device before the launch.
 template <int kCapacity>
 struct Launch {
   TiledCopy copies[kCapacity];
@@ -39,14 +38,14 @@ __device__ void copy_tile(const TiledCopy& copy, const Tile& tile, char* memory)
     return;
   }
   auto* staged = reinterpret_cast<Unit*>(memory);
-  __syncthreads();  // the previous tile has left shared memory
+  __syncthreads();  // all threads have finished reading the previous tile from shared memory
   stage_columns(copy, tile, staged, threadIdx.x, kThreads);
   __syncthreads();
   write_rows<Unit, kCasts>(copy, tile, staged, threadIdx.x, kThreads);
 }
 
-// A block takes one tile at a time; all its threads see the same tile, so branches do not diverge.
-// A kernel that can cast is one of its own, as it is a large one.
+// A block copies one tile at a time; all its threads see the same tile, so branches do not diverge.
+// Casts are instantiated separately, since they make the kernel large.
 template <int kCapacity, bool kCasts>
 __global__ void __launch_bounds__(kThreads)
     copy_micro_batches_kernel(const __grid_constant__ Launch<kCapacity> launch) {

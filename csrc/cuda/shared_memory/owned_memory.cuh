@@ -1,4 +1,4 @@
-// A rank's device memory; freed when nobody has it mapped.
+// A rank's device memory.
 #pragma once
 
 #include <cstddef>
@@ -8,22 +8,24 @@
 
 namespace pipekernels {
 
+// The destructor frees the memory, unless other processes still have it mapped: then it is freed
+// when this process constructs its next DeviceMemory, or ends.
 class DeviceMemory {
  public:
-  // `owners`: the ranks that may have it mapped, if they are processes; else null. Throws
-  // std::runtime_error if there is no room.
-  DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> owners, int rank);
+  // `mappers`: the segment of the ranks that map the memory if they are processes, else null.
+  // Throws std::runtime_error if there is no room.
+  DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> mappers, int rank);
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
 
   std::byte* base() const { return base_; }
-  bool is_mapped() const;
+  bool is_mapped() const;  // By other processes.
 
  private:
   const int device_;
   const unsigned process_;
-  const std::shared_ptr<Segment> owners_;
+  const std::shared_ptr<Segment> mappers_;
   const int rank_;
   std::byte* base_ = nullptr;
 };

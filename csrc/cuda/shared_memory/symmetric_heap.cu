@@ -12,12 +12,11 @@
 namespace pipekernels {
 namespace {
 
-// Memory that peers may still have mapped must not be freed yet. It is when this process makes the
-// next communicator, or ends.
+// Memory that could not be freed because other processes still had it mapped.
 struct DeferredFree {
   int device;
   std::byte* base;
-  std::shared_ptr<Segment> owners;
+  std::shared_ptr<Segment> mappers;
   int rank;
 };
 
@@ -27,9 +26,9 @@ std::mutex& deferred_frees_mutex() {
 }
 
 std::vector<DeferredFree>& deferred_frees() {
-  static auto* deferred_frees =
-      new std::vector<DeferredFree>;  // Not destroyed: CUDA may have ended before.
-  return *deferred_frees;
+  // Never destroyed, since CUDA may shut down before static objects are destroyed.
+  static auto* const list = new std::vector<DeferredFree>;
+  return *list;
 }
 
 bool mapped_by_peers(const Segment& segment, int rank) {
@@ -43,7 +42,7 @@ bool mapped_by_peers(const Segment& segment, int rank) {
 void free_memory(int device, std::byte* base) {
   int previous = 0;
   if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return;
-  const LaunchesPaused alone;
+  const LaunchesPaused paused;
   cudaFree(base);
   cudaSetDevice(previous);
   cudaGetLastError();
@@ -52,20 +51,20 @@ void free_memory(int device, std::byte* base) {
 void free_unmapped() {
   const std::lock_guard<std::mutex> lock(deferred_frees_mutex());
   auto& all = deferred_frees();
-  const auto free = [](const DeferredFree& grave) {
-    if (mapped_by_peers(*grave.owners, grave.rank)) return false;
-    free_memory(grave.device, grave.base);
+  const auto try_free = [](const DeferredFree& deferred) {
+    if (mapped_by_peers(*deferred.mappers, deferred.rank)) return false;
+    free_memory(deferred.device, deferred.base);
     return true;
   };
-  all.erase(std::remove_if(all.begin(), all.end(), free), all.end());
+  all.erase(std::remove_if(all.begin(), all.end(), try_free), all.end());
 }
 
 }  // namespace
 
-DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> owners, int rank)
-    : device_(device), process_(process_generation()), owners_(std::move(owners)), rank_(rank) {
+DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> mappers, int rank)
+    : device_(device), process_(process_generation()), mappers_(std::move(mappers)), rank_(rank) {
   free_unmapped();
-  const LaunchesPaused alone;
+  const LaunchesPaused paused;
   const DeviceGuard guard(device);
   void* base = nullptr;
   const cudaError_t status = cudaMalloc(&base, bytes);
@@ -80,16 +79,16 @@ DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> ow
 }
 
 DeviceMemory::~DeviceMemory() {
-  if (process_ != process_generation()) return;  // A forked child has no CUDA.
+  if (process_ != process_generation()) return;  // CUDA does not work in a forked child.
   if (is_mapped()) {
     const std::lock_guard<std::mutex> lock(deferred_frees_mutex());
-    deferred_frees().push_back({device_, base_, owners_, rank_});
+    deferred_frees().push_back({device_, base_, mappers_, rank_});
   } else {
     free_memory(device_, base_);
   }
 }
 
-bool DeviceMemory::is_mapped() const { return owners_ && mapped_by_peers(*owners_, rank_); }
+bool DeviceMemory::is_mapped() const { return mappers_ && mapped_by_peers(*mappers_, rank_); }
 
 CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity)
     : memory_(std::move(memory)),
@@ -109,7 +108,7 @@ std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
     const cudaError_t recorded = cudaEventRecord(event, stream_of(other));
     const cudaError_t waited =
         recorded == cudaSuccess ? cudaStreamWaitEvent(stream_of(stream), event, 0) : recorded;
-    cudaEventDestroy(event);  // Once it has been waited for.
+    cudaEventDestroy(event);  // Takes effect when the event has completed.
     if (waited != cudaSuccess) free_list_.release(*offset);
     check_cuda(waited, "ordering two streams");
   }
