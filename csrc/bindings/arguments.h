@@ -1,5 +1,5 @@
-// Checks of the addresses, counts and codes that Python passes as bare integers. Whether there is
-// memory at an address, nobody can check.
+// Checks of the addresses, counts and codes that Python passes as integers. They cannot check
+// whether there is memory at an address.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace pipekernels::python {
 
-// Apart from the checks, which are part of short calls.
+// Out of line, to keep the checks in short calls small.
 [[noreturn, gnu::cold, gnu::noinline]] inline void reject(const std::string& name,
                                                           const std::string& wanted,
                                                           const std::string& got) {
@@ -67,7 +67,8 @@ constexpr size_t kMaxBytes = size_t{1} << 56;  // No process can address more.
 
 inline void* address(uintptr_t pointer) { return reinterpret_cast<void*>(pointer); }
 
-// Where `parts` times `count` elements begin. Throws std::invalid_argument if they can lie nowhere.
+// The address of `parts` times `count` elements. Throws std::invalid_argument if they do not fit
+// into the address space from there.
 inline void* address_of(const char* name, uintptr_t pointer, size_t count, DType dtype,
                         int parts = 1) {
   const size_t unit = size_of(dtype) * parts;

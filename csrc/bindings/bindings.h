@@ -1,4 +1,4 @@
-// The parts of the Python module, each in a file of its own.
+// The parts of the Python module; each is defined in its own file.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,6 +7,6 @@ namespace pipekernels::python {
 
 void bind_micro_batches(pybind11::module_& m);
 void bind_collectives(pybind11::module_& m);
-void bind_cuda_collectives(pybind11::module_& m);  // In a build with CUDA.
+void bind_cuda_collectives(pybind11::module_& m);  // Only in a build with CUDA.
 
 }  // namespace pipekernels::python

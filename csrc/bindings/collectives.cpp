@@ -1,4 +1,4 @@
-// Communicators in Python, and collectives on the CPU.
+// Python bindings of communicators and of collectives on the CPU.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -30,7 +30,8 @@
 namespace pipekernels::python {
 namespace {
 
-// The class that Python raises for a PeerError: cls(message, rank). Owned.
+// The Python exception class for a PeerError, constructed as cls(message, rank). A strong
+// reference.
 PyObject* peer_error_class = nullptr;
 
 void translate_error(std::exception_ptr error) {
@@ -45,7 +46,7 @@ void translate_error(std::exception_ptr error) {
   }
 }
 
-// As pybind11 does it for the functions that it defines.
+// Sets the Python exception for the current C++ exception, as pybind11 does for its functions.
 void set_python_error() {
   try {
     translate_error(std::current_exception());
@@ -60,20 +61,20 @@ void set_python_error() {
   }
 }
 
-// Lets Ctrl-C end a wait. Python handles signals in the main thread alone.
+// Lets Ctrl-C end a wait. Python handles signals only in the main thread.
 void check_signals() {
-  if (syscall(SYS_gettid) != getpid()) return;  // glibc has gettid() from 2.30 on.
+  if (syscall(SYS_gettid) != getpid()) return;  // glibc before 2.30 has no gettid().
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// As digest_of() in comm/tensors.py.
+// The same digest as digest_of() in pipekernels/comm/tensors.py.
 uint32_t shape_digest(py::handle tensor, int32_t dims) {
   return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & kMaxShape);
 }
 
-// The code among `codes` that `name` is the very name of, the one string object that literals in
-// Python share; -1 for all else.
+// The code whose name is the string object `name`, or -1. Compares pointers to interned strings,
+// which Python's string literals are; other strings yield -1 even if they are equal.
 template <class Code, int codes>
 int code_of(const PyObject* name) {
   static const auto names = [] {
@@ -88,10 +89,10 @@ int code_of(const PyObject* name) {
   return code;
 }
 
-// all_reduce_tensor(tensor, op, algorithm) -> bool, of the Communicator `self`. Does nothing and
-// returns False for names that no literal has, and for a tensor that has to be made ready first:
-// one that is not dense, lies on another device, has no memory, or that torch does not describe to
-// C. Called without pybind11, whose way takes as long as a small sum.
+// Communicator.all_reduce_tensor(tensor, op, algorithm) -> bool: the fast path for common calls.
+// Does nothing and returns False if `op` or `algorithm` is not an interned valid name, or if the
+// tensor needs preparation: it is not contiguous, is on another device, has no memory, or torch
+// cannot describe it to C. Defined without pybind11, whose call overhead is as long as a small sum.
 PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 3) {
     PyErr_SetString(PyExc_TypeError, "expected (tensor, op, algorithm)");
@@ -111,7 +112,8 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
     auto& communicator = py::handle(self).cast<Communicator&>();
     {
       const GilUntilRelease gil;
-      // The peers may be threads that want it; the copies of so many bytes take some 10 us.
+      // Release the GIL at once if the peers are threads, which need it, or if the call takes long;
+      // copying kFewBytes takes some 10 us.
       constexpr int64_t kFewBytes = 256 << 10;
       if (communicator.is_threads() || elements * described.type_bits / 8 > kFewBytes) {
         GilUntilRelease::release();
@@ -179,7 +181,8 @@ void bind_collectives(py::module_& m) {
           "all_reduce_tensor",
           [](const py::object& self) {
             if (!py::isinstance<Communicator>(self)) throw py::type_error("no Communicator");
-            // Not of the property's name: torch.compile would take that for what makes methods.
+            // The method's name differs from the property's: torch.compile would take a function of
+            // the property's name for the descriptor that makes methods.
             static PyMethodDef method{
                 "Communicator.all_reduce_tensor",
                 reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&all_reduce_tensor)),

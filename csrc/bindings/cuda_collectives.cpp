@@ -1,4 +1,4 @@
-// Collectives on CUDA in Python.
+// Python bindings of collectives on CUDA.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,7 +27,7 @@ namespace {
 
 namespace py = pybind11;
 
-// A capsule with a tensor of bytes, which owns `buffer`.
+// A DLPack capsule of a tensor of bytes that owns `buffer`.
 py::object to_dlpack(std::unique_ptr<CudaBuffer> buffer, int device) {
   struct Owned : dlpack::ManagedTensor {
     std::unique_ptr<CudaBuffer> buffer;
@@ -40,10 +40,10 @@ py::object to_dlpack(std::unique_ptr<CudaBuffer> buffer, int device) {
   owned->context = nullptr;
   owned->release = [](dlpack::ManagedTensor* self) { delete static_cast<Owned*>(self); };
   owned->buffer = std::move(buffer);
-  // Who takes the tensor renames the capsule, and releases it.
+  // A consumer renames the capsule and then releases the tensor itself.
   PyObject* capsule =
       PyCapsule_New(static_cast<dlpack::ManagedTensor*>(owned), "dltensor", [](PyObject* self) {
-        if (!PyCapsule_IsValid(self, "dltensor")) return;
+        if (!PyCapsule_IsValid(self, "dltensor")) return;  // Consumed.
         auto* tensor = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
         tensor->release(tensor);
       });

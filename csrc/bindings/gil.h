@@ -1,4 +1,4 @@
-// The interpreter's lock, the GIL, for the bindings alone.
+// Guards that release Python's global interpreter lock (GIL).
 #pragma once
 
 #include <Python.h>
@@ -8,10 +8,10 @@
 
 namespace pipekernels::python {
 
-// Gives the lock up for a while. As py::gil_scoped_release, whose destructor ends the whole process
-// when the interpreter has ended meanwhile: until Python 3.14 it then ends threads that want its
-// lock, by unwinding their stacks, which a destructor must not let pass. Here they stay where they
-// are.
+// Releases the GIL during its lifetime, like py::gil_scoped_release. The destructor of the latter
+// terminates the process if the interpreter has shut down meanwhile: before Python 3.14, a thread
+// that requests the GIL then is ended by unwinding its stack, which must not leave a destructor.
+// This destructor catches that and keeps the thread waiting forever.
 class NoGil {
  public:
   NoGil() : state_(PyEval_SaveThread()) {}
@@ -29,9 +29,9 @@ class NoGil {
   PyThreadState* const state_;
 };
 
-// Gives the lock up from the first release() in this thread on, which most small collectives,
-// having little to wait for, never come to: giving it up and getting it back would take a tenth of
-// them.
+// Holds the GIL until the first release() in this thread, then releases it for the rest of its
+// lifetime. Most small collectives hardly wait and never call release(); releasing and reacquiring
+// the GIL would take a tenth of their time.
 class GilUntilRelease {
  public:
   GilUntilRelease() : outer_(innermost_) { innermost_ = this; }
@@ -39,13 +39,13 @@ class GilUntilRelease {
   GilUntilRelease(const GilUntilRelease&) = delete;
   GilUntilRelease& operator=(const GilUntilRelease&) = delete;
 
-  // Does nothing if the lock is not this class's to give up, or has been.
+  // Does nothing without an object in this thread, or if it has released the GIL already.
   static void release() {
     if (innermost_ && !innermost_->released_) innermost_->released_.emplace();
   }
 
  private:
-  // A signal handler that is called while a collective waits may call another one.
+  // Objects nest if a signal handler, called while a collective waits, calls another collective.
   static inline thread_local GilUntilRelease* innermost_ = nullptr;
   GilUntilRelease* const outer_;
   std::optional<NoGil> released_;

@@ -1,4 +1,4 @@
-// Micro-batches in Python.
+// Python bindings of copies of micro-batches.
 
 #include "pipekernels/micro_batch/micro_batch.h"
 
@@ -22,10 +22,11 @@
 namespace pipekernels::python {
 namespace {
 
-// More than Linux has processors; OpenMP ends the process if it cannot start a thread.
+// More threads than Linux supports processors. Limited because OpenMP ends the process if it cannot
+// start a thread.
 constexpr int kMaxThreads = 8192;
 
-// Dtypes that cannot be cast have one code, whatever their sizes.
+// Identifies a dtype as far as needed here. All dtypes that cannot be cast have the code -1.
 struct ElementKind {
   int dtype;
   int64_t item_size;
@@ -37,19 +38,19 @@ struct ElementKind {
 
 struct Kinds {
   ElementKind whole;
-  ElementKind part = {};  // that of the first micro-batch
+  ElementKind part = {};  // of the first micro-batch
 };
 
 Cast cast(const ElementKind& from, const ElementKind& to) {
   if (from.dtype < 0 || to.dtype < 0) {
     throw std::invalid_argument(
-        "a tensor and its micro-batches may differ in dtype if both are float64, float32, float16 "
-        "or bfloat16, not otherwise");
+        "a tensor and its micro-batches may differ in dtype only if both are float64, float32, "
+        "float16 or bfloat16");
   }
   return {static_cast<DType>(from.dtype), static_cast<DType>(to.dtype)};
 }
 
-// std::invalid_argument unless `part` has the shape of its whole tensor but along `dim`.
+// Throws std::invalid_argument unless `part` has the whole tensor's shape except along `dim`.
 void check_shape(const Integers& part, const Integers& whole, int64_t dim, size_t micro_batch) {
   bool fits = part.size() == whole.size();
   for (size_t d = 0; fits && d < whole.size(); ++d) {
@@ -60,20 +61,21 @@ void check_shape(const Integers& part, const Integers& whole, int64_t dim, size_
     return py::str(py::tuple(py::cast(shape))).cast<std::string>();
   };
   throw std::invalid_argument("a tensor of micro-batch " + std::to_string(micro_batch) +
-                              " has shape " + text(part) + ", which must be that of its whole, " +
-                              text(whole) + ", but along dimension " + std::to_string(dim));
+                              " has shape " + text(part) + "; except along dimension " +
+                              std::to_string(dim) + " it must have the shape of its whole, " +
+                              text(whole));
 }
 
-// Of tensors on one device of this type. Where dtypes of a tensor and its micro-batches differ,
-// elements are cast.
+// The request for tensors that must all be on one device of `device_type`. If the dtypes of a
+// tensor and its micro-batches differ, elements are cast.
 MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
                                 const py::list& micro_batches, dlpack::DeviceType device_type) {
   MicroBatchCopy request;
   request.direction = split ? Direction::kSplit : Direction::kConcat;
   request.dim = dim;
-  std::vector<Kinds> kinds;  // of each whole tensor and its parts
-  int device = 0;            // that of the first tensor
-  const auto look_at = [&](py::handle tensor) {
+  std::vector<Kinds> kinds;  // of each whole tensor and its micro-batches
+  int device = 0;            // of the first tensor
+  const auto checked_view = [&](py::handle tensor) {
     TensorView view = view_of(tensor);
     if (kinds.empty()) device = view.device;
     if (view.device_type != device_type || view.device != device) {
@@ -85,16 +87,16 @@ MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
     return view;
   };
   for (const py::handle tensor : wholes) {
-    TensorView view = look_at(tensor);
+    TensorView view = checked_view(tensor);
     check_in_range("dim", dim, 0, static_cast<int64_t>(view.shape.size()) - 1);
     request.wholes.push_back(
         {view.data, view.item_size, std::move(view.shape), std::move(view.strides)});
     kinds.push_back({{view.dtype, view.item_size}});
   }
   if (request.wholes.empty()) throw std::invalid_argument("there are 0 tensors; give at least one");
-  size_t t = 0;  // Which of the tensors of a micro-batch is next.
+  size_t t = 0;  // The index of `tensor` in its micro-batch.
   for (const py::handle tensor : micro_batches) {
-    TensorView view = look_at(tensor);
+    TensorView view = checked_view(tensor);
     WholeTensor& whole = request.wholes[t];
     check_shape(view.shape, whole.shape, dim, request.sizes.size() - (t != 0));
     const int64_t size = view.shape[dim];
@@ -120,7 +122,8 @@ MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
   return request;
 }
 
-// Whether an operation on its memory, on the CPU or a CUDA device, is one on its elements.
+// Whether kernels can use the tensor's memory directly: it is on the CPU or a CUDA device, and
+// holds the elements themselves.
 bool is_plain(py::handle tensor, const dlpack::Tensor& described) {
   using namespace dlpack;
   return (described.device_type == kCpu || described.device_type == kCuda) &&
@@ -135,26 +138,26 @@ bool are_plain(const py::list& tensors) {
   return true;
 }
 
-// are_plain() of micro-batches of so many tensors each, and whether they can be concatenated along
-// `dim`, on one device.
+// Whether all tensors are plain, on one device, and can be concatenated along `dim`. Each
+// micro-batch consists of `tensors` consecutive entries of `micro_batches`.
 bool are_plain_and_fit(int64_t dim, int64_t tensors, const py::list& micro_batches) {
   using dlpack::Tensor;
   check_in_range("dim", dim, 0, std::numeric_limits<int64_t>::max());
   if (micro_batches.empty()) return true;
   check_in_range("tensors", tensors, 1, static_cast<int64_t>(micro_batches.size()));
-  std::vector<Tensor> wanted(tensors);
-  int64_t size = 0;  // of this micro-batch, along `dim`
-  int64_t t = 0;     // Which of its tensors is next.
+  std::vector<Tensor> first(tensors);  // the first micro-batch
+  int64_t size = 0;                    // of the current micro-batch, along `dim`
+  int64_t t = 0;                       // the index of `tensor` in its micro-batch
   for (int64_t i = 0; i < static_cast<int64_t>(micro_batches.size()); ++i) {
     const py::handle tensor = micro_batches[i];
     Tensor given;
     if (!describe(tensor, given) || dim >= given.dims) return false;
-    if (i < tensors) wanted[t] = given;
-    if (given.device_type != wanted[0].device_type || given.device != wanted[0].device) {
+    if (i < tensors) first[t] = given;
+    if (given.device_type != first[0].device_type || given.device != first[0].device) {
       return false;
     }
     if (t == 0) size = given.shape[dim];
-    if (given.shape[dim] != size || !same_but_for_size_along(dim, wanted[t], given)) return false;
+    if (given.shape[dim] != size || !same_but_for_size_along(dim, first[t], given)) return false;
     if (!is_plain(tensor, given)) return false;
     if (++t == tensors) t = 0;
   }

@@ -1,9 +1,8 @@
-// Python module pipekernels._C. The files of this folder alone know Python.
+// The Python module pipekernels._C. Only the files of this folder use Python.
 //
-// Tensors arrive as they are where a call has to be short, else as integer addresses and sizes.
-// Arguments that fit nothing are refused, as ValueError or TypeError; std::invalid_argument becomes
-// ValueError. What copies or waits runs without the GIL, but for sums of few bytes, which give it
-// up when they have to wait.
+// Functions that must be fast to call take tensors, the others integer addresses and sizes. Invalid
+// arguments raise ValueError or TypeError; std::invalid_argument becomes ValueError. Functions that
+// copy or wait release the GIL; small all-reduces release it only when they have to wait.
 
 #include <pybind11/pybind11.h>
 
@@ -24,8 +23,6 @@ constexpr bool kWithCuda = false;
 constexpr const char* kCudaVersion = "";
 constexpr const char* kCudaArchitectures = "";
 #endif
-
-// ---- build information ------------------------------------------------------------------------
 
 py::dict build_info() {
   py::dict info;

@@ -1,7 +1,7 @@
-// Tensors as Python objects, for the bindings alone.
+// Access to tensors, which are Python objects.
 //
-// Their addresses, sizes and dtypes come from the table of C functions that torch gives for DLPack,
-// or else from their attributes. Everything here needs the interpreter's lock.
+// Their addresses, sizes and dtypes come from torch's table of C functions for DLPack, or else from
+// their Python attributes. Everything here requires the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,11 +22,11 @@ namespace py = pybind11;
 
 using Integers = std::vector<int64_t>;
 
-// How torch describes its tensors to C; null before torch 2.10.
+// torch's function that describes a tensor to C; null before torch 2.10.
 inline int (*describe_tensor)(void* object, dlpack::Tensor* described) = nullptr;
 inline PyTypeObject *tensor_class = nullptr, *parameter_class = nullptr;
 
-// Tells autograd that the tensors of a tuple have changed in place.
+// A Python function that takes a tuple of tensors and tells autograd that they changed in place.
 inline PyObject* increment_version = nullptr;
 
 inline void use_tensors(const py::type& cls, const py::type& parameter,
@@ -48,26 +48,26 @@ inline void use_tensors(const py::type& cls, const py::type& parameter,
   if (api->major == 1) describe_tensor = api->from_object;
 }
 
-// TypeError for what is no tensor.
+// Raises TypeError if `object` is not a tensor.
 inline void require_tensor(py::handle object) {
   if (tensor_class == nullptr) {
-    throw std::runtime_error("call use_tensors() first, which says what tensors are");
+    throw std::runtime_error("call use_tensors() first, which sets the class of tensors");
   }
   if (PyObject_TypeCheck(object.ptr(), tensor_class)) return;
   throw py::type_error("expected a tensor, got " +
                        py::str(py::type::of(object).attr("__name__")).cast<std::string>());
 }
 
-// Whether a tensor that has elements has memory for them; `data` is where they begin, as the tensor
-// says. In a storage that was freed that is their offset in it. So low an address is hardly ever
-// one of memory, and only then the storage is asked.
+// Whether a tensor that is not empty has memory; `data` is its data_ptr(). If the storage was
+// freed, that is only the offset in the storage. Real addresses are hardly ever that low, so only
+// then this asks the storage, which is slow.
 inline bool has_memory(py::handle tensor, const void* data) {
   constexpr uint64_t kLow = uint64_t{1} << 32;
   if (reinterpret_cast<uintptr_t>(data) >= kLow) return true;
   return data != nullptr && tensor.attr("untyped_storage")().attr("data_ptr")().cast<uintptr_t>();
 }
 
-// std::invalid_argument for a tensor without memory for its elements.
+// Throws std::invalid_argument if a tensor that is not empty has no memory.
 inline void check_memory(py::handle tensor) {
   require_tensor(tensor);
   const auto* data = reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<uintptr_t>());
@@ -76,13 +76,13 @@ inline void check_memory(py::handle tensor) {
   const auto shape = py::str(py::tuple(py::list(tensor.attr("shape")))).cast<std::string>();
   throw std::invalid_argument(
       "the " + name + " of shape " + shape +
-      " has no memory of its own: it wraps other tensors, or its storage was freed; pass what it "
-      "wraps (of a DTensor: tensor.to_local())");
+      " has no memory of its own: it wraps other tensors, or its storage was freed; pass the "
+      "wrapped tensor (of a DTensor: tensor.to_local())");
 }
 
-// False, without an exception, for what is neither a tensor of just that class nor a parameter,
-// cannot be described, or has no memory, as what torch wraps around a tensor while it traces or
-// transforms.
+// Describes a tensor. Returns false, without a Python exception, for objects whose class is not
+// exactly torch.Tensor or Parameter, that torch cannot describe, or that have no memory, such as
+// the wrappers of torch's tracers and transforms.
 inline bool describe(py::handle object, dlpack::Tensor& described) {
   const PyTypeObject* const cls = Py_TYPE(object.ptr());
   if (cls != tensor_class && cls != parameter_class) return false;
@@ -94,7 +94,7 @@ inline bool describe(py::handle object, dlpack::Tensor& described) {
   return false;
 }
 
-// Whether its memory holds its elements as they are, not their negatives or conjugates.
+// Whether a tensor's memory holds its elements themselves, not their negatives or conjugates.
 inline bool holds_elements(py::handle tensor, const dlpack::Tensor& described) {
   static PyObject* const is_negative = PyUnicode_InternFromString("is_neg");
   static PyObject* const is_conjugate = PyUnicode_InternFromString("is_conj");
@@ -108,7 +108,7 @@ inline bool holds_elements(py::handle tensor, const dlpack::Tensor& described) {
   return described.type_code != dlpack::kComplex || !is(is_conjugate);
 }
 
-// Lets autograd see that a tensor has changed in place, in case it was saved for a backward.
+// Tells autograd that a tensor has changed in place, in case it was saved for a backward.
 inline void mark_changed(py::handle tensor) {
   const py::tuple changed = py::make_tuple(tensor);
   const auto done =
@@ -118,12 +118,13 @@ inline void mark_changed(py::handle tensor) {
   PyErr_Clear();  // Inference tensors have no version.
 }
 
+// The properties of a tensor; strides are in elements.
 struct TensorView {
   char* data;
-  int device_type;  // a dlpack::DeviceType, or 0
-  int device;       // among those of its type
-  int64_t item_size;
-  int dtype;  // as dtype_of()
+  int device_type;    // a dlpack::DeviceType, or 0 for other devices
+  int device;         // the index of the device
+  int64_t item_size;  // bytes
+  int dtype;          // see dtype_of()
   Integers shape, strides;
 };
 
@@ -145,10 +146,7 @@ inline TensorView view_of(py::handle tensor) {
   auto* const data = reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>());
   const auto name = py::str(tensor.attr("dtype")).cast<std::string>();
   int dtype = kReducibleDTypes - 1;
-  const auto is_its_name = [&] {
-    return name == std::string("torch.") + name_of(static_cast<DType>(dtype));
-  };
-  while (dtype >= 0 && !is_its_name()) --dtype;
+  while (dtype >= 0 && name != std::string("torch.") + name_of(static_cast<DType>(dtype))) --dtype;
   const auto is = [&](const char* name) { return tensor.attr(name).cast<bool>(); };
   const int device_type = is("is_cpu") ? dlpack::kCpu : is("is_cuda") ? dlpack::kCuda : 0;
   const int device = device_type == dlpack::kCuda ? tensor.attr("get_device")().cast<int>() : 0;
