@@ -61,9 +61,8 @@ void check_shape(const Integers& part, const Integers& whole, int64_t dim, size_
     return py::str(py::tuple(py::cast(shape))).cast<std::string>();
   };
   throw std::invalid_argument("a tensor of micro-batch " + std::to_string(micro_batch) +
-                              " has shape " + text(part) + "; except along dimension " +
-                              std::to_string(dim) + " it must have the shape of its whole, " +
-                              text(whole));
+                              " has shape " + text(part) + ", which must be that of its whole, " +
+                              text(whole) + ", except along dimension " + std::to_string(dim));
 }
 
 // The request for tensors that must all be on one device of `device_type`. If the dtypes of a

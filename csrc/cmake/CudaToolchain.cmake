@@ -1,14 +1,15 @@
-# Finds a CUDA toolkit and enables the CUDA language.
+# Finds a CUDA toolkit and enables the CUDA language. No device is needed.
 #
-# In:  PIPEKERNELS_CUDA = auto | 0 | 1 (auto: use a toolkit if there is one, no device needed;
-#      1: fail without one), the environment variables CUDACXX, CUDA_HOME, CUDA_PATH, CUDAARCHS and
+# In:  PIPEKERNELS_CUDA = auto | 0 | 1 (auto: use a toolkit if there is one; 1: fail without one),
+#      and the environment variables CUDACXX, CUDA_HOME, CUDA_PATH, CUDAARCHS and
 #      TORCH_CUDA_ARCH_LIST.
-# Out: PIPEKERNELS_WITH_CUDA, CMAKE_CUDA_ARCHITECTURES, and the CUDA language enabled when it is ON.
+# Out: PIPEKERNELS_WITH_CUDA. If it is ON, the CUDA language is enabled, and
+#      CMAKE_CUDA_ARCHITECTURES is set.
 
 include(CheckLanguage)
 
-# Sets `out` to the root of the toolkit that `nvcc` belongs to. An nvcc on PATH may be a wrapper
-# script outside its toolkit, so ask it for its TOP instead of looking at its folder.
+# Sets `out` to the root of the toolkit of `nvcc`, or to an empty string. An nvcc on PATH may be a
+# wrapper script outside its toolkit, so this asks it for its TOP instead of using its folder.
 function(pipekernels_toolkit_root nvcc out)
   set(${out} "" PARENT_SCOPE)
   execute_process(COMMAND ${nvcc} --dryrun -x cu /dev/null
@@ -20,7 +21,7 @@ function(pipekernels_toolkit_root nvcc out)
   endif()
 endfunction()
 
-# Sets `out` to the nvcc to use, or to an empty string. What the user names comes first.
+# Sets `out` to the nvcc to use, or to an empty string. Environment variables take precedence.
 function(pipekernels_find_nvcc out)
   file(GLOB versioned LIST_DIRECTORIES true "/usr/local/cuda-*")
   list(SORT versioned COMPARE NATURAL ORDER DESCENDING)
@@ -49,8 +50,8 @@ function(pipekernels_torch_architectures text out)
   set(architectures)
   foreach(entry ${entries})
     if(NOT entry MATCHES "^([0-9]+)\\.([0-9]+)([af]?)(\\+PTX)?$")
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST holds '${entry}', which is not of the form 9.0, 9.0a or "
-        "9.0+PTX. Use such entries, or set CUDAARCHS (for example CUDAARCHS='80;90') instead.")
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST holds '${entry}', which is not of the form 9.0, "
+        "9.0a or 9.0+PTX. Use such entries, or set CUDAARCHS (for example CUDAARCHS='80;90').")
     endif()
     set(architecture "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
     if(NOT CMAKE_MATCH_4)
@@ -67,7 +68,7 @@ if(NOT PIPEKERNELS_CUDA MATCHES "^(auto|0|1)$")
 endif()
 if(NOT PIPEKERNELS_CUDA STREQUAL "0")
   if(NOT CMAKE_CUDA_COMPILER)
-    unset(CMAKE_CUDA_COMPILER CACHE)  # a NOTFOUND of an earlier configuration
+    unset(CMAKE_CUDA_COMPILER CACHE)  # discard a NOTFOUND of an earlier configuration
     pipekernels_find_nvcc(nvcc)
     if(nvcc)
       set(CMAKE_CUDA_COMPILER "${nvcc}")
@@ -81,8 +82,8 @@ if(NOT PIPEKERNELS_CUDA STREQUAL "0")
     find_package(CUDAToolkit REQUIRED)
     set(PIPEKERNELS_WITH_CUDA ON)
   elseif(PIPEKERNELS_CUDA STREQUAL "1")
-    message(FATAL_ERROR "PIPEKERNELS_CUDA=1, but no working CUDA toolkit was found in CUDACXX, CUDA_HOME, "
-      "CUDA_PATH, PATH or /usr/local/cuda*. Install one, or set CUDA_HOME to its root; "
+    message(FATAL_ERROR "PIPEKERNELS_CUDA=1, but no working CUDA toolkit was found in CUDACXX, "
+      "CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda*. Install one, or set CUDA_HOME to its root; "
       "PIPEKERNELS_CUDA=0 builds for CPUs only.")
   endif()
 endif()

@@ -1,8 +1,8 @@
-"""Configures and builds ``_C`` with CMake and Ninja: for setup.py, and where there is no setuptools for it.
+"""Configures and builds ``_C`` with CMake and Ninja, for setup.py or without setuptools.
 
-``python csrc/cmake/build_extension.py`` puts it into ``pipekernels/``. Environment: ``PIPEKERNELS_CUDA`` = auto | 0 |
-1, ``CUDAARCHS`` or ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``, ``PIPEKERNELS_WERROR`` and
-``PIPEKERNELS_KERNEL_REPORT`` = 0 | 1.
+``python csrc/cmake/build_extension.py`` builds it into ``pipekernels/``. Environment variables:
+``PIPEKERNELS_CUDA`` = auto | 0 | 1, ``CUDAARCHS`` or ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
+``PIPEKERNELS_WERROR`` and ``PIPEKERNELS_KERNEL_REPORT`` = 0 | 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pybind11
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Variables that CMake reads when a folder is new, and never again.
+# Variables that CMake reads only when it first configures a build folder.
 COMPILERS = (
     "CXX",
     "CXXFLAGS",
@@ -32,11 +32,11 @@ COMPILERS = (
 
 
 def build(folder: Path) -> None:
-    """Build ``_C`` into ``folder``; incremental, in build/cmake-<python>.
+    """Build ``_C`` into ``folder``, incrementally in build/cmake-<python>.
 
     Raises:
         RuntimeError: CMake or Ninja is missing.
-        subprocess.CalledProcessError: one of them failed; it has said why.
+        subprocess.CalledProcessError: one of them failed, and has printed the reason.
     """
     build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     cmake = find_tool("cmake")
@@ -60,9 +60,9 @@ def build(folder: Path) -> None:
 
 
 def renew(build_dir: Path) -> None:
-    """Make ``build_dir`` an empty folder, unless it was made here and with the same compilers.
+    """Make ``build_dir`` an empty folder, unless it was made here with the same compilers.
 
-    CMake refuses one that was copied or moved, and stays with the compilers and flags of an old one.
+    CMake rejects a build folder that was copied or moved, and ignores new compilers and flags.
     """
     made_with = "\n".join(
         [str(build_dir), *(f"{name}={os.environ.get(name, '')}" for name in COMPILERS)]
@@ -77,16 +77,17 @@ def renew(build_dir: Path) -> None:
 
 
 def find_tool(name: str) -> str:
-    """Path of ``cmake`` or ``ninja``: that of the Python package of this name first, then PATH.
+    """Path of ``cmake`` or ``ninja``, from the Python package of this name, else from PATH.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: not found.
     """
     places = []
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
         package = Path(spec.origin).parent
-        places = [package / "data" / "bin", package.parent / "bin"]  # The latter: pip --target.
+        # package.parent / "bin" is where `pip install --target` puts it.
+        places = [package / "data" / "bin", package.parent / "bin"]
     places.append(Path(sys.executable).parent)
     found = shutil.which(name, path=os.pathsep.join(map(str, places))) or shutil.which(name)
     if found is None:

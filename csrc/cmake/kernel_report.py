@@ -1,4 +1,7 @@
-"""Lists what ptxas (-v) says of every kernel in a build log; fails on spills or missing architectures."""
+"""Lists the resources of every kernel in a build log (ptxas -v); fails on register spills.
+
+Also fails if no kernel was compiled for one of the required architectures.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ KERNEL = re.compile(
 
 
 def readable(mangled: str) -> str:
-    """The kernel's name and template arguments, without namespaces and parameters."""
+    """Demangles to the kernel's name and template arguments, without namespaces and parameters."""
     full = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout
     full = full.replace("(anonymous namespace)", "").replace("pipekernels::", "")
-    plain = re.sub(r"\(\w+\)(?=\d)", "", full)  # The types of template arguments.
+    plain = re.sub(r"\(\w+\)(?=\d)", "", full)  # Drop the types of template arguments.
     match = re.search(r"(\w+(<[^()]*>)?)\(", plain)
     return match[1] if match else mangled
 
 
 def main() -> int:
-    """Prints the table; returns the exit code."""
+    """Prints the table and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("log", type=Path)
     parser.add_argument("--require", nargs="+", default=[], metavar="ARCHITECTURE")

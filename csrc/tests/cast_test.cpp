@@ -68,7 +68,7 @@ void test_values(DType from, DType to, Isa isa) {
   ElementsOf<To> result(source.size());
   cast_kernel(from, to, isa)(result.data(), source.data(), source.size());
   for (size_t i = 0; i < source.size(); ++i) {
-    CHECK(same<To>(result[i], convert_element<From, To>(source[i])));
+    CHECK(same_value<To>(result[i], convert_element<From, To>(source[i])));
   }
 }
 
