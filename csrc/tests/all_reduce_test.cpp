@@ -1,4 +1,4 @@
-// The collectives on threads and on processes: values, order, mismatches, and ranks that are lost.
+// The collectives of the CPU on threads and on processes: values, mismatches and lost ranks.
 
 #include "pipekernels/collectives/all_reduce.h"
 
@@ -28,7 +28,7 @@ Bytes reduced(DType dtype, size_t count, uint64_t seed, int world_size, Reductio
   return reduced(inputs, dtype, reduction);
 }
 
-// Room for `bytes`, in symmetric memory or not, at no particular alignment.
+// Memory that holds `contents`, symmetric or not, `shift` bytes after an aligned address.
 class Buffer {
  public:
   Buffer(Communicator& communicator, bool symmetric, size_t shift, const Bytes& contents)
@@ -49,7 +49,8 @@ class Buffer {
   Bytes ordinary_;
 };
 
-// A random collective, the same on all ranks; what may differ between ranks does.
+// Makes a random call, the same on all ranks. Alignment, timing and whether the memory is symmetric
+// differ between ranks.
 void random_call(Communicator& communicator, uint64_t seed) {
   std::mt19937_64 shared(seed);
   std::mt19937_64 own(seed * 8 + communicator.rank());
@@ -61,7 +62,7 @@ void random_call(Communicator& communicator, uint64_t seed) {
   if (is_integer(dtype) && reduction == Reduction::kAvg) reduction = Reduction::kSum;
   constexpr size_t limits[] = {4, 100, 3000, 200000, 1000000};
   const size_t count = shared() % limits[shared() % 5] / size;
-  const int symmetric_ranks = shared() % 3;  // None, some, all.
+  const int symmetric_ranks = shared() % 3;  // 0: none, 1: some, 2: all.
   const bool symmetric = symmetric_ranks == 2 || (symmetric_ranks == 1 && own() % 2);
   const size_t shift = own() % 5 * size;
   if (own() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
@@ -101,7 +102,7 @@ void stress(Communicator& communicator, uint64_t seed, int calls) {
   for (int i = 0; i < calls; ++i) random_call(communicator, seed * 100000 + i);
 }
 
-// Every rank must get an Error from `call`; returns it.
+// Returns the Error that `call` must throw.
 template <class Error, class Call>
 Error expect(Call call) {
   try {
@@ -135,7 +136,7 @@ void test_mismatch(Communicator& communicator) {
   }
 }
 
-// One rank stays away; the others say so, and later calls fail at once.
+// If one rank makes no call, the others name it in a TimeoutError, and later calls fail at once.
 void test_timeout(Communicator& communicator) {
   const int absent = communicator.world_size() - 1;
   barrier(communicator);
@@ -149,8 +150,8 @@ void test_timeout(Communicator& communicator) {
   expect<std::runtime_error>([&] { barrier(communicator); });
 }
 
-// A rank that sleeps in a wait is woken by the signal, and not only at its next look around, which
-// is 20 ms after the last. On a busy machine a few waits of many are enough to tell.
+// The signal wakes a rank that sleeps in a wait, before its next check for failures, which comes
+// every 20 ms. A few fast wake-ups of many suffice, since the machine may be busy.
 void test_wake(Communicator& communicator) {
   using Clock = std::chrono::steady_clock;
   int woken = 0;
@@ -164,8 +165,8 @@ void test_wake(Communicator& communicator) {
   CHECK(woken >= 5);
 }
 
-// A process that comes late may still write to what its peers published in a call that has failed;
-// it does not reach what they hold by now.
+// After a call has failed, a late process may still write to the tensors that its peers published
+// in it. The peers do not see these writes.
 void test_late_writes(Communicator& communicator) {
   constexpr size_t kCount = 5000;
   SymmetricBuffer buffer(communicator.heap(), kCount * sizeof(float));
@@ -183,7 +184,7 @@ void test_late_writes(Communicator& communicator) {
   CHECK(std::count(data, data + kCount, 5.f) == kCount);
 }
 
-// The counters of signals wrap around.
+// Calls work while the counters of signals wrap around.
 void test_wrap() {
   const int fd = Segment::create(2);
   const auto segment = Segment::map(fd, 2);
@@ -200,7 +201,7 @@ void test_wrap() {
   for (auto& thread : threads) thread.join();
 }
 
-// Which ranks prefetch lines that they are going to write shows in no result.
+// Write prefetches are on only for AMD, and do not change results on whichever ranks they are on.
 void test_write_prefetch() {
   CHECK(write_prefetch_pays("AuthenticAMD"));
   for (const char* vendor : {"GenuineIntel", "HygonGenuine", "AuthenticAMD2", ""}) {
@@ -212,7 +213,7 @@ void test_write_prefetch() {
     for (int rank = 0; rank < 2; ++rank) {
       threads.emplace_back([&, rank] {
         const bool prefetches = prefetching >> rank & 1;
-        Communicator communicator(  // As processes do, which stage what they sum.
+        Communicator communicator(  // With pidfds, as for processes, so that tensors are staged.
             Segment::map(fd, 2), rank, {-1, -1}, Seconds(30), [] {}, [] {}, prefetches);
         for (size_t count : {0, 1, 250, 256, 500, 512, 1000, 1024, 1025, 5000}) {
           for (const DType dtype : kDTypes) {
@@ -228,7 +229,7 @@ void test_write_prefetch() {
   }
 }
 
-// Where nothing was measured there is some limit, and a measured one is kept to the byte.
+// There is a default limit between one_shot and two_shot, and a measured limit is exact.
 void test_choice() {
   for (const size_t measured : {size_t{0}, size_t{5000}}) {
     const int fd = Segment::create(2, measured);
@@ -242,14 +243,14 @@ void test_choice() {
   }
 }
 
-// A measured limit may be above what the staging holds.
+// A measured limit may exceed the size of the staging.
 void test_large_limit() {
   constexpr size_t kCount = 1000000;
   const int fd = Segment::create(2, size_t{1} << 30);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      const auto communicator = join(fd, 2, rank, {-1, -1}, Seconds(30));  // As processes do.
+      const auto communicator = join(fd, 2, rank, {-1, -1}, Seconds(30));  // As for processes.
       Bytes data = values(DType::kFloat32, kCount, 5, rank);
       all_reduce(*communicator, data.data(), kCount, DType::kFloat32, Reduction::kSum, {});
       CHECK(data == reduced(DType::kFloat32, kCount, 5, 2, Reduction::kSum));
@@ -269,9 +270,9 @@ void test_close(Communicator& communicator, bool abort) {
   }
 }
 
-// A thread that gives up must not return, and free its data, while a peer still reads them. Returns
-// whether the peer took so long to write `count` results that the thread gave up on it meanwhile.
-// (A peer that has just finished when the thread gives up has nothing to notice.)
+// A rank that gives up must not return, and free its data, while a peer still reads them. Returns
+// whether the peer took so long to write `count` results that it saw the other rank give up. (A
+// peer that finishes just before that sees no failure.)
 bool give_up_while_read(size_t count) {
   const int fd = Segment::create(2);
   const auto segment = Segment::map(fd, 2);
@@ -304,14 +305,14 @@ bool give_up_while_read(size_t count) {
     } catch (const GaveUp&) {
       gave_up = true;
     }
-    input = std::vector<float>();  // AddressSanitizer tells if the reader is not done with them.
+    input = std::vector<float>();  // AddressSanitizer reports it if the reader still reads them.
   }
   reader.join();
   CHECK(gave_up || !noticed);
   return noticed;
 }
 
-// A rank is killed somewhere in a row of collectives; every survivor names it, and soon.
+// If a rank is killed at a random point in a sequence of collectives, every survivor names it.
 void test_kill(int world_size, uint64_t seed) {
   std::mt19937_64 random(seed);
   const int victim = random() % world_size;
@@ -345,7 +346,7 @@ void test_forked_child() {
   }
   int status = 0;
   CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  barrier(*communicator);  // What the child did has not touched us.
+  barrier(*communicator);  // The child has not closed the parent's communicator.
 }
 
 // Several threads of every rank use one communicator at once.
@@ -365,8 +366,8 @@ void test_concurrent(Communicator& communicator) {
 
 }  // namespace
 
-// all_reduce_test [CALLS [ONE_IN]]: how many random calls; with random delays at one in so many
-// points where ranks meet, and then without the tests that look at the clock.
+// all_reduce_test [CALLS [ONE_IN]]: makes CALLS random calls. With ONE_IN, delays ranks randomly at
+// one in ONE_IN of the points where they synchronise, and omits the tests that measure time.
 int main(int argc, char** argv) {
   const int calls = argc > 1 ? std::atoi(argv[1]) : 60;
   fuzz_one_in = argc > 2 ? std::atoi(argv[2]) : 0;

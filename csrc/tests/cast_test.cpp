@@ -1,5 +1,5 @@
-// Conversions between floating-point types: every instruction set gives what device code computes,
-// that is right, and nothing beside the elements is touched.
+// Conversions between floating-point types: every instruction set produces the values of
+// convert_element(), these are correct, and kernels write only the elements.
 #include "pipekernels/elements/cast.h"
 
 #include <algorithm>
@@ -21,8 +21,8 @@ using namespace pipekernels;
 template <class Type>
 using ElementsOf = std::vector<typename Type::Element>;
 
-// All of a 16-bit type; of a wider one, all signs and exponents with mantissas that are random,
-// halfway between two of a narrower type, and one off.
+// Test values: all of a 16-bit type; of a wider type, all signs and exponents with mantissas that
+// are random, halfway between two values of a narrower type, or one unit from halfway.
 template <class Type>
 ElementsOf<Type> elements() {
   using Element = typename Type::Element;
@@ -55,7 +55,7 @@ ElementsOf<Type> elements() {
   return found;
 }
 
-// One NaN is as good as another.
+// Compares bits, but all NaNs are equal.
 template <class Type>
 bool same_value(typename Type::Element a, typename Type::Element b) {
   return std::memcmp(&a, &b, sizeof(a)) == 0 ||
@@ -72,9 +72,9 @@ void test_values(DType from, DType to, Isa isa) {
   }
 }
 
-// Any count and alignment; what is beside the elements stays.
+// Works for any count and alignment, and writes nothing outside the elements.
 template <class From, class To>
-void test_places(DType from, DType to, Isa isa) {
+void test_counts_and_alignments(DType from, DType to, Isa isa) {
   constexpr size_t kFrom = sizeof(typename From::Element), kTo = sizeof(typename To::Element);
   std::mt19937_64 random(2);
   for (size_t count = 0; count < 70; ++count) {
@@ -101,14 +101,14 @@ void test_every_cast(Isa isa) {
       with_floating_element(from, [&](auto source) {
         with_floating_element(to, [&](auto target) {
           test_values<decltype(source), decltype(target)>(from, to, isa);
-          test_places<decltype(source), decltype(target)>(from, to, isa);
+          test_counts_and_alignments<decltype(source), decltype(target)>(from, to, isa);
         });
       });
     }
   }
 }
 
-// The value of a 16-bit float, from its definition.
+// The value of a 16-bit float, computed from its definition.
 double value_of(uint16_t bits, int mantissa_bits) {
   const int exponent_bits = 15 - mantissa_bits;
   const int bias = (1 << (exponent_bits - 1)) - 1;
@@ -124,7 +124,7 @@ double value_of(uint16_t bits, int mantissa_bits) {
   return sign * std::ldexp(significand, std::max(exponent, 1) - bias - mantissa_bits);
 }
 
-// Widening is exact. Narrowing takes the neighbour that is nearest, and of two the even one.
+// Widening is exact. Narrowing rounds to nearest, ties to even.
 template <class Type>
 void test_rounding(int mantissa_bits) {
   using Single = ElementOf<DType::kFloat32>;
@@ -144,7 +144,7 @@ void test_rounding(int mantissa_bits) {
     CHECK((convert_element<Single, Type>(single)) == element);
     CHECK((convert_element<Double, Type>(value)) == element);
     if ((bits & 0x7fff) >= infinity) continue;
-    // The next one away from zero; infinity counts as the power of two that would follow.
+    // The next value away from zero; infinity counts as the next power of two.
     const auto next = static_cast<uint16_t>(bits + 1);
     const double beyond = (next & 0x7fff) == infinity
                               ? 2 * value - value_of(static_cast<uint16_t>(bits - 1), mantissa_bits)

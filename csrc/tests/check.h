@@ -1,4 +1,4 @@
-// CHECK(condition): ends the test with the place and the condition unless it holds.
+// CHECK(condition): prints the condition and its location and aborts if it is false.
 #pragma once
 
 #include <cstdio>

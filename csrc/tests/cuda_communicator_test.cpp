@@ -1,5 +1,5 @@
-// The host's side of the CUDA communicators, on a CUDA runtime made of CPU threads: set-up,
-// launches, graphs, symmetric memory, ranks that are late, lost or call something else, the end.
+// The host code of CUDA communicators, on the fake CUDA runtime of CPU threads: set-up, launches,
+// graphs, symmetric memory, mismatches, late and lost ranks, shutdown.
 
 #include <signal.h>
 
@@ -56,7 +56,7 @@ constexpr size_t kHeap = 1 << 20;
 constexpr Algorithm kFixedAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
                                           Algorithm::kRing};
 
-// One rank, with a stream of its own.
+// One rank with its own stream.
 struct Rank {
   explicit Rank(Communicator& core, size_t heap = kHeap)
       : cuda(core, 0, heap), stream(fake_cuda::make_stream()) {}
@@ -98,7 +98,7 @@ struct Rank {
   }
 
   int number() const { return cuda.rank(); }
-  // Of what the ranks give who give their number, from 1 on.
+  // The sum over ranks if rank r contributes r + 1.
   float sum() const { return static_cast<float>(cuda.world_size() * (cuda.world_size() + 1)) / 2; }
 
   CudaCommunicator cuda;
@@ -111,6 +111,7 @@ bool all_are(const float* data, size_t count, float value) {
   return std::all_of(data, data + count, [value](float v) { return v == value; });
 }
 
+// The message of the Error that body() must throw.
 template <class Error, class Body>
 std::string thrown(const Body& body) {
   try {
@@ -124,10 +125,10 @@ std::string thrown(const Body& body) {
 
 bool has(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
-// Something that one process tells another.
-class Signpost {
+// A flag in memory that forked processes share.
+class SharedFlag {
  public:
-  Signpost()
+  SharedFlag()
       : flag_(static_cast<std::atomic<int>*>(
             mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
   void set() const { flag_->store(1); }
@@ -143,7 +144,7 @@ class Signpost {
   std::atomic<int>* const flag_;
 };
 
-// ---- what must work ----------------------------------------------------------------------------
+// ---- successful calls --------------------------------------------------------------------------
 
 void use_everything(Communicator& core) {
   Rank rank(core);
@@ -157,7 +158,7 @@ void use_everything(Communicator& core) {
       for (const size_t count : {0, 1, 1000, 70'001}) {
         std::fill_n(data, count + 1, me + 1.0f);
         rank.all_reduce(data, count, way);
-        rank.all_reduce_in(other, data, count, way);  // After the first.
+        rank.all_reduce_in(other, data, count, way);  // Ordered after the first.
         rank.cuda.synchronize();
         CHECK(all_are(data, count, n * rank.sum()) && data[count] == me + 1.0f);
       }
@@ -175,7 +176,7 @@ void use_everything(Communicator& core) {
   }
   rank.cuda.close(false);
   rank.cuda.close(false);
-  CHECK(all_are(floats(*symmetric), 6000, static_cast<float>(n)));  // Still ours.
+  CHECK(all_are(floats(*symmetric), 6000, static_cast<float>(n)));  // The buffer outlives close().
   CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "has been closed"));
 }
 
@@ -199,7 +200,7 @@ void replay(Communicator& core) {
     rank.cuda.synchronize();
     CHECK(all_are(data.data(), data.size(), rank.sum()));
   }
-  // Who closes waits for graphs that run.
+  // close() waits for running graphs.
   if (rank.number() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
   std::atomic<bool> done{false};
   for (const auto& task : graph) rank.stream->push(task);
@@ -208,7 +209,7 @@ void replay(Communicator& core) {
   CHECK(done);
 }
 
-// What one rank does between two collectives may need the device to be idle.
+// A rank may load a kernel between two collectives, which waits until the device is idle.
 void load_kernels_late(Communicator& core) {
   static Kernel kernels[12];
   Rank rank(core);
@@ -228,7 +229,7 @@ void load_kernels_late(Communicator& core) {
   CHECK(all_are(data.data(), data.size(), rank.sum()));
 }
 
-// What a thread that is no rank does then, for another communicator.
+// Meanwhile a thread that is not a rank may free memory, which waits until the device is idle.
 void free_memory_meanwhile(Communicator& core) {
   Rank rank(core);
   std::vector<float> data(1000);
@@ -246,7 +247,7 @@ void free_memory_meanwhile(Communicator& core) {
   other.join();
 }
 
-// A block that was released in one stream and is used in another.
+// A block released in one stream can be used in another, ordered after the first use.
 void reuse_memory(Communicator& core) {
   Rank rank(core);
   Stream* const other = fake_cuda::make_stream();
@@ -269,7 +270,7 @@ void reuse_memory(Communicator& core) {
 
 // ---- set-up ------------------------------------------------------------------------------------
 
-void set_up_in_vain(Communicator& core) {
+void fail_set_up(Communicator& core) {
   auto& device = fake_cuda::device();
   const size_t room = device.room;
   if (core.rank() == 1) device.room = 0;
@@ -303,7 +304,8 @@ void call_differently(Communicator& core) {
   }
 }
 
-// The CPU's collective must not take the stream that the other one tells for the address of data.
+// One rank calls on the CPU, the other on CUDA. The CPU's collective must not use the stream that
+// the other rank publishes as the address of data.
 void mix_devices(Communicator& core) {
   Rank rank(core);
   std::vector<float> data(20, rank.number() + 1.0f);
@@ -328,7 +330,7 @@ void share_a_stream(Communicator& core) {
   CHECK(all_are(data.data(), 20, rank.sum()));
 }
 
-void be_late(Communicator& core, const Signpost& given_up) {
+void be_late(Communicator& core, const SharedFlag& given_up) {
   Rank rank(core);
   std::vector<float> data(20'000, 1.0f);
   rank.all_reduce(data.data(), data.size());
@@ -346,7 +348,7 @@ void be_late(Communicator& core, const Signpost& given_up) {
   CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
 }
 
-// A rank of which CUDA does not take the launch, when those of others are on the device.
+// On one rank the launch fails after the kernels of others have been launched.
 void fail_to_launch(Communicator& core) {
   Rank rank(core);
   std::vector<float> data(20'000, 1.0f);
@@ -366,8 +368,9 @@ void fail_to_launch(Communicator& core) {
   CHECK(has(told, "rank 1 gave up after an error of its own"));
   const auto begin = Clock::now();
   rank.cuda.close(false);
-  CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Nor does its kernel wait for 30 s.
-  // All poisoned, or untouched, if the other one had failed before this one's launch.
+  CHECK(Clock::now() - begin <
+        std::chrono::seconds(20));  // Its kernel does not wait for 30 s either.
+  // All poisoned, or unchanged if the other rank failed before this rank's launch.
   CHECK(all_are(data.data(), count, 1.0f) ||
         std::all_of(data.begin(), data.end(), [](float value) { return value != value; }));
 }
@@ -397,13 +400,14 @@ void lose_rank_1(Communicator& core, Leave how) {
                             : how == Leave::kClose ? "rank 1 has closed its communicator"
                                                    : "rank 1 gave up after an error of its own"));
   }
-  CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Not by the timeout of 30 s.
+  CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Before the timeout of 30 s.
 }
 
-// ---- the end -----------------------------------------------------------------------------------
+// ---- shutdown ----------------------------------------------------------------------------------
 
-// Memory that a peer has mapped is freed when it no longer has, and another is wanted.
-void keep_mapped_memory(Communicator& core, const Signpost& closed) {
+// Memory that a peer still has mapped is freed by the next allocation after the peer has unmapped
+// it.
+void keep_mapped_memory(Communicator& core, const SharedFlag& closed) {
   Rank rank(core);
   auto& memory = fake_cuda::device().memory;
   if (rank.number() == 1) closed.wait();
@@ -415,8 +419,8 @@ void keep_mapped_memory(Communicator& core, const Signpost& closed) {
   CHECK(memory.size() == 1 && memory.count(next.base()) == 1);
 }
 
-// While a thread that is not there is in a call.
-void fork_a_child(Communicator& core, const Signpost& forked) {
+// Forks while another thread, which the child does not have, is in a call.
+void fork_a_child(Communicator& core, const SharedFlag& forked) {
   auto rank = std::make_unique<Rank>(core);
   std::vector<float> data(1000, rank->number() + 1.0f);
   if (rank->number() == 1) {
@@ -450,17 +454,17 @@ size_t entries(const char* folder) {
 void test_processes() {
   for (const int n : {1, 2, 3}) run_processes(n, use_everything);
   run_processes(2, replay);
-  run_processes(2, set_up_in_vain);
+  run_processes(2, fail_set_up);
   run_processes(2, call_differently);
-  const Signpost given_up;
+  const SharedFlag given_up;
   run_processes(2, [&](Communicator& core) { be_late(core, given_up); }, Seconds(3));
   for (const Leave how : {Leave::kDie, Leave::kClose, Leave::kAbort}) {
     const auto body = [how](Communicator& core) { lose_rank_1(core, how); };
     run_processes(3, body, Seconds(30), how == Leave::kDie ? 1 : -1);
   }
-  const Signpost closed;
+  const SharedFlag closed;
   run_processes(2, [&](Communicator& core) { keep_mapped_memory(core, closed); });
-  const Signpost forked;
+  const SharedFlag forked;
   run_processes(2, [&](Communicator& core) { fork_a_child(core, forked); });
 }
 
@@ -479,7 +483,7 @@ void test_threads() {
   for (const Leave how : {Leave::kClose, Leave::kAbort}) {
     run_threads(2, [how](Communicator& core) { lose_rank_1(core, how); });
   }
-  // Nothing is left: no memory, no descriptor, no watcher.
+  // No memory, file descriptor or watcher thread is left.
   const auto& device = fake_cuda::device();
   CHECK(device.memory.empty() && device.pinned.empty() && device.events.empty());
   fake_cuda::device_pointer().reset();
@@ -493,6 +497,6 @@ void test_threads() {
 }  // namespace pipekernels
 
 int main() {
-  pipekernels::test_processes();  // First, as they cannot be forked beside threads.
+  pipekernels::test_processes();  // First, since a process with threads must not fork.
   pipekernels::test_threads();
 }

@@ -1,5 +1,5 @@
-// What the CUDA collectives compute without meeting anybody: how tensors are cut into chunks, how
-// elements are rounded, which algorithm is taken.
+// The parts of CUDA collectives without synchronisation: division into chunks, rounding of
+// elements, and the choice of the algorithm.
 
 #include "pipekernels/collectives/device_chunks.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 using namespace pipekernels;
 
-// Every element is in one chunk of one block and in one rank's part of it, in order and in place.
+// Every element is in exactly one chunk of one block and in one rank's part of it, in order.
 void test_chunks() {
   std::mt19937_64 random(1);
   for (int i = 0; i < 20000; ++i) {
@@ -56,10 +56,10 @@ void test_chunks() {
   }
 }
 
-// Rounds all 16-bit floats, and floats around them and the halves between them, as the CPU does.
+// Rounds as the CPU's kernels do: all 16-bit floats, floats near them, and midpoints between them.
 template <class Type>
 void test_conversions(DType dtype) {
-  // A maximum keeps the other term, a NaN too.
+  // A maximum with the lowest value returns the other term, also if that is NaN.
   const ReduceKernels& kernels = reduce_kernels(dtype, Reduction::kMax, Isa::kBaseline);
   const uint16_t lowest = dtype == DType::kFloat16 ? 0xfc00 : 0xff80;
   alignas(64) float partial[32] = {};

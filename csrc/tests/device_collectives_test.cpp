@@ -1,5 +1,5 @@
-// The CUDA collectives on devices made of CPU threads: values bit for bit, any grid and order of
-// calls, replays, and ranks that are late, lost, or call something else.
+// The CUDA collectives on devices made of CPU threads: bits, grids, orders of calls, replays, late
+// and stopped ranks, and mismatches.
 
 #include <chrono>
 #include <random>
@@ -33,7 +33,7 @@ void reduce_scatter_kernel(CpuTeam& team, const DeviceLaunch& launch) {
                [&](auto element) { reduce_scatter_block<decltype(element)>(team, launch); });
 }
 
-// Memory of one rank in one call, symmetric or not, at no particular alignment.
+// Memory of one rank in one call, symmetric or not, `shift` bytes after an aligned address.
 class Buffer {
  public:
   Buffer(CpuDevices& devices, int rank, bool symmetric, size_t shift, const Bytes& contents)
@@ -67,9 +67,9 @@ class Buffer {
 // One collective of all ranks.
 struct Case {
   Call call{};
-  Algorithm algorithm = Algorithm::kOneShot;             // What is run for kAuto.
-  std::vector<Bytes> contents;                           // Of the inputs.
-  std::vector<std::unique_ptr<Buffer>> inputs, outputs;  // The latter none if in place.
+  Algorithm algorithm = Algorithm::kOneShot;             // The algorithm to run.
+  std::vector<Bytes> contents;                           // The contents of the inputs.
+  std::vector<std::unique_ptr<Buffer>> inputs, outputs;  // In-place calls have empty outputs.
 
   CpuLaunch launch(CpuDevices& devices, int rank) const {
     const DeviceRanks ranks = devices.seen_by(rank);
@@ -92,7 +92,7 @@ struct Case {
     }
   }
 
-  // Makes `contents` what the inputs are after the call; checks inputs and outputs.
+  // Checks inputs and outputs after the call, and updates `contents`.
   void check() {
     const int ranks = static_cast<int>(inputs.size());
     if (call.operation == Operation::kAllReduce) {
@@ -124,7 +124,7 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   const int ranks = devices.layout().ranks;
   Case made;
   Call& call = made.call;
-  call.operation = static_cast<Operation>(1 + random() % 7 % 4);  // Mostly the first.
+  call.operation = static_cast<Operation>(1 + random() % 7 % 4);  // Less often kBroadcast.
   call.dtype = static_cast<DType>(random() % kReducibleDTypes);
   call.shape = 77;
   const size_t size = size_of(call.dtype);
@@ -140,11 +140,11 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   }
   if (call.operation == Operation::kBroadcast) call.root = random() % ranks;
   if (call.operation == Operation::kAllReduce) {
-    // A ring of one rank has nobody before it; all_reduce_cuda() does nothing then.
+    // A ring needs two ranks; all_reduce_cuda() launches nothing for one.
     made.algorithm = static_cast<Algorithm>(1 + random() % (ranks == 1 ? 2 : 3));
     call.algorithm = made.algorithm;
   }
-  const int symmetric_ranks = random() % 3;  // None, some, all.
+  const int symmetric_ranks = random() % 3;  // 0: none, 1: some, 2: all.
   const uint64_t seed = random();
   for (int rank = 0; rank < ranks; ++rank) {
     const bool symmetric = symmetric_ranks == 2 || (symmetric_ranks == 1 && random() % 2);
@@ -160,13 +160,13 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   return made;
 }
 
-// Staging so small that all loops over chunks go round many times.
+// Staging so small that all loops over chunks iterate many times.
 DeviceLayout random_layout(std::mt19937_64& random, int ranks, int blocks) {
   return {ranks, blocks, 128u * static_cast<unsigned>((ranks + 1) / 2 + random() % 4),
           128u * static_cast<unsigned>(1 + random() % 3), static_cast<uint32_t>(random() % 600)};
 }
 
-// A row of random calls, run twice, as a captured graph would be.
+// A sequence of random calls, run twice, as a captured graph would be.
 void test_random(int ranks, int blocks, int threads, uint64_t seed, int calls) {
   std::mt19937_64 random(seed);
   CpuDevices devices(random_layout(random, ranks, blocks), calls * 8192);
@@ -185,9 +185,9 @@ void test_random(int ranks, int blocks, int threads, uint64_t seed, int calls) {
   for (int rank = 0; rank < ranks; ++rank) CHECK(devices.flags(rank).reported == 0);
 }
 
-// ---- data that are still being written ----------------------------------------------------------
+// ---- gates --------------------------------------------------------------------------------------
 
-// Writers fill tensors block of rows by block, at their own pace, while they are reduced.
+// Tensors are reduced while other threads still write them, block of rows by block of rows.
 void test_gates(int ranks, bool symmetric, uint64_t seed) {
   std::mt19937_64 random(seed);
   constexpr int kBlocks = 2, kThreads = 2;
@@ -236,7 +236,7 @@ void test_gates(int ranks, bool symmetric, uint64_t seed) {
 
 // ---- failures ---------------------------------------------------------------------------------
 
-// One all-reduce of floats that every rank but `absent` launches, after `before` good ones.
+// All-reduces of floats that are going to fail.
 struct Failing {
   CpuDevices devices;
   std::vector<std::unique_ptr<Buffer>> tensors;
@@ -267,8 +267,8 @@ struct Failing {
   }
 };
 
-// A rank stays away; the others say so, poison their results, and leave at once from then on. When
-// it comes at last it hears of that.
+// If a rank is late, the others report a timeout and poison their results. Their later kernels
+// return at once, and the late rank reports the failure of a peer.
 void test_late_rank(int ranks, Algorithm algorithm) {
   Failing job(ranks, algorithm, 1.0);
   const int late = ranks - 1;
@@ -277,9 +277,9 @@ void test_late_rank(int ranks, Algorithm algorithm) {
   run_streams(streams, 2, 2);
   for (int rank = 0; rank < late; ++rank) {
     const DeviceFailure& failure = job.failure(rank);
-    const bool heard = failure.kind == DeviceFailureKind::kPeer;
-    CHECK(heard || failure.kind == DeviceFailureKind::kMissing);
-    if (!heard && ranks == 2) CHECK(failure.rank == late);
+    const bool peer_failed = failure.kind == DeviceFailureKind::kPeer;
+    CHECK(peer_failed || failure.kind == DeviceFailureKind::kMissing);
+    if (!peer_failed && ranks == 2) CHECK(failure.rank == late);
     CHECK(RankStatus::reason(failure.status) == Reason::kTimedOut);
     CHECK(job.tensors[rank]->poisoned());
     job.tensors[rank]->fill(Bytes(job.tensors[rank]->bytes()));
@@ -292,28 +292,28 @@ void test_late_rank(int ranks, Algorithm algorithm) {
   for (const auto& tensor : job.tensors) CHECK(tensor->poisoned());
 }
 
-// The host ends a wait: because it gives up itself, or because a peer has died or closed.
-void test_stop(uint32_t status, int who) {
+// The host stops a wait, because its own rank gives up or because a peer has died or closed.
+void test_stop(uint32_t status, int culprit) {
   Failing job(3, Algorithm::kTwoShot, 60);
   auto streams = job.streams;
   streams[2].clear();
   std::thread host([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    __atomic_store_n(&job.devices.flags(0).stop, HostFlags::stop_for(who, status),
+    __atomic_store_n(&job.devices.flags(0).stop, HostFlags::stop_for(culprit, status),
                      __ATOMIC_RELEASE);
   });
   run_streams(streams, 2, 2);
   host.join();
   CHECK(job.failure(0).kind == DeviceFailureKind::kStopped);
-  CHECK(job.failure(0).rank == who && job.failure(0).status == status);
+  CHECK(job.failure(0).rank == culprit && job.failure(0).status == status);
   const DeviceFailure& other = job.failure(1);
   CHECK(other.kind == DeviceFailureKind::kPeer && other.rank == 0);
   CHECK(RankStatus::reason(other.status) == RankStatus::reason(status));
-  CHECK(RankStatus::culprit(other.status) == who);
+  CHECK(RankStatus::culprit(other.status) == culprit);
   CHECK(job.tensors[0]->poisoned() && job.tensors[1]->poisoned());
 }
 
-// Ranks call different things, with grids of their own: all of them find out, and see two calls
+// Ranks make different calls, with different grids. All of them report a mismatch between two calls
 // that differ.
 void test_mismatch(int ranks, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -325,7 +325,6 @@ void test_mismatch(int ranks, uint64_t seed) {
     const size_t which = other ? random() % 6 : 6;
     job.add(rank, which == 4 ? Algorithm::kRing : Algorithm::kTwoShot,
             which < 4 ? counts[which] : 700, which == 5 ? Reduction::kMax : Reduction::kSum);
-    if (static_cast<size_t>(rank) == odd && which == 6) std::abort();
   }
   bool differ = false;
   for (int rank = 1; rank < ranks; ++rank) {
@@ -340,7 +339,7 @@ void test_mismatch(int ranks, uint64_t seed) {
     CHECK(same_call(failure.theirs, job.streams[failure.rank].back().launch.descriptor.call));
     CHECK(!same_call(failure.mine, failure.theirs));
     CHECK(job.tensors[ranks + rank]->poisoned());
-    // The call before was a good one.
+    // The previous call succeeded.
     std::vector<Bytes> inputs;
     for (int peer = 0; peer < ranks; ++peer) {
       inputs.push_back(values(DType::kFloat32, 700, 5, peer));
@@ -349,7 +348,7 @@ void test_mismatch(int ranks, uint64_t seed) {
   }
 }
 
-// A writer that does not come is a failure of its own rank.
+// If a tensor is never written, its own rank reports that.
 void test_never_ready() {
   Failing job(2, Algorithm::kTwoShot, 1.0);
   const int32_t never = 0, always = 1;
@@ -366,45 +365,46 @@ void test_never_ready() {
   CHECK(job.tensors[0]->poisoned() && job.tensors[1]->poisoned());
 }
 
-// A clock that jumps back once, and then past the timeout at the very moment when what is awaited
-// comes, or `comes` being false does not.
+// A team whose clock jumps back once, and then past the timeout. If `becomes_ready`, the awaited
+// counter is raised at the same moment.
 class JumpingTeam : public CpuTeam {
  public:
-  JumpingTeam(CpuBlock& shared, int32_t& ready, bool comes)
-      : CpuTeam(shared, 0, 0, 1), ready_(ready), comes_(comes) {}
+  JumpingTeam(CpuBlock& shared, int32_t& ready, bool becomes_ready)
+      : CpuTeam(shared, 0, 0, 1), ready_(ready), becomes_ready_(becomes_ready) {}
 
   uint64_t now() {
     const uint64_t begin = uint64_t{1} << 40, second = 1000000000;
-    if (++looks_ <= 2) return begin - (looks_ - 1) * second;
-    __atomic_store_n(&ready_, comes_ ? 1 : 0, __ATOMIC_RELEASE);
+    if (++calls_ <= 2) return begin - (calls_ - 1) * second;
+    __atomic_store_n(&ready_, becomes_ready_ ? 1 : 0, __ATOMIC_RELEASE);
     return begin + 1000 * second;
   }
-  int looks() const { return looks_; }
+  int calls() const { return calls_; }
 
  private:
   int32_t& ready_;
-  const bool comes_;
-  int looks_ = 0;
+  const bool becomes_ready_;
+  int calls_ = 0;
 };
 
-void test_last_look(bool comes) {
+// A wait that is fulfilled just as its timeout expires succeeds.
+void test_last_check_at_timeout(bool becomes_ready) {
   CpuDevices devices({1, 1, 256, 128, 64}, 0, 1.0);
   CpuBlock block(1);
   int32_t ready = 0;
-  JumpingTeam team(block, ready, comes);
+  JumpingTeam team(block, ready, becomes_ready);
   DeviceLaunch launch{};
   launch.ranks = devices.seen_by(0);
   launch.gates = {&ready, 1, 500};
   Meeting<JumpingTeam> meeting(team, launch);
-  CHECK(meeting.wait_ready(0, 1) == comes);
-  CHECK(team.looks() == 3);
-  CHECK((devices.flags(0).reported != 0) == !comes);
+  CHECK(meeting.wait_ready(0, 1) == becomes_ready);
+  CHECK(team.calls() == 3);
+  CHECK((devices.flags(0).reported != 0) == !becomes_ready);
 }
 
 }  // namespace
 
-// device_collectives_test [BATCHES [ONE_IN]]: how many rows of random calls; with random delays at
-// one in so many points where threads meet.
+// device_collectives_test [BATCHES [ONE_IN]]: runs BATCHES sequences of random calls. With ONE_IN,
+// delays threads randomly at one in ONE_IN of the points where they synchronise.
 int main(int argc, char** argv) {
   const int batches = argc > 1 ? std::atoi(argv[1]) : 16;
   fuzz_one_in = argc > 2 ? std::atoi(argv[2]) : 0;
@@ -422,7 +422,7 @@ int main(int argc, char** argv) {
   test_stop(RankStatus::failed(Reason::kAborted, 0), 0);
   test_stop(RankStatus::kClosed, 2);
   test_never_ready();
-  test_last_look(true);
-  test_last_look(false);
+  test_last_check_at_timeout(true);
+  test_last_check_at_timeout(false);
   return 0;
 }

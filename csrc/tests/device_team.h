@@ -1,4 +1,4 @@
-// Devices made of CPU threads: every thread of every block of every rank is one.
+// Devices simulated by CPU threads, one for every thread of every block of every rank.
 #pragma once
 
 #include <sched.h>
@@ -19,19 +19,19 @@
 
 namespace pipekernels {
 
-// There are more threads than cores: who waits for long sleeps.
-inline void rest(int looks) {
-  if (looks < 10) {
+// Called between polls: yields first, then sleeps, since there are more threads than cores.
+inline void rest(int polls) {
+  if (polls < 10) {
     sched_yield();
   } else {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }
 
-// Where a fixed number of threads meet, again and again.
-class MeetingPoint {
+// A reusable barrier of a fixed number of threads.
+class ThreadBarrier {
  public:
-  explicit MeetingPoint(int threads) : threads_(threads) {}
+  explicit ThreadBarrier(int threads) : threads_(threads) {}
 
   void arrive() {
     const unsigned turn = turn_.load();
@@ -39,7 +39,7 @@ class MeetingPoint {
       arrived_.store(0);
       turn_.store(turn + 1);
     } else {
-      for (int looks = 0; turn_.load() == turn; ++looks) rest(looks);
+      for (int polls = 0; turn_.load() == turn; ++polls) rest(polls);
     }
   }
 
@@ -51,7 +51,7 @@ class MeetingPoint {
 
 struct CpuBlock {
   explicit CpuBlock(int threads) : barrier(threads) {}
-  MeetingPoint barrier;
+  ThreadBarrier barrier;
   std::atomic<bool> votes[3] = {};
   DeviceScratch scratch;
 };
@@ -70,7 +70,7 @@ class CpuTeam {
     fuzz_delay();
     shared_.barrier.arrive();
   }
-  // Three votes take turns: the next one is cleared while nobody can read or write it.
+  // Three flags are used in turn. Each call clears the next one, which no thread can access then.
   bool any(bool value) {
     if (value) shared_.votes[turn_ % 3] = true;
     if (thread_ == 0) shared_.votes[(turn_ + 1) % 3] = false;
@@ -105,7 +105,7 @@ class CpuTeam {
   unsigned turn_ = 0;
 };
 
-// The memory of all ranks.
+// The device memory of all ranks.
 class CpuDevices {
  public:
   CpuDevices(const DeviceLayout& layout, size_t heap_bytes, double timeout = 60) : layout_(layout) {
@@ -132,7 +132,7 @@ class CpuDevices {
     return ranks;
   }
 
-  // Where new symmetric memory of `rank` lies in its memory.
+  // Allocates symmetric memory of `rank`, and returns its offset in the rank's memory.
   uint64_t allocate(int rank, size_t bytes) {
     const uint64_t location = used_[rank];
     used_[rank] += (bytes + 127) / 128 * 128;
@@ -156,11 +156,11 @@ struct CpuLaunch {
   std::function<void(CpuTeam&, const DeviceLaunch&)> kernel;
 };
 
-// A stream of one rank: begins one launch when the one before has ended.
+// Runs the launches of one rank's stream, one after the other.
 inline void run_stream(const std::vector<CpuLaunch>& launches, int blocks, int threads_per_block) {
   std::vector<std::unique_ptr<CpuBlock>> shared;
   for (int b = 0; b < blocks; ++b) shared.push_back(std::make_unique<CpuBlock>(threads_per_block));
-  MeetingPoint end(blocks * threads_per_block);
+  ThreadBarrier end(blocks * threads_per_block);
   std::vector<std::thread> threads;
   for (int b = 0; b < blocks; ++b) {
     for (int t = 0; t < threads_per_block; ++t) {
@@ -177,7 +177,7 @@ inline void run_stream(const std::vector<CpuLaunch>& launches, int blocks, int t
   for (auto& thread : threads) thread.join();
 }
 
-// All ranks at once.
+// Runs the streams of all ranks concurrently.
 inline void run_streams(const std::vector<std::vector<CpuLaunch>>& streams, int blocks,
                         int threads_per_block) {
   std::vector<std::thread> ranks;

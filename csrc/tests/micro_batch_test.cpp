@@ -1,5 +1,5 @@
 // Splitting and concatenating against an element-by-element oracle, over random shapes, strides and
-// alignments, with and without casts; the tiles that CUDA blocks take as well.
+// alignments, with and without casts; on the CPU, and by the tile functions of CUDA blocks.
 #include "pipekernels/micro_batch/micro_batch.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ struct Tensor {
   std::vector<char> memory;
   int64_t offset;  // bytes
 
-  // On addresses that no element needs to be aligned to, unless `aligned`.
+  // Elements are sometimes not aligned to their size, unless `aligned`.
   Tensor(Integers shape_in, int64_t item, bool contiguous, bool aligned, Random& random)
       : shape(std::move(shape_in)), strides(shape.size()), item_size(item) {
     std::vector<size_t> order(shape.size());
@@ -84,8 +84,7 @@ void copy_element(const std::optional<Cast>& cast, const char* from, char* to, i
   });
 }
 
-// Tensors, and their micro-batches. Those that a split casts from one dtype to another, a
-// concatenation casts back.
+// Tensors and their micro-batches. If a split casts a tensor, a concatenation casts it back.
 struct Case {
   Integers sizes;
   int64_t dim = 0;
@@ -144,13 +143,12 @@ struct Case {
     }
   }
 
-  // Copies element by element.
-  void oracle(Direction direction) {
+  void copy_elementwise(Direction direction) {
     int64_t start = 0;
     for (size_t i = 0; i < sizes.size(); ++i) {
       for (size_t t = 0; t < wholes.size(); ++t) {
         Tensor& part = parts[i * wholes.size() + t];
-        Tensor slice = wholes[t];  // for its shape; the addresses come from the whole
+        Tensor slice = wholes[t];  // used only for offsets; the memory is that of wholes[t]
         slice.shape[dim] = sizes[i];
         const int64_t begin = start * slice.strides[dim] * slice.item_size;
         for (int64_t k = 0; k < part.count(); ++k) {
@@ -191,7 +189,7 @@ void copy_tile(const TiledCopy& copy, const Tile& tile, std::vector<char>& memor
   }
 }
 
-// Copies a plan tile by tile as CUDA blocks do, one thread of them after another.
+// Copies a plan tile by tile as CUDA blocks do, one thread after the other.
 void copy_by_tiles(const Plan& plan, const TileShape& shape, int threads) {
   const int count = static_cast<int>(plan.copies.size());
   std::vector<char> memory(staged_bytes(shape.transposed_bytes));
@@ -231,7 +229,7 @@ void copy_by_tiles(const Plan& plan, const TileShape& shape, int threads) {
         break;
     }
   }
-  CHECK(bytes == plan.bytes);  // together with the right result: every unit once
+  CHECK(bytes == plan.bytes);  // with a correct result, this means every unit is copied once
 }
 
 void test_against_oracle(bool casting) {
@@ -241,7 +239,7 @@ void test_against_oracle(bool casting) {
     for (const Direction direction : {Direction::kSplit, Direction::kConcat}) {
       ours.fill(random);
       Case expected = ours, tiled = ours;
-      expected.oracle(direction);
+      expected.copy_elementwise(direction);
       copy_micro_batches(ours.request(direction), 3);
       CHECK(ours.same_bytes(expected));
       const TileShape shape{64 << uniform(random, 0, 4), 64 << uniform(random, 0, 4)};
@@ -252,8 +250,8 @@ void test_against_oracle(bool casting) {
   }
 }
 
-// Every cast of the widest units: of runs of elements, and of one unit after the other, where the
-// source has its first two dimensions swapped.
+// Every cast of the widest units, with contiguous rows, and transposed: with the source's first two
+// dimensions swapped.
 void test_wide_casts() {
   for (int i = 0; i < kFloatingDTypes * kFloatingDTypes; ++i) {
     const Cast cast{static_cast<DType>(i / kFloatingDTypes),
@@ -289,27 +287,27 @@ void test_wide_casts() {
   }
 }
 
-// Every place of every small table, by every number of threads.
-void test_walk() {
+// Visits every cell of every small table once, for every step.
+void test_strided_cell() {
   for (int32_t cols = 1; cols <= 12; ++cols) {
     for (int32_t rows = 1; rows <= 5; ++rows) {
       for (int32_t step = 1; step <= 40; ++step) {
-        int32_t places = 0;
+        int32_t visited = 0;
         for (int32_t first = 0; first < step; ++first) {
-          StridedCell walk(first, step, cols);
-          for (int32_t place = first; place < rows * cols; place += step, walk.advance()) {
-            CHECK(walk.row == place / cols && walk.col == place % cols);
-            ++places;
+          StridedCell cell(first, step, cols);
+          for (int32_t index = first; index < rows * cols; index += step, cell.advance()) {
+            CHECK(cell.row == index / cols && cell.col == index % cols);
+            ++visited;
           }
-          CHECK(walk.row >= rows);
+          CHECK(cell.row >= rows);
         }
-        CHECK(places == rows * cols);
+        CHECK(visited == rows * cols);
       }
     }
   }
 }
 
-// Tensors that no test could hold: their tiles' addresses, told apart by what a plain loop says.
+// Compares addresses of tiles, without copying, for tensors too large to allocate.
 void test_offsets_beyond_32_bits() {
   constexpr TileShape kShape{16 * 1024, 16 * 1024};
   constexpr int64_t kRows = int64_t{1} << 20, kCols = 3 << 13;  // 96 GiB of float32
@@ -317,7 +315,7 @@ void test_offsets_beyond_32_bits() {
   const uintptr_t whole = uintptr_t{1} << 40, parts = uintptr_t{1} << 44;
   constexpr int64_t kBytes = 4 * kRows * kCols;
   for (const int64_t dim : {0, 1}) {
-    const bool transposed = dim == 1;  // the whole tensor lies with its columns first
+    const bool transposed = dim == 1;  // the whole tensor is column-major
     const Integers strides = transposed ? Integers{1, kRows} : Integers{kCols, 1};
     MicroBatchCopy request{Direction::kSplit, dim, {}, {}, {}};
     request.sizes.assign(3, (dim == 0 ? kRows : kCols) / 3);
@@ -340,7 +338,7 @@ void test_offsets_beyond_32_bits() {
       const TiledCopy& copy = plan.copies[number];
       CHECK(copy.transposed == transposed);
       const Tile tile = tile_at(copy, index);
-      // Where the tile's first element is in its micro-batch, and so in the whole.
+      // The position of the tile's first element in its micro-batch, and from that in the whole.
       const int64_t begin =
           std::accumulate(request.sizes.begin(), request.sizes.begin() + number, int64_t{0});
       const int64_t width = dim == 0 ? kCols : request.sizes[number];
@@ -357,7 +355,7 @@ void test_offsets_beyond_32_bits() {
   }
 }
 
-// More copies than one launch holds, empty ones among them.
+// More copies than one launch can hold, including empty ones.
 void test_many_copies() {
   constexpr int64_t kCopies = 700;
   std::vector<float> whole(3 * kCopies), parts(whole.size());
@@ -392,7 +390,7 @@ void test_broadcast_source() {
   for (size_t i = 0; i < split.size(); ++i) CHECK(split[i] == row[i / 300 % 3]);
 }
 
-// Large enough for several threads, and called from several at once.
+// Large enough to be copied by several threads.
 void split_large() {
   const int64_t rows = 512, cols = 700;
   std::vector<float> whole(rows * cols), parts(rows * cols);
@@ -458,7 +456,7 @@ void test_rejects() {
   bad = good;
   bad.wholes[0].cast = Cast{DType::kFloat32, DType::kInt32};
   check_rejected(bad);
-  bad.wholes[0].cast = Cast{DType::kFloat16, DType::kFloat32};  // not of 4 bytes
+  bad.wholes[0].cast = Cast{DType::kFloat16, DType::kFloat32};  // item_size is 4, not 2
   check_rejected(bad);
   bad.wholes[0].cast = Cast{DType::kFloat32, DType::kFloat16};
   copy_micro_batches(bad, 1);
@@ -472,7 +470,7 @@ int main() {
   test_against_oracle(false);
   test_against_oracle(true);
   test_wide_casts();
-  test_walk();
+  test_strided_cell();
   test_offsets_beyond_32_bits();
   test_many_copies();
   test_broadcast_source();

@@ -1,4 +1,4 @@
-// A stand-in for the OpenMP runtime that torch loads, for executables that export their symbols.
+// Replaces the OpenMP runtime that torch loads, in test executables that export their symbols.
 #pragma once
 
 #include <thread>

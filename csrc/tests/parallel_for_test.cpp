@@ -1,4 +1,4 @@
-// Loops on torch's threads: every piece once, several at once, alone after a fork.
+// Parallel loops run every piece once, several at the same time, and after a fork on one thread.
 #include "pipekernels/host/parallel_for.h"
 
 #include <sys/wait.h>
@@ -26,8 +26,8 @@ void test_every_piece_once() {
   }
 }
 
-// Whether two pieces can run at the same time: each waits for the other to begin.
-bool two_at_once() {
+// Whether two pieces run at the same time: each waits for the other to begin.
+bool runs_concurrently() {
   std::atomic<int> begun{0}, met{0};
   parallel_for(2, 2, [&](int64_t) {
     ++begun;
@@ -38,8 +38,8 @@ bool two_at_once() {
   return met == 2;
 }
 
-// A child runs all pieces alone, on its only thread: the runtime counts on threads it has not.
-bool alone_and_complete() {
+// Whether the calling thread runs all pieces, as in a forked child, which has no other thread.
+bool runs_on_caller_alone() {
   const std::thread::id caller = std::this_thread::get_id();
   std::vector<int> seen(100, 0);
   bool alone = true;
@@ -51,13 +51,13 @@ bool alone_and_complete() {
 }
 
 void test_fork() {
-  CHECK(two_at_once());
+  CHECK(runs_concurrently());
   const pid_t child = fork();
-  if (child == 0) _exit(alone_and_complete() ? 0 : 1);
+  if (child == 0) _exit(runs_on_caller_alone() ? 0 : 1);
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child);
   CHECK(status == 0);
-  CHECK(two_at_once());
+  CHECK(runs_concurrently());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Runs a function on n ranks: threads of this process, or forked processes.
+// Runs a function on every rank; ranks are threads of this process or forked processes.
 #pragma once
 
 #include <sys/mman.h>
@@ -39,11 +39,12 @@ inline void run_threads(int world_size, const RankBody& body, Seconds timeout = 
   for (auto& thread : threads) thread.join();
 }
 
-// Every rank must exit with status 0, but for `killed`, which must die of a signal.
+// Every rank must exit with status 0, except `killed`, which must be terminated by a signal.
 inline void run_processes(int world_size, const RankBody& body, Seconds timeout = Seconds(30),
                           int killed = -1) {
   const int fd = Segment::create(world_size);
-  // One more for the number of ranks that know their peers: none may end before.
+  // One more element counts the ranks that have opened their pidfds. No rank may end before all
+  // have.
   const size_t bytes = (world_size + 1) * sizeof(pid_t);
   auto* pids = static_cast<std::atomic<pid_t>*>(
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));

@@ -1,4 +1,4 @@
-// The reduction kernels of every instruction set at hand, against plain scalar code.
+// The reduction kernels of every available instruction set, against scalar code.
 
 #include "pipekernels/elements/reduce.h"
 
@@ -43,7 +43,7 @@ uint16_t narrow(float value, int mantissa_bits) {
   if (std::isnan(value)) return sign | infinity | 1 << (mantissa_bits - 1);
   if (std::isinf(value)) return sign | infinity;
   if (value == 0) return sign;
-  // Count units in the last place: nearbyint rounds to even, and a carry is the next exponent.
+  // Count units in the last place: nearbyint() rounds to even, and a carry increments the exponent.
   int exponent = 0;
   std::frexp(value, &exponent);
   const int lowest = std::max(exponent - 1, 1 - bias);
@@ -106,7 +106,7 @@ bool is_nan(T v) {
   return x != x;
 }
 
-// The same bits; any NaN for a NaN.
+// Compares bits, but all NaNs are equal.
 template <class T>
 bool same_value(T a, T b) {
   return (is_nan(a) && is_nan(b)) || std::memcmp(&a, &b, sizeof(T)) == 0;
@@ -114,7 +114,7 @@ bool same_value(T a, T b) {
 
 // ---- tests ------------------------------------------------------------------------------------
 
-// Bits that are a number, most of the time of moderate size, else anything.
+// Mostly a number of moderate size, sometimes any bits.
 template <class T>
 T random_element(std::mt19937_64& random) {
   uint64_t bits = random();
@@ -136,7 +136,7 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
     for (int trial = 0; trial < 30; ++trial) {
       const int terms = 1 + random() % 9;
       const size_t count = trial < 20 ? random() % 300 : random() % 5000;
-      // Memory of no alignment, with guards behind.
+      // Unaligned memory, with guard bytes behind.
       std::vector<std::vector<unsigned char>> memory(terms + 1);
       std::vector<const T*> sources;
       std::vector<std::vector<T>> values(terms, std::vector<T>(count));
@@ -165,7 +165,7 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
       kernels.reduce(result, pointers.data(), terms, count);
       check(result);
 
-      if (terms > 1) {  // The same by a chain of partial results.
+      if (terms > 1) {  // The same reduction by a chain of partial results.
         const size_t partial_bytes = (count + 64) * partial_size_of(dtype);
         std::vector<unsigned char> partial(partial_bytes), next(partial_bytes);
         kernels.accumulate(partial.data(), nullptr, pointers[0], count);
@@ -186,7 +186,7 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
   }
 }
 
-// Every 16-bit value survives unchanged.
+// A reduction of one term returns every 16-bit value unchanged.
 template <class T>
 void test_all_values(DType dtype, Isa isa) {
   std::vector<T> values(1 << 16), result(1 << 16);
@@ -196,7 +196,7 @@ void test_all_values(DType dtype, Isa isa) {
   for (size_t i = 0; i < values.size(); ++i) CHECK(same_value(values[i], result[i]));
 }
 
-// Sums of two floats of very different size hit every way to round.
+// Sums of two floats of different magnitudes cover every case of rounding.
 template <class T>
 void test_rounding(DType dtype, Isa isa, int mantissa_bits) {
   const size_t count = 1 << 16;

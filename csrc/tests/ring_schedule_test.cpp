@@ -1,4 +1,4 @@
-// The ring's schedule: every step once and in order, and no deadlock for any size it allows.
+// The ring's schedule takes every step once and in order, and does not deadlock.
 
 #include "pipekernels/collectives/ring_schedule.h"
 
@@ -38,7 +38,7 @@ void test_order(int chunks, int lag) {
   CHECK(next[kReduce] == chunks && next[kGather] == chunks);
 }
 
-// The first step that fails is the last one.
+// No step is taken after one that returns false.
 void test_stop(size_t stop) {
   size_t steps = 0;
   const auto step = [&](size_t) { return steps++ != stop; };
@@ -46,8 +46,8 @@ void test_stop(size_t stop) {
   CHECK(steps == std::min<size_t>(stop + 1, 10));
 }
 
-// Runs all ranks in an order that starves the ranks from `first` on as long as another can move. No
-// rank may get stuck, and none may fill a slot of a mailbox that its reader still needs.
+// Runs all ranks, always preferring the first that can move, counted from rank `first`. No rank may
+// get stuck, and none may overwrite a mailbox slot that its reader still needs.
 void test_run(int ranks, int chunks, int lag, int first) {
   const int depth = lag + 1;
   const int last = ranks - 1;

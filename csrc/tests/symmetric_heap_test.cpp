@@ -1,4 +1,4 @@
-// The symmetric heap: blocks never overlap, what is freed is used again, and pages are returned.
+// The symmetric heap: blocks never overlap, freed blocks are reused, and pages are returned.
 
 #include "pipekernels/shared_memory/symmetric_heap.h"
 
@@ -52,7 +52,7 @@ void test_random_use() {
   for (size_t i = 0; i < held.size(); ++i) check(i);
 }
 
-void test_everything_merges_again() {
+void test_freed_blocks_merge() {
   const auto heap = std::make_shared<SymmetricHeap>(new_segment(), 0);
   for (int round = 0; round < 3; ++round) {
     std::vector<std::unique_ptr<SymmetricBuffer>> held;
@@ -79,7 +79,8 @@ size_t resident_pages(const std::byte* data, size_t bytes) {
   return pages;
 }
 
-// A loop keeps its pages; when it turns to small blocks, they are returned.
+// A loop that reuses large blocks keeps their pages; they are returned once only small blocks are
+// in use.
 void test_pages() {
   const auto segment = new_segment();
   const auto heap = std::make_shared<SymmetricHeap>(segment, 0);
@@ -98,7 +99,7 @@ void test_pages() {
   CHECK(resident_pages(segment->heap(0), 2 * kLarge) < 100);
 }
 
-// A forked child that drops what it has inherited gives nothing back.
+// A forked child that destroys an inherited buffer does not free its parent's block.
 void test_forked_child() {
   const auto heap = std::make_shared<SymmetricHeap>(new_segment(), 0);
   auto buffer = std::make_unique<SymmetricBuffer>(heap, 64 << 20);
@@ -115,7 +116,8 @@ void test_forked_child() {
   for (size_t i = 0; i < buffer->bytes(); i += 4096) CHECK(buffer->data()[i] == std::byte{7});
 }
 
-// Contents stay, and writes of others no longer arrive, without touching what lies around.
+// After isolate(), contents are kept, writes of others do not arrive, and other pages are still
+// shared.
 void test_isolate() {
   const int fd = Segment::create(1);
   const auto mine = Segment::map(fd, 1), other = Segment::map(fd, 1);
@@ -143,7 +145,7 @@ void test_contains() {
   CHECK(!heap.contains(&other, sizeof(other)));
 }
 
-// As Zen to Zen 4 look lines up, see kRankSpacing.
+// The hash of the L1 cache of Zen to Zen 4; see kRankSpacing.
 int hash_of(const std::byte* place) {
   const auto address = reinterpret_cast<uintptr_t>(place);
   int hash = 0;
@@ -151,8 +153,8 @@ int hash_of(const std::byte* place) {
   return hash;
 }
 
-void test_what_ranks_have_at_one_offset_fits_one_cache() {
-  const auto segment = new_segment();  // Addresses alone: it has not so many ranks.
+void test_ranks_do_not_conflict_in_the_cache() {
+  const auto segment = new_segment();  // Used only to compute addresses, also of ranks it lacks.
   for (const size_t offset : {size_t{0}, size_t{5} << 12, size_t{123} << 20}) {
     std::set<int> heaps, staging;
     for (int rank = 0; rank < 128; ++rank) {
@@ -167,11 +169,11 @@ void test_what_ranks_have_at_one_offset_fits_one_cache() {
 
 int main() {
   test_random_use();
-  test_everything_merges_again();
+  test_freed_blocks_merge();
   test_pages();
   test_contains();
   test_forked_child();
   test_isolate();
-  test_what_ranks_have_at_one_offset_fits_one_cache();
+  test_ranks_do_not_conflict_in_the_cache();
   return 0;
 }

@@ -1,4 +1,4 @@
-// Contents for tests of collectives, and what they reduce to.
+// Test data for collectives, and their reductions.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace pipekernels {
 
 using Bytes = std::vector<std::byte>;
 
-// Small numbers, as any dtype that can be reduced, of a rank in a call.
+// Random elements of a reducible dtype, determined by `seed` and `rank`.
 inline Bytes values(DType dtype, size_t count, uint64_t seed, int rank) {
   std::mt19937_64 random(seed * 64 + rank);
   Bytes bytes(count * size_of(dtype));
@@ -27,7 +27,7 @@ inline Bytes values(DType dtype, size_t count, uint64_t seed, int rank) {
       case DType::kFloat32:
         put(value * 1.1f);
         break;
-      case DType::kFloat16:  // Any bits: subnormals, infinities and NaNs too.
+      case DType::kFloat16:  // Any bits, including subnormals, infinities and NaNs.
         put(static_cast<uint16_t>(random()));
         break;
       case DType::kBFloat16: {
@@ -47,7 +47,7 @@ inline Bytes values(DType dtype, size_t count, uint64_t seed, int rank) {
   return bytes;
 }
 
-// By the CPU's kernels.
+// The reduction by the CPU's baseline kernels.
 inline Bytes reduced(const std::vector<Bytes>& inputs, DType dtype, Reduction reduction) {
   std::vector<const void*> sources;
   for (const Bytes& input : inputs) sources.push_back(input.data());

@@ -1,11 +1,12 @@
-// What the host code of csrc/cuda uses of the CUDA runtime, on one device made of CPU threads.
+// A fake of the parts of the CUDA runtime that the host code of csrc/cuda uses, with one device
+// that is simulated by CPU threads.
 //
-// It is as unkind as the real one may be: the first launch of a kernel that has not been loaded
-// waits until the device is idle, as cudaFree() does, and meanwhile keeps other threads out;
-// streams may share a queue, where one that has to wait holds up the others; every misuse ends the
+// It behaves as badly as the real runtime may. The first launch of a kernel that has not been
+// loaded waits until the device is idle, as cudaFree() does, and blocks other threads meanwhile.
+// Streams may share a queue, where a waiting stream blocks the others. Every misuse aborts the
 // test.
 //
-// This tests what we believe about CUDA, not CUDA: only tests on a GPU show whether it is so.
+// It encodes assumptions about CUDA; only tests on a GPU show whether they are true.
 #pragma once
 
 #include <fcntl.h>
@@ -32,7 +33,7 @@
 
 namespace fake_cuda {
 
-// Something that comes to pass once.
+// An event that is set once.
 class Mark {
  public:
   void set() {
@@ -53,7 +54,7 @@ class Mark {
 
 using Task = std::function<void()>;
 
-// A thread that takes one task after the other.
+// A thread that runs tasks one after the other.
 class Queue {
  public:
   Queue() : worker_([this] { work(); }) {}
@@ -85,11 +86,12 @@ class Queue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
-  std::thread worker_;  // Begins when all else is there.
+  std::thread worker_;  // Last, since it uses the other members.
 };
 
-// Its tasks run one after the other. A kernel, once it has begun, lets the queue go on; what comes
-// after it in the stream does not. While a stream is being captured, launches are kept.
+// Runs tasks one after the other. A kernel that has started does not block the queue, which other
+// streams may share, but blocks later tasks of its own stream. During a capture, launches are
+// recorded instead.
 class Stream {
  public:
   explicit Stream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
@@ -130,16 +132,16 @@ class Stream {
   }
 
   const std::shared_ptr<Queue> queue_;
-  std::thread kernel_;  // The last one; known to the queue alone.
+  std::thread kernel_;  // The last kernel; only accessed in the queue's thread.
   std::atomic<bool> capturing_{false};
   std::vector<Task> captured_;
 };
 
 struct Event {
-  std::shared_ptr<Mark> mark;  // Of the last record.
+  std::shared_ptr<Mark> mark;  // Of the last cudaEventRecord().
 };
 
-// Its address is the function that the runtime knows.
+// A kernel; its address takes the place of the kernel function's.
 struct Kernel {
   size_t argument_bytes;
   std::function<void(const std::byte*)> body;
@@ -153,13 +155,13 @@ struct Allocation {
 
 class Device {
  public:
-  std::mutex context;  // Held by every call that changes anything.
-  size_t room = size_t{1} << 30;
+  std::mutex context;             // Held by every call that changes state.
+  size_t room = size_t{1} << 30;  // Free bytes.
   std::map<void*, Allocation> memory;
-  std::map<void*, size_t> mapped;  // Of other processes.
+  std::map<void*, size_t> mapped;  // Mappings of memory of other processes.
   std::set<void*> pinned;
   std::set<Event*> events;
-  std::atomic<bool> one_queue{false};  // For all streams made from now on.
+  std::atomic<bool> one_queue{false};  // Whether new streams share one queue.
 
   Stream* make_stream() {
     const std::lock_guard<std::mutex> hold(streams_mutex_);
@@ -180,12 +182,12 @@ class Device {
 
  private:
   std::mutex streams_mutex_;
-  std::shared_ptr<Queue> queue_;  // Of the last stream made.
+  std::shared_ptr<Queue> queue_;  // The queue of the newest stream.
   std::vector<std::unique_ptr<Stream>> streams_;
   const std::unique_ptr<Stream> default_ = std::make_unique<Stream>(std::make_shared<Queue>());
 };
 
-// Begins with its first use, which must come after a fork.
+// The device is created at its first use, which must come after any fork.
 inline std::unique_ptr<Device>& device_pointer() {
   static std::unique_ptr<Device> device;
   return device;
