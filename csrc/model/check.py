@@ -1,7 +1,7 @@
-"""``python csrc/model/check.py [MODEL ...]``: search all states of the models of the signal protocol.
+"""``python csrc/model/check.py [MODEL ...]``: search all states of the signal protocol's models.
 
-Needs SPIN and a C compiler. Every model is searched as it is, where no error may be found, and broken in one
-place at a time, where one must be; otherwise the exit status is 1.
+Needs SPIN and a C compiler. SPIN must find no error in a model as it is, and must find one in each
+of its broken variants, which break it in one place each; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEPTH = 2_000_000
 
 
 class Search(NamedTuple):
-    """One model with its parameters; ``broken`` if SPIN must find an error."""
+    """A model with its parameters; in a ``broken`` one SPIN must find an error."""
 
     model: str
     parameters: str
@@ -35,8 +35,8 @@ class Outcome(NamedTuple):
     states: int
     depth: int
     seconds: float
-    error: str  # Empty if there is none and all states have been searched.
-    complete: bool
+    error: str  # Empty if none was found.
+    complete: bool  # Whether all states were searched.
 
 
 SEARCHES = [
@@ -82,15 +82,15 @@ SEARCHES = [
 ]
 
 
-def search(what: Search) -> Outcome:
+def run_search(search: Search) -> Outcome:
     """Generate the verifier, compile and run it."""
-    parameters = what.parameters.split()
+    parameters = search.parameters.split()
     options = ["-O2", "-w", "-DSAFETY", "-DCOLLAPSE", f"-DMEMLIM={MEMORY}"]
     if "KILL" in parameters:
-        options.append("-DNOREDUCE")  # Partial order reduction does not know about `unless`.
+        options.append("-DNOREDUCE")  # Partial order reduction does not support `unless`.
     with tempfile.TemporaryDirectory() as folder:
         for command in (
-            ["spin", *(f"-D{p}" for p in parameters), "-a", str(HERE / f"{what.model}.pml")],
+            ["spin", *(f"-D{p}" for p in parameters), "-a", str(HERE / f"{search.model}.pml")],
             ["cc", *options, "-o", "pan", "pan.c"],
         ):
             done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
@@ -102,7 +102,7 @@ def search(what: Search) -> Outcome:
         ).stdout
     figures = re.search(r"depth reached (\d+), errors: (\d+)\s+(\d+) states, stored", text)
     if figures is None:
-        raise RuntimeError(f"{what.model} {what.parameters}:\n{text}")
+        raise RuntimeError(f"{search.model} {search.parameters}:\n{text}")
     error = re.search(r"^pan:1: (assertion violated|invalid end state)", text, re.MULTILINE)
     return Outcome(
         states=int(figures[3]),
@@ -113,9 +113,9 @@ def search(what: Search) -> Outcome:
     )
 
 
-def verdict(what: Search, outcome: Outcome) -> tuple[bool, str]:
-    """Whether that is as it should be, and how the table says it."""
-    if what.broken:
+def verdict(search: Search, outcome: Outcome) -> tuple[bool, str]:
+    """Whether the outcome is as required, and its description for the table."""
+    if search.broken:
         return bool(outcome.error), f"found: {outcome.error}" if outcome.error else "NOT FOUND"
     if outcome.error:
         return False, f"ERROR: {outcome.error}"
@@ -123,9 +123,11 @@ def verdict(what: Search, outcome: Outcome) -> tuple[bool, str]:
 
 
 def main() -> int:
-    models = sorted({what.model for what in SEARCHES})
+    models = sorted({search.model for search in SEARCHES})
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[1])
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(models)}; all")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"one of {', '.join(models)}; default: all"
+    )
     chosen = parser.parse_args().models or models
     if unknown := set(chosen) - set(models):
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(models)}")
@@ -133,19 +135,19 @@ def main() -> int:
         if shutil.which(tool) is None:
             sys.exit(f"{tool} is not installed: apt-get install {package} (Debian, Ubuntu)")
 
-    searches = [what for what in SEARCHES if what.model in chosen]
+    searches = [search for search in SEARCHES if search.model in chosen]
     print(f"{'model':12} {'parameters':42} {'states':>10} {'depth':>8} {'time':>8}  result")
-    right = True
+    passed = True
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for what, outcome in zip(searches, pool.map(search, searches), strict=True):
-            good, result = verdict(what, outcome)
-            right = right and good
+        for search, outcome in zip(searches, pool.map(run_search, searches), strict=True):
+            good, result = verdict(search, outcome)
+            passed = passed and good
             print(
-                f"{what.model:12} {what.parameters:42} {outcome.states:>10,} {outcome.depth:>8,}"
-                f" {outcome.seconds:>6.1f} s  {result}",
+                f"{search.model:12} {search.parameters:42} {outcome.states:>10,}"
+                f" {outcome.depth:>8,} {outcome.seconds:>6.1f} s  {result}",
                 flush=True,
             )
-    return 0 if right else 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

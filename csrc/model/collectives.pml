@@ -1,30 +1,32 @@
-/* The collectives: does every rank read what it should, in any endless row of calls?
+/* The collectives: does every rank read the data it should, in any endless sequence of calls?
  *
  * Every rank makes one call after another: any operation, of any number of rounds up to ROUNDS, on
- * tensors that its peers can read in place or not; it overwrites its tensor after each. With THREADS > 1
- * the calls of a rank come from several threads that take turns by the mutex. With MISMATCH the ranks may
- * call different things.
+ * tensors that its peers can or cannot read in place; it overwrites its tensor after each call.
+ * With THREADS > 1 the calls of a rank come from several threads, which lock a mutex. With MISMATCH
+ * the ranks may make different calls.
  *
- *   begin()                      Collective::Collective(), the first copy_in(), the first signal()
- *   compare()                    Collective::compare_descriptors(), data_of(), direct_ranks()
- *   ARRIVED                      Collective::wait(); that of a rank that fails is in failure.pml
- *   signal()                     Collective::signal(); how a sleeper learns of it is in signal.pml
- *   copy_in(), reduce(), gather() of all_reduce.cpp, reduce_scatter.cpp, all_gather.cpp, broadcast.cpp;
- *   ONE_SHOT .. BROADCAST        the functions of these names, and barrier() and empty tensors (BARRIER)
- *   leave()                      finish_rounds(), Collective::~Collective(); then the user frees the data
+ *   begin()                 Collective::Collective(), the first copy_in(), the first signal()
+ *   compare()               Collective::compare_descriptors(), data_of(), direct_ranks()
+ *   ARRIVED                 Collective::wait(); failures during it are in failure.pml
+ *   signal()                Collective::signal(); how it wakes sleepers is in signal.pml
+ *   copy_in(), reduce(), gather()   those of all_reduce.cpp, reduce_scatter.cpp, all_gather.cpp and
+ *                           broadcast.cpp
+ *   ONE_SHOT .. BROADCAST   the functions of these names; BARRIER: barrier() and empty tensors
+ *   leave()                 finish_rounds(), Collective::~Collective(); then the user frees data
  *
- * A step of the model is what a rank does after a wait() and up to its next signal(), since all it orders
- * lies in these two. Memory holds tags: which call's and which block of data is there. Wherever a read and
- * a write are not ordered, some run has them the wrong way round, and the read meets a wrong tag.
+ * A step of the model is all that a rank does after a wait() up to its next signal(), since only
+ * these two order accesses between ranks. Memory holds tags: the call and the block of the data. If
+ * a read and a write are not ordered, then some run executes them in the wrong order, and the read
+ * finds a wrong tag.
  *
- * Numbers that only grow are kept as far as they matter, so the search covers runs without end: arrivals as
- * what a rank is ahead of the last one, calls modulo 2, rounds as what a rank is ahead of rank 0, modulo the
- * number of sets of staging.
+ * Growing numbers are stored relative to each other, so the search covers endless runs: arrivals
+ * relative to the rank with the fewest, calls modulo 2, rounds relative to rank 0 modulo the number
+ * of staging buffers.
  *
- * To be found out: SETS=2, DESCRIPTORS=1; BREAK_SIGNAL (a rank signals before it has
+ * Switches that break the model: SETS=2, DESCRIPTORS=1, BREAK_SIGNAL (a rank signals before it has
  * copied in), BREAK_LEAVE (a rank whose data are read in place does not wait for its peers),
- * BREAK_COMPARE (only the next rank's descriptor is compared), BREAK_MUTEX (threads do not take turns),
- * BREAK_EITHER (a rank overwrites data that its peers may still read in place).
+ * BREAK_COMPARE (only the next rank's descriptor is compared), BREAK_MUTEX (threads do not lock the
+ * mutex), BREAK_EITHER (a rank overwrites data that its peers may still read in place).
  */
 
 #ifndef RANKS
@@ -49,10 +51,10 @@
 #define TWO_SHOT 3
 #define REDUCE_SCATTER 4
 #define ALL_GATHER 5
-#define BROADCAST 6 /* BROADCAST + r: from rank r, the first or the last. */
+#define BROADCAST 6 /* BROADCAST + r: from rank r, which is the first or the last. */
 
-/* Tags: of block k of a call's input, and of what it was reduced to, in staging; of a call's input and
- * output in a tensor; 0: nothing. */
+/* Tags. In staging: block k of a call's input (TAG) or result (REDUCED). In a tensor: a call's
+ * INPUT or OUTPUT. 0: nothing. */
 #define TAG(call, k) (1 + (call) * 8 + (k))
 #define REDUCED(call, k) (5 + (call) * 8 + (k))
 #define INPUT(call) (1 + (call) * 2)
@@ -62,7 +64,7 @@ typedef Descriptor {
   byte operation;
   byte rounds;
   bool direct;
-  byte call; /* Which call's it is; the C++ has no need of it. */
+  byte call; /* The call of this descriptor; only for an assertion, not in the C++. */
 };
 
 typedef Rank {
@@ -71,16 +73,17 @@ typedef Rank {
   byte base; /* Rounds before this call. */
   bool locked;
   Descriptor descriptors[DESCRIPTORS];
-  byte staged[SETS * RANKS]; /* In set k, what is of the slice of rank s at [k * RANKS + s]. */
+  byte staged[SETS * RANKS]; /* Buffer k, slice of rank s at [k * RANKS + s]. */
   byte tensor[RANKS * ROUNDS]; /* Block k of the slice of rank s at [s * ROUNDS + k]. */
 };
 Rank rank[RANKS];
 
-/* What the ranks are to call, and find of it, in the calls of either parity. */
+/* For calls of either parity: how many ranks have chosen and compared it, the operation and rounds
+ * that the first rank has chosen, and the result of the comparison. */
 byte entered[2], operations[2], blocks[2], compared[2];
 bool verdicts[2];
 
-hidden byte p, q, i, s; /* Of loops within a step. */
+hidden byte p, q, i, s; /* Temporaries within a step. */
 
 #define CALL rank[me].call
 #define MINE rank[me].descriptors[CALL % DESCRIPTORS]
@@ -107,7 +110,7 @@ inline signal() {
   fi
 }
 
-/* Which call it is to be: the first rank to make it decides, the others may differ with MISMATCH. */
+/* Chooses the call. The first rank to enter it decides; with MISMATCH the others may differ. */
 inline choose() {
   CALL = (CALL + 1) % 2;
   if
@@ -122,7 +125,7 @@ inline choose() {
   entered[CALL] = (entered[CALL] + 1) % RANKS;
   operations[CALL] = (entered[CALL] == 0 -> 0 : operation);
   blocks[CALL] = (entered[CALL] == 0 -> 0 : rounds);
-  /* Only where it matters. */
+  /* `direct` is chosen only where it matters. */
   if
   :: operation >= EITHER && (operation < BROADCAST || operation - BROADCAST == me) -> direct = true
   :: direct = false
@@ -134,7 +137,7 @@ inline pick() {
   :: operation = BARRIER
   :: operation = TWO_SHOT
   :: operation = ALL_GATHER
-#ifndef MISMATCH /* Few, as there are so many ways to differ. */
+#ifndef MISMATCH /* Fewer operations with MISMATCH, to keep the number of states small. */
   :: operation = ONE_SHOT
   :: operation = EITHER
   :: operation = REDUCE_SCATTER
@@ -174,7 +177,7 @@ inline compare() {
 #ifndef BREAK_COMPARE
   }
 #endif
-  /* All find the same. */
+  /* All ranks find the same result. */
   assert(compared[CALL] == 0 || verdicts[CALL] == same);
   compared[CALL] = (compared[CALL] + 1) % RANKS;
   verdicts[CALL] = same && compared[CALL] > 0;
@@ -186,7 +189,7 @@ inline compare() {
   forget()
 }
 
-/* What this rank has left of the call before can be needed by nobody now. */
+/* Clears what this rank staged and published in the previous call, which no rank reads any more. */
 inline forget() {
   for (i : 0 .. SETS * RANKS - 1) {
     if
@@ -206,19 +209,20 @@ inline copy_in(k) {
   :: MINE.direct || (k) >= MINE.rounds
   :: else ->
     if
-    :: MINE.operation >= ONE_SHOT && (MINE.operation <= ALL_GATHER || MINE.operation == BROADCAST + me) ->
+    :: MINE.operation >= ONE_SHOT &&
+       (MINE.operation <= ALL_GATHER || MINE.operation == BROADCAST + me) ->
       for (s : 0 .. RANKS - 1) { STAGED(me, k, s) = TAG(CALL, k) }
     :: else
     fi
   fi
 }
 
-/* All that `peer` has staged in round k. */
+/* Reads everything that `peer` has staged in round k. */
 inline read_staged(peer, k) {
   for (s : 0 .. RANKS - 1) { assert(STAGED(peer, k, s) == TAG(CALL, k)) }
 }
 
-/* All of the tensor. */
+/* The reduction of one_shot_or_in_place(), of the whole tensor. */
 inline reduce_either() {
   for (p : 0 .. RANKS - 1) {
     if
@@ -236,7 +240,7 @@ inline write_either() {
   for (i : 0 .. RANKS - 1) { BLOCK(me, i, 0) = OUTPUT(CALL) }
 }
 
-/* Block k of this rank's slice, from what all ranks have; with TWO_SHOT to all of them. */
+/* Reduces block k of this rank's slice; with TWO_SHOT writes the result to all ranks. */
 inline reduce(k) {
   for (p : 0 .. RANKS - 1) {
     if
@@ -260,7 +264,7 @@ inline reduce(k) {
   fi
 }
 
-/* Block k of the others, or of the root. */
+/* Reads block k of the other ranks, or of the root. */
 inline gather(k) {
   for (p : 0 .. RANKS - 1) {
     if
@@ -297,7 +301,7 @@ inline read_in_place() {
   }
 }
 
-/* Numbers the sets of all ranks anew, so that those that rank 0 takes next are sets 0. */
+/* Rotates the staging buffers of all ranks, so that the next one of rank 0 is buffer 0. */
 inline turn_sets(count) {
   for (p : 0 .. RANKS - 1) {
     rank[p].base = (rank[p].base + 2 * SETS - count) % SETS;
@@ -449,13 +453,13 @@ next:
       skip -> break
     od
 
-  :: else -> /* Every rank reads all data where they are. */
+  :: else -> /* Every rank reads all data in place. */
     d_step { read_in_place(); signal() };
     skip -> goto left_without_rounds
   fi;
   goto next;
 
-left: /* Peers read in place until here. */
+left: /* Peers may read in place until ARRIVED. */
   skip;
 #ifndef BREAK_LEAVE
   d_step { ARRIVED -> leave(MINE.rounds) };

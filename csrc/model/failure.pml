@@ -1,26 +1,30 @@
-/* Ranks that fail, close or die: are their data safe, do the others hear of it, and only if it concerns them?
+/* Ranks that fail, close or die: are their data safe, and do exactly the peers that need them
+ * throw?
  *
- * Every rank makes CALLS calls in which all read all data in place: signal, wait, read, signal, wait, leave,
- * overwrite. It may close its communicator before each; give up in any wait, GIVE_UPS times in all; and with
- * KILL the ranks are processes, of which one is killed at any moment.
+ * Every rank makes CALLS calls in which all ranks read all data in place: signal, wait, read,
+ * signal, wait, leave, overwrite. A rank may close its communicator before each call, and give up
+ * in any wait, GIVE_UPS times in all. With KILL the ranks are processes, of which one is killed at
+ * any time.
  *
  *   rank()        run_collective(); Communicator::close() and abort() between calls
- *   store_...()   stores to RankState: those that are sequentially consistent, and those that are not
- *   await()       Communicator::await_arrivals(), with await_slowly() and check_peers(); a rank looks at its
- *                 peers again and again, which the time slices of Signal::sleep() see to (its wake-ups are in
- *                 signal.pml), so whatever a look would show takes effect some time
- *   check_processes()   that of Communicator
- *   fail          Collective::abandon() and Communicator::fail(): the user frees the data after it; process
- *                 ranks do not wait for the others, since SymmetricHeap::isolate() leaves peers the pages
+ *   store...()    stores to RankState, sequentially consistent or weaker
+ *   await()       Communicator::await_arrivals(), with await_slowly() and check_peers(). A rank
+ *                 checks its peers repeatedly, because Signal::sleep() has a time limit (its
+ *                 wake-ups are in signal.pml), so whatever a check would find is found eventually
+ *   check_process()   Communicator::check_processes()
+ *   fail          Collective::abandon() and Communicator::fail(), after which the user frees the
+ *                 data; processes do not wait for peers, since SymmetricHeap::isolate() leaves the
+ *                 peers the shared pages
  *   memory()      the store buffers: stores of a rank take effect in order, but late
  *
- * A sequentially consistent store waits until it is in memory, so none of the rank's later loads comes before.
+ * A sequentially consistent store takes effect before any later load of the rank.
  *
- * To be found out: BREAK_FAIL (fail() does not wait for peers that are inside), BREAK_CHECK (a wait that is
- * over does not look for failures), BREAK_STATUS, BREAK_ENTER (fail() or a rank that enters stores with release
- * order), BREAK_FAILED_CALL (a failure counts in calls before it, too), BREAK_ORDER (check_peers() and
- * check_processes() look at the signal first), BREAK_LEAVE (a rank leaves after its last signal),
- * BREAK_CULPRIT (with KILL: who has noticed a failure is named for it).
+ * Switches that break the model: BREAK_FAIL (fail() does not wait for peers that are inside),
+ * BREAK_CHECK (a wait that is over does not check for failures), BREAK_STATUS, BREAK_ENTER (fail(),
+ * or a rank that enters, stores with release order), BREAK_FAILED_CALL (a failure counts in earlier
+ * calls, too), BREAK_ORDER (check_peers() and check_processes() read the signal before the status),
+ * BREAK_LEAVE (a rank leaves right after its last signal), BREAK_CULPRIT (with KILL: the rank that
+ * detected a failure is named as its cause).
  */
 
 #ifndef RANKS
@@ -45,8 +49,8 @@
 byte arrivals[RANKS], status[RANKS], failed_call[RANKS];
 bool inside[RANKS];
 
-/* What the checks need to know: the call that a rank's data belong to (0: freed or overwritten), how many
- * calls it has completed, whether it is dead, and what may still happen. */
+/* State for the assertions: the call that a rank's data belong to (0: freed or overwritten), the
+ * number of calls it has completed, whether it is dead, and how often ranks may still give up. */
 byte tensor[RANKS], completed[RANKS];
 bool dead[RANKS];
 #ifdef KILL
@@ -73,7 +77,12 @@ active [RANKS] proctype memory() {
   byte variable, value;
 end:
   do
-  :: d_step { buffer[_pid] ? variable, value -> put(_pid, variable, value); variable = 0; value = 0 }
+  :: d_step {
+      buffer[_pid] ? variable, value ->
+      put(_pid, variable, value);
+      variable = 0;
+      value = 0
+    }
   od
 }
 
@@ -97,7 +106,7 @@ inline store_failing(variable, value) {
 #endif
 }
 
-/* Rank `other` is the reason for an error: one that has not completed this call. */
+/* Fails because of rank `other`, which must not have completed this call. */
 inline blame(other) {
   assert(completed[other] < call);
 #ifdef KILL
@@ -133,10 +142,12 @@ inline check_process(other) {
   if
   :: arrivals[peer] < target ->
 #endif
-    /* It, or another, may have failed before. */
+    /* A rank may have failed before; its status names the culprit. */
     i = 0;
     do
-    :: i < RANKS && status[i] != OPEN && arrivals[peer] < target -> culprit = CULPRIT(i, status[i]); blame(i)
+    :: i < RANKS && status[i] != OPEN && arrivals[peer] < target ->
+      culprit = CULPRIT(i, status[i]);
+      blame(i)
     :: i < RANKS && !(status[i] != OPEN && arrivals[peer] < target) -> i++
     :: i == RANKS -> break
     od;
@@ -202,7 +213,7 @@ active [RANKS] proctype rank() {
 #else
     :: goto close
 #endif
-    :: call < CALLS && give_ups > 0 -> /* abort(): its failure counts from the next call on. */
+    :: call < CALLS && give_ups > 0 -> /* abort(): the failure counts from the next call on. */
       give_ups--;
       failed_call[me] = call + 1;
       found = FAILED(me);
@@ -262,7 +273,7 @@ active proctype killer() {
   byte victim;
   if
   :: select(victim : 0 .. RANKS - 1); dead[victim] = true
-  :: true /* Nobody. */
+  :: true /* No victim. */
   fi
 }
 #endif

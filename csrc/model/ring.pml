@@ -1,17 +1,18 @@
-/* The ring all-reduce: is every chunk taken before its slot is written anew, and does no rank wait forever?
+/* The ring all-reduce: is every chunk read before its slot is overwritten, and does no rank wait
+ * forever?
  *
  * Every rank makes one call after another, each of 1 .. CHUNKS chunks.
  *
- *   meet()                       the signal() and wait() at the beginning and at the end of ring()
- *   reduce(), gather(), send_result()   those of ring() in all_reduce.cpp
- *   ring()                       ring(), ring_schedule(), and finish_chunks()
+ *   meet()                     the signal() and wait() at the beginning and at the end of ring()
+ *   reduce(), gather(), send_result()   the lambdas of ring() in all_reduce.cpp
+ *   ring()                     ring(), ring_schedule(), and finish_chunks()
  *
- * A step of the model is a reduce() or gather() with its wait() and its raise(). Mailboxes hold the numbers of
- * their chunks. Numbers are kept modulo CYCLE, which is far more than ranks can be apart, so the search covers
- * runs without end.
+ * A step of the model is a reduce() or gather() with its wait() and its raise(). Mailboxes hold the
+ * numbers of their chunks. Numbers are kept modulo CYCLE, which is far more than ranks can be
+ * apart, so the search covers endless runs.
  *
- * To be found out: SLOTS=LAG (one slot fewer than needed), BREAK_RAISE (reduce() raises before it writes),
- * BREAK_SCHEDULE (rank 0 waits for a result before it has begun the chunk).
+ * Switches that break the model: SLOTS=LAG (one slot too few), BREAK_RAISE (reduce() raises before
+ * it writes), BREAK_SCHEDULE (rank 0 waits for a result before it has begun the chunk).
  */
 
 #ifndef RANKS
@@ -21,7 +22,7 @@
 #define LAG RANKS
 #endif
 #ifndef SLOTS
-#define SLOTS (LAG + 1) /* As few as ring_schedule.h asks for. */
+#define SLOTS (LAG + 1) /* The fewest that ring_schedule.h allows. */
 #endif
 #ifndef CHUNKS
 #define CHUNKS (SLOTS + 2)
@@ -115,7 +116,7 @@ active [RANKS] proctype ring() {
   byte me = _pid;
   byte first, chunks, i;
   do
-  :: atomic { /* The first to come decides on the length. */
+  :: atomic { /* The first rank to enter chooses the length. */
       if
       :: entered == 0 -> select(chunks : 1 .. CHUNKS)
       :: else -> chunks = length

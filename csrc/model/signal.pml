@@ -1,16 +1,17 @@
-/* Signal: spin, sleep on a futex, wake. Does every sleeper wake without the help of its time limit?
+/* Signal: spin, sleep on a futex, wake. Does every sleeper wake without its time limit?
  *
- *   owner()                         Signal::raise(), once for every value up to VALUES
- *   waiter()                        Communicator::await(), for every value in turn
- *     sleep                         Signal::sleep(), without `limit`: a wake-up that is lost is a deadlock
- *   FUTEX_WAIT, FUTEX_WAKE          the system calls; each is one step, as the kernel's lock makes them
- *   memory()                        stores that the owner has made and nobody else sees yet
+ *   owner()                   Signal::raise(), once for every value up to VALUES
+ *   waiter()                  Communicator::await(), for every value in turn
+ *     sleep                   Signal::sleep() without `limit`, so a lost wake-up is a deadlock
+ *   FUTEX_WAIT, FUTEX_WAKE    the system calls; each is one step, because of the kernel's lock
+ *   memory()                  the owner's store buffer: stores that no other rank sees yet
  *
- * A sequentially consistent store is seen by all before the owner goes on. A weaker one may stay in
- * the owner's store buffer, while it goes on to read `sleepers`.
+ * A sequentially consistent store is visible to all ranks before the owner continues. A weaker
+ * store may stay in the owner's store buffer while the owner continues and reads `sleepers`.
  *
- * To be found out: BREAK_WAKE (raise() wakes nobody), BREAK_STORE (raise() stores with release order),
- * BREAK_COMPARE (FUTEX_WAIT sleeps whatever the value), BREAK_SLEEPERS (sleep() counts itself too late).
+ * Switches that break the model: BREAK_WAKE (raise() wakes no rank), BREAK_STORE (raise() stores
+ * with release order), BREAK_COMPARE (FUTEX_WAIT sleeps whatever the value), BREAK_SLEEPERS
+ * (sleep() increments `sleepers` after FUTEX_WAIT).
  */
 
 #ifndef RANKS
@@ -61,7 +62,7 @@ active proctype owner() {
   }
 }
 
-/* The ranks but the owner. */
+/* All ranks except the owner. */
 active [RANKS - 1] proctype waiter() {
   byte me = _pid - 2;
   byte target, seen;

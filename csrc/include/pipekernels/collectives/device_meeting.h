@@ -89,7 +89,7 @@ class Meeting {
       arrived = await(&cell.arrivals, state_.signals, peer) && (compared_ || compare(peer, cell));
     }
     compared_ = true;
-    return all_threads(arrived);
+    return all_threads_succeeded(arrived);
   }
 
   // Waits until rank `before` has put chunk `number` into this rank's mailbox.
@@ -118,7 +118,7 @@ class Meeting {
       ready =
           poll_until([&] { return team_.load_acquire(gates.ready + i) >= gates.target; }, rank());
     }
-    return all_threads(ready);
+    return all_threads_succeeded(ready);
   }
 
   // Whether peers access this rank's data in place. After the first wait: the data of `peer`, or
@@ -170,7 +170,7 @@ class Meeting {
   }
 
   PK_HOST_DEVICE bool wait_chunk(const uint64_t* sent, int before, uint64_t number) {
-    return all_threads(team_.thread() != 0 || await(sent, number + 1, before));
+    return all_threads_succeeded(team_.thread() != 0 || await(sent, number + 1, before));
   }
   PK_HOST_DEVICE void send_chunk(uint64_t* sent, uint64_t number) {
     team_.sync();
@@ -300,7 +300,7 @@ class Meeting {
 
   // Whether `success` is true for all threads of the block. If not, tells the peers that this rank
   // has failed. Only block 0 tells them of a mismatch, after all its threads have signalled.
-  PK_HOST_DEVICE bool all_threads(bool success) {
+  PK_HOST_DEVICE bool all_threads_succeeded(bool success) {
     if (!team_.any(!success)) return true;
     const uint64_t status = status_of(rank());
     if (status != 0 && (team_.block() == 0 || !is_mismatch(status))) {
