@@ -21,15 +21,15 @@ from support.ranks import run_in_group, run_processes
 from pipekernels import _backend
 from pipekernels.kernels import table
 from pipekernels.pipeline.cuda_graphs import slots as graph_slots
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.planning import profile
 
-# Several ranks on one GPU need a queue of its own for each of their streams; read when CUDA starts.
+# Several ranks share one GPU: each of their streams needs a hardware queue of its own. CUDA reads
+# this once, when it initializes.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-# Per rank and communicator; many ranks of several tests are on one GPU at the same time.
+# Per rank and communicator. Small, because many ranks of several tests share one GPU.
 os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(256 << 20))
 
-# Ignored, and by what tests start too, where a shell has started them in the background.
+# A shell that starts pytest in the background makes it, and its child processes, ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARKERS_OF_PROCESSES = ("processes", "native", "compile", "project", "cuda")
@@ -47,8 +47,7 @@ def _why_no_cuda() -> str | None:
 
 @pytest.fixture(autouse=True)
 def _usable_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends the session after a test that leaves an error on the GPU: such errors come up with some later
-    call, and from then on every call fails."""
+    """End the session if a test breaks the CUDA context: all later CUDA calls would fail."""
     yield
     if request.node.get_closest_marker("cuda") is None or not torch.cuda.is_initialized():
         return
@@ -60,7 +59,7 @@ def _usable_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_without_a_marker(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that starts a process without a marker that says so: the quick tests stay quick."""
+    """Fail a test that starts a process without a marker for it, so that quick tests stay quick."""
     if any(map(request.node.get_closest_marker, MARKERS_OF_PROCESSES)):
         yield
         return
@@ -80,7 +79,7 @@ def _no_process_without_a_marker(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that operations run on; skips CUDA, saying why, where there is none."""
+    """The CPU, then CUDA; skips with the reason where CUDA is not available."""
     if request.param != "cuda":
         return torch.device(request.param)
     reason = _why_no_cuda()
@@ -91,7 +90,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One intra-op thread, as operations are small; a test may change the number."""
+    """One intra-op thread, as operations are small; restores the number after the test."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -100,7 +99,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time that profiles are made by; :class:`clocked_layers.Work` moves it."""
+    """Replaces the profiler's clock; only :class:`clocked_layers.Work` advances it."""
     clock = Clock()
     monkeypatch.setattr(profile, "perf_counter", clock)
     return clock
@@ -108,7 +107,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, with nothing known from another one."""
+    """An empty cache folder; tables cached in memory are dropped before and after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table.for_gpu.cache_clear()
     yield tmp_path
@@ -117,7 +116,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Runs ``body(rank, *args)`` on processes whose default group is of the backend ``pipekernels``."""
+    """Runs ``body(rank, *args)`` on processes; their default group's backend is ``pipekernels``."""
 
     def run(
         world_size: int, body: Callable[..., Any], *args: Any, hosts: str = "", **options: Any
@@ -129,16 +128,19 @@ def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(params=["inline", "threads", "split"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """Every way to run a pipe: that of the pipes that :mod:`support.pipes` makes."""
+def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each ``execution`` in turn, also the default one of the pipes in :mod:`support.pipes`."""
     monkeypatch.setattr(pipes, "execution", request.param)
     return request.param
 
 
 @pytest.fixture(params=["inline", "threads", "split", pytest.param("cuda", marks=pytest.mark.cuda)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where all stages of a pipe are: on the CPU, for every way to run those that :mod:`support.pipes`
-    makes, or on a CUDA device; that is then the device of new tensors and layers."""
+    """The device of all stages, which is torch's default device during the test.
+
+    On the CPU, once for each ``execution``, the default one of the pipes in :mod:`support.pipes`;
+    then on a CUDA device.
+    """
     if request.param != "cuda":
         monkeypatch.setattr(pipes, "execution", request.param)
         return torch.device("cpu")
@@ -153,22 +155,24 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 @pytest.fixture
 def record(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
-    """Of the CUDA graphs that a test makes; on the CPU they are recorded ones, spoilt when they are idle."""
+    """A record of the CUDA graphs that a test captures.
+
+    On the CPU these are :mod:`support.cuda.recorded_graphs`; their memory is overwritten whenever
+    the lease of their slot ends.
+    """
     if device.type == "cuda":
         yield CudaRecord()
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    def spoilt(lease: graph_slots.Lease) -> None:
-        slot = lease.slot
-        backwards = slot.backwards.values()
-        for known in (slot, *backwards):
-            known.graph.spoil()  # type: ignore[attr-defined]
+    def spoil_slot(lease: graph_slots.Lease) -> None:
+        for captured in (lease.slot, *lease.slot.backwards.values()):
+            captured.graph.spoil()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(graph_slots.Lease, "__del__", spoilt, raising=False)
+    monkeypatch.setattr(graph_slots.Lease, "__del__", spoil_slot, raising=False)
     try:
-        with recorded() as made:
-            yield made
+        with recorded() as record:
+            yield record
     finally:
         torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from support.ranks import traces
+from support.ranks import leakable_resources
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -222,15 +222,15 @@ def test_subgroups(run_group: Callable[..., list[Any]]) -> None:
 def end_and_begin(rank: int, store: str) -> None:
     dist.destroy_process_group()
     gc.collect()
-    before = traces()
+    before = leakable_resources()
     for turn in range(2):
         dist.init_process_group(
             "pipekernels", init_method=f"file://{store}{turn}", rank=rank, world_size=2
         )
         dist.all_reduce(torch.ones(3), async_op=True).wait()
-        assert len(traces()) > len(before)
+        assert len(leakable_resources()) > len(before)
         dist.destroy_process_group()
-        assert traces() == before
+        assert leakable_resources() == before
 
 
 def test_destroyed_groups_leave_nothing(

@@ -87,7 +87,7 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
         {
             "part": "overlap",
             "tokens": 2048,
-            "ways": {way: harness.summary([time] * 3) for way, time in seconds.items()},
+            "ways": {execution: harness.summary([time] * 3) for execution, time in seconds.items()},
             "reducing blocks": 8,
             "wrong": 0,
             "over the slower": 1.05,

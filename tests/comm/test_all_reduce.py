@@ -1,4 +1,4 @@
-"""Collectives against the oracle: bits, dtypes, shapes, layouts, kinds of memory, errors."""
+"""Collectives compared with ``pipekernels.reference``: bits, dtypes, layouts, memory, errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [0, 1, 2, 3, 7, 31, 64, 65, 1000, 4099, 70001, 300007]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers whose sums round, the same for the same seed."""
+    """Random numbers whose sums have rounding errors; equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     if dtype in (torch.int32, torch.int64):
         info = torch.iinfo(dtype)
@@ -33,14 +33,14 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = [torch.cat([x.cpu().reshape(-1)]).view(torch.uint8) for x in (a, b)]
+    bits = [x.cpu().contiguous().view(-1).view(torch.uint8) for x in (a, b)]
     return a.dtype == b.dtype and torch.equal(*bits)
 
 
 def place(
     comm: Communicator, contents: Tensor, kind: str, shift: int, device: torch.device
 ) -> Tensor:
-    """A tensor with ``contents`` in memory of some kind, ``shift`` elements into its storage."""
+    """A tensor with ``contents`` in memory of that kind, ``shift`` elements into its storage."""
     count = contents.numel() + shift
     empty = comm.empty if kind == "symmetric" else torch.empty
     tensor = empty(count, dtype=contents.dtype, device=device)[shift:].view(contents.shape)
@@ -51,7 +51,7 @@ def place(
 
 
 def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device) -> None:
-    """Random collectives; all ranks draw the same calls, but memory of their own kind."""
+    """Random collectives; all ranks draw the same calls, but each its own kinds of memory."""
     shared, own = random.Random(seed), random.Random(f"{seed} {comm.rank}")
     n, me = comm.world_size, comm.rank
     for call in range(calls):
@@ -90,7 +90,7 @@ def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_calls_on_processes(world_size: int, device: torch.device) -> None:
-    # Processes take turns on a GPU, and wait for theirs several times in a call.
+    # Processes share a GPU by time slices, and wait for theirs several times per call.
     calls = 120 if device.type == "cpu" else 30
     run_processes(world_size, on(device, random_calls, world_size, calls, device))
 
@@ -101,8 +101,8 @@ def test_random_calls_on_threads(world_size: int, device: torch.device) -> None:
     run_threads(world_size, on(device, random_calls, 10 + world_size, 120, device))
 
 
-def test_sum_in_rank_order_and_not_in_another(device: torch.device) -> None:
-    """1e8 + 1 - 1e8 is 0 in float32 in this order, and 1 in others; each algorithm says 0."""
+def test_sums_are_in_rank_order(device: torch.device) -> None:
+    """In float32 1e8 + 1 - 1e8 is 0 in this order; other orders give 1."""
     terms = [1e8, 1.0, -1e8]
 
     def on_rank(comm: Communicator) -> None:
@@ -116,7 +116,7 @@ def test_sum_in_rank_order_and_not_in_another(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_sums_are_rounded_once(dtype: torch.dtype, device: torch.device) -> None:
-    """Seven times half a unit in the last place of 1 is lost when every step is rounded."""
+    """1 plus seven times half a unit in the last place would stay 1 if each sum were rounded."""
     half_unit = torch.finfo(dtype).eps / 2
 
     def on_rank(comm: Communicator) -> None:
@@ -156,7 +156,7 @@ def test_maximum_and_minimum_propagate_nan(
 
 
 def repeat(comm: Communicator, runs: int, device: torch.device) -> list[bytes]:
-    """The results of the same calls, several times over."""
+    """The results of the same calls, repeated."""
     results = []
     for _ in range(runs):
         run = b""
@@ -180,7 +180,7 @@ def test_same_bits_on_every_rank_in_every_run_by_every_algorithm(device: torch.d
 
 
 def test_large_tensors_pass_through_all_staging_buffers(device: torch.device) -> None:
-    """Many rounds of each algorithm, of odd sizes."""
+    """Each algorithm needs many rounds here; the sizes are odd."""
     inputs = [values((3_000_001,), torch.float32, rank) for rank in range(3)]
     expected = reference.all_reduce(inputs)
 
@@ -197,10 +197,10 @@ def test_large_tensors_pass_through_all_staging_buffers(device: torch.device) ->
     run_threads(3, on(device, on_rank))
 
 
-# ---- what autograd and views see -----------------------------------------------------------------
+# ---- autograd and views --------------------------------------------------------------------------
 
 
-def test_a_tensor_saved_for_backward_cannot_change_unnoticed(device: torch.device) -> None:
+def test_autograd_detects_writes_to_saved_tensors(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         for collective in (comm.all_reduce, comm.broadcast):
             x = torch.ones(3, device=device)
@@ -213,9 +213,7 @@ def test_a_tensor_saved_for_backward_cannot_change_unnoticed(device: torch.devic
     run_threads(1, on(device, on_rank))
 
 
-def test_a_strided_tensor_saved_for_backward_cannot_change_unnoticed(
-    device: torch.device,
-) -> None:
+def test_autograd_detects_writes_to_saved_strided_tensors(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         x = torch.ones(3, 2, device=device)[:, 0]
         y = (x * torch.ones(3, device=device, requires_grad=True)).sum()
@@ -236,7 +234,7 @@ def test_leaves_inference_tensors_and_lazy_negation(device: torch.device) -> Non
         with torch.inference_mode():
             assert comm.all_reduce(torch.ones(3, device=device)).tolist() == [2.0] * 3
             strided = torch.ones(3, 2, device=device)[:, 0]
-        assert comm.all_reduce(strided).tolist() == [2.0] * 3  # Also outside of the mode.
+        assert comm.all_reduce(strided).tolist() == [2.0] * 3  # Also outside of inference mode.
         negated = torch.tensor([1 + 2j, 3 + 4j], device=device).conj().imag
         assert negated.is_neg()
         assert comm.all_reduce(negated).tolist() == [-4.0, -8.0]
@@ -298,22 +296,22 @@ def test_out(device: torch.device) -> None:
     run_threads(2, on(device, on_rank))
 
 
-def test_names_need_not_be_literals() -> None:
+def test_names_need_not_be_interned_strings() -> None:
+    def copy_of(name: str) -> str:
+        return name.encode().decode()
+
     def on_rank(comm: Communicator) -> None:
         results = {"sum": 3.0, "avg": 1.5, "max": 2.0, "min": 1.0}
         for op, result in results.items():
-            for algorithm in ("auto", "one_shot", "two_shot", "ring"):
-                for name, way in (
-                    (op, algorithm),
-                    (op.encode().decode(), algorithm.encode().decode()),
-                ):
+            for algorithm in ALGORITHMS:
+                for names in ((op, algorithm), (copy_of(op), copy_of(algorithm))):
                     x = torch.full((5,), comm.rank + 1.0)
-                    assert comm.all_reduce(x, name, algorithm=way).tolist() == [result] * 5
+                    assert comm.all_reduce(x, names[0], algorithm=names[1]).eq(result).all()
 
     run_threads(2, on_rank)
 
 
-# ---- errors in a rank's own arguments ----------------------------------------------------------------
+# ---- errors in a rank's own arguments ------------------------------------------------------------
 
 
 def test_bad_arguments_raise_before_any_communication() -> None:
@@ -347,7 +345,7 @@ def test_bad_arguments_raise_before_any_communication() -> None:
             call(x.expand(2, 4))
 
 
-def without_memory() -> list[torch.Tensor]:
+def tensors_without_memory() -> list[torch.Tensor]:
     freed = torch.ones(8)
     views = [freed[:4], freed[4:], freed[::2]]
     freed.untyped_storage().resize_(0)
@@ -355,7 +353,7 @@ def without_memory() -> list[torch.Tensor]:
     return [*views, wrapped, torch._efficientzerotensor(4)]
 
 
-def test_tensors_that_are_not_elements_in_memory_are_refused() -> None:
+def test_tensors_without_plain_memory_are_refused() -> None:
     comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
     x = torch.eye(4)
     for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
@@ -363,7 +361,7 @@ def test_tensors_that_are_not_elements_in_memory_are_refused() -> None:
             call(x.to("meta"))
         with pytest.raises(ValueError, match=r"layout torch.sparse_coo; pass tensor.to_dense\(\)"):
             call(x.to_sparse())
-        for tensor in without_memory():
+        for tensor in tensors_without_memory():
             with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
                 call(tensor)
     quantized = torch.quantize_per_tensor(x, 0.5, 0, torch.qint8)
@@ -371,7 +369,7 @@ def test_tensors_that_are_not_elements_in_memory_are_refused() -> None:
         with pytest.raises(TypeError, match=r"scale of torch.qint8; pass tensor.int_repr\(\)"):
             move(quantized)
     operations = (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast)
-    for tensor in without_memory()[:3]:
+    for tensor in tensors_without_memory()[:3]:
         for operation in operations:
             with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
                 operation(tensor, comm)

@@ -1,4 +1,4 @@
-"""Communicators: how they start and end, threads, symmetric tensors."""
+"""Communicators: construction and closing, threads, symmetric tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import on, own_stream
-from support.ranks import run_processes, run_threads, traces
+from support.ranks import leakable_resources, run_processes, run_threads
 
 from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
 from pipekernels.comm.join import bootstrap
@@ -31,7 +31,7 @@ from pipekernels.comm.join import bootstrap
 def in_own_streams(
     device: torch.device, body: Callable[[Communicator], Any]
 ) -> Callable[[Communicator], Any]:
-    """For ranks whose communicators are not usable in the end."""
+    """As :func:`support.devices.on`, for ranks whose communicators fail or are closed."""
 
     def on_rank(comm: Communicator) -> Any:
         with own_stream(device):
@@ -41,13 +41,13 @@ def in_own_streams(
 
 
 def resident_bytes() -> int:
-    """Memory of all memory files of communicators that this process has touched."""
+    """Resident memory of this process in the communicators' memory files."""
     text = Path("/proc/self/smaps").read_text()
     blocks = re.findall(r"memfd:pipekernels.*?\nRss: +(\d+) kB", text, re.DOTALL)
     return sum(int(kilobytes) for kilobytes in blocks) * 1024
 
 
-# ---- start and end ---------------------------------------------------------------------------------
+# ---- construction and closing --------------------------------------------------------------------
 
 
 def properties(comm: Communicator, device: torch.device) -> tuple[int, int, float, str]:
@@ -63,29 +63,30 @@ def test_properties(device: torch.device) -> None:
     assert run_threads(2, on(device, properties, device), timeout=17.0) == expected
 
 
-def leave_no_trace(comm: Communicator) -> None:
-    before = traces()
+def check_no_leak(comm: Communicator) -> None:
+    before = leakable_resources()
     for _ in range(3):
         with Communicator.from_process_group() as other:
             x = other.empty(1000).fill_(1)
             other.all_reduce(x)
-            assert len(traces()) == len(before) + comm.world_size  # A mapping, and pidfds.
+            # A mapping, and a pidfd per peer.
+            assert len(leakable_resources()) == len(before) + comm.world_size
         with pytest.raises(RuntimeError, match="closed"):
             other.barrier()
-        assert x.eq(comm.world_size).all()  # Still ours.
+        assert x.eq(comm.world_size).all()  # Its memory stays valid after close().
         del x
-        assert traces() == before
+        assert leakable_resources() == before
     comm.barrier()
 
 
 @pytest.mark.processes
-def test_nothing_is_left_after_close() -> None:
-    run_processes(2, leave_no_trace)
-    gc.collect()  # What earlier tests left.
-    before = traces()
+def test_close_leaks_nothing() -> None:
+    run_processes(2, check_no_leak)
+    gc.collect()  # Collect garbage of earlier tests.
+    before = leakable_resources()
     run_threads(3, lambda comm: properties(comm, torch.device("cpu")))
     gc.collect()
-    assert traces() == before
+    assert leakable_resources() == before
 
 
 def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
@@ -113,7 +114,7 @@ def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
     run_threads(3, in_own_streams(device, on_rank))
 
 
-def test_what_is_first_used_after_close(device: torch.device) -> None:
+def test_the_first_use_after_close_raises(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
     comm.close()
     for call in (
@@ -135,7 +136,7 @@ def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) ->
             started = time.monotonic()
             with pytest.raises(PeerError, match="rank 1 gave up after an error of its own"):
                 comm.all_reduce(x)
-            assert time.monotonic() - started < 10  # Not by the timeout of 30 s.
+            assert time.monotonic() - started < 10  # Well before the timeout of 30 s.
 
     run_threads(2, in_own_streams(device, on_rank))
 
@@ -158,7 +159,7 @@ def test_close_ends_a_call_in_another_thread() -> None:
 
 
 def subgroups(comm: Communicator, device: torch.device) -> list[int]:
-    """Several communicators at once, over overlapping groups."""
+    """Communicators over overlapping groups, in use at the same time."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([2, 0])]
     members = [[0, 1], [1, 2], [0, 2]]
     mine = [i for i, ranks in enumerate(members) if comm.rank in ranks]
@@ -180,8 +181,8 @@ def test_communicators_of_subgroups(device: torch.device) -> None:
     assert sums == [[11, 101], [11, 110], [110, 101]]
 
 
-def broken_start(comm: Communicator, problem: Exception) -> str:
-    before = traces()
+def fail_to_open_a_pidfd(comm: Communicator, problem: Exception) -> str:
+    before = leakable_resources()
     if comm.rank == 1:
 
         def refuse(pid: int) -> int:
@@ -190,20 +191,20 @@ def broken_start(comm: Communicator, problem: Exception) -> str:
         _backend.load().open_pidfd = refuse
     with pytest.raises(RuntimeError) as caught:
         Communicator.from_process_group()
-    assert traces() == before
+    assert leakable_resources() == before
     return str(caught.value)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("problem", [OSError("no more descriptors"), OverflowError("a bug")])
-def test_a_start_that_fails_on_one_rank_fails_on_all(problem: Exception) -> None:
-    for message in run_processes(2, broken_start, problem):
+def test_a_join_that_fails_on_one_rank_fails_on_all(problem: Exception) -> None:
+    for message in run_processes(2, fail_to_open_a_pidfd, problem):
         what = f"{type(problem).__name__}: {problem}"
         assert message == f"the ranks cannot be joined: rank 1: {what}"
 
 
 def short_of_descriptors(comm: Communicator, left: int) -> str:
-    before = traces()
+    before = leakable_resources()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if comm.rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -216,21 +217,21 @@ def short_of_descriptors(comm: Communicator, left: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         Communicator.from_process_group()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert traces() == before
+    assert leakable_resources() == before
     return str(caught.value)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_rank_short_of_file_descriptors_fails_on_all(left: int) -> None:
+def test_a_join_without_file_descriptors_on_one_rank_fails_on_all(left: int) -> None:
     for message in run_processes(2, short_of_descriptors, left):
         assert re.fullmatch(
             r"the ranks cannot be joined: rank 1: .*(open files|file descriptor left).*", message
         )
 
 
-def without_memory(comm: Communicator) -> str:
-    before = traces()
+def fail_before_the_segment_exists(comm: Communicator) -> str:
+    before = leakable_resources()
     if comm.rank == 0:
 
         def refuse(world_size: int) -> int:
@@ -239,13 +240,13 @@ def without_memory(comm: Communicator) -> str:
         bootstrap.tuning.one_shot_bytes = refuse
     with pytest.raises(RuntimeError) as caught:
         Communicator.from_process_group()
-    assert traces() == before
+    assert leakable_resources() == before
     return str(caught.value)
 
 
 @pytest.mark.processes
-def test_nobody_waits_for_memory_that_cannot_be_had() -> None:
-    for message in run_processes(3, without_memory):
+def test_no_rank_waits_for_memory_that_cannot_be_allocated() -> None:
+    for message in run_processes(3, fail_before_the_segment_exists):
         assert "rank 0: OSError: no memory" in message and "TimeoutError" not in message
 
 
@@ -254,7 +255,7 @@ def test_a_process_that_cannot_be_watched() -> None:
         _backend.load().open_pidfd(-1)
 
 
-def test_what_is_no_tensor() -> None:
+def test_arguments_that_are_not_tensors() -> None:
     (comm,) = Communicator.threads(1)
     for collective in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
         for value in ([1.0], np.ones(2), None):
@@ -293,7 +294,7 @@ def use_in_a_forked_child(comm: Communicator, device: torch.device) -> None:
         ):
             try:
                 call()
-            except RuntimeError as error:  # That of a tensor on CUDA may be torch's own.
+            except RuntimeError as error:  # For CUDA tensors torch itself may raise.
                 refused += "forked" in str(error)
         comm.close()
         os._exit(refused)
@@ -302,15 +303,15 @@ def use_in_a_forked_child(comm: Communicator, device: torch.device) -> None:
 
 
 @pytest.mark.processes
-def test_a_forked_child_cannot_use_it_nor_spoil_it(device: torch.device) -> None:
+def test_a_forked_child_can_neither_use_nor_disturb_the_communicator(device: torch.device) -> None:
     run_processes(2, on(device, use_in_a_forked_child, device))
 
 
-# ---- threads ----------------------------------------------------------------------------------------
+# ---- threads -------------------------------------------------------------------------------------
 
 
 def use_from_threads(comm: Communicator, device: torch.device) -> None:
-    """Calls of several threads are ordered; they are equal, since the order may differ by rank."""
+    """All threads make the same calls, as their order may differ by rank."""
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -335,8 +336,11 @@ def test_several_threads_share_a_communicator(device: torch.device) -> None:
     run_processes(2, on(device, use_from_threads, device))
 
 
-def progress_beside_waiting_threads(comm: Communicator, size: int) -> float:
-    """The longest time that this thread stood still while two others waited, one for the other."""
+def longest_pause_beside_waiting_threads(comm: Communicator, size: int) -> float:
+    """The longest pause of this thread in seconds, while two others are in collectives.
+
+    One of them waits for rank 1, the other for the first.
+    """
     if comm.rank == 1:
         time.sleep(2.0)
     threads = [
@@ -354,8 +358,8 @@ def progress_beside_waiting_threads(comm: Communicator, size: int) -> float:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
-def test_a_thread_that_waits_lets_others_run(size: int) -> None:
-    longest = run_processes(2, progress_beside_waiting_threads, size)[0]
+def test_a_waiting_thread_releases_the_gil(size: int) -> None:
+    longest = run_processes(2, longest_pause_beside_waiting_threads, size)[0]
     assert longest < 1.2  # Rank 1 is 2 s late.
 
 
@@ -400,7 +404,7 @@ def test_collective_barrier() -> None:
     assert sorted(arrived) == [0, 1, 2]
 
 
-# ---- symmetric tensors ---------------------------------------------------------------------------------
+# ---- symmetric tensors ---------------------------------------------------------------------------
 
 
 def test_empty(device: torch.device) -> None:
@@ -424,13 +428,13 @@ def test_empty(device: torch.device) -> None:
         empty(3, dtype="float32")
     with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
         empty(1 << 40)
-    for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # More than 64 bits count.
+    for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # Overflow 64 bits.
         with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
             comm.empty(sizes)
 
 
 def test_symmetric_memory_is_not_in_core_dumps() -> None:
-    """They would read, and so fill, all pages that have never been touched."""
+    """A core dump would read, and so allocate, all untouched pages."""
     _comms = Communicator.threads(2)
     text = Path("/proc/self/smaps").read_text()
     flags = re.findall(r"memfd:pipekernels.*?\nVmFlags:([a-z ]*)", text, re.DOTALL)
@@ -440,12 +444,12 @@ def test_symmetric_memory_is_not_in_core_dumps() -> None:
 
 
 def hold_results(comm: Communicator, device: torch.device) -> None:
-    """A tensor that is held is never given to another, on any rank, whatever else goes on."""
+    """The memory of a live tensor is never reused, on any rank."""
     generator = random.Random(comm.rank)
     held = []
     for step in range(300):
         size = generator.choice([1, 100, 5000, 100_000])
-        own = comm.empty(size, device=device).fill_(step)  # Of this rank alone.
+        own = comm.empty(size, device=device).fill_(step)  # Used by this rank only.
         result = comm.all_reduce(comm.empty(1000, device=device).fill_(step))
         held.append((step, own, result[generator.randrange(1000) :]))
         if len(held) > 20:
@@ -457,13 +461,13 @@ def hold_results(comm: Communicator, device: torch.device) -> None:
 
 
 @pytest.mark.processes
-def test_tensors_that_are_held_keep_their_contents(device: torch.device) -> None:
+def test_live_tensors_keep_their_contents(device: torch.device) -> None:
     run_processes(2, on(device, hold_results, device))
     run_threads(3, on(device, hold_results, device))
 
 
-def work_in_a_loop(comm: Communicator) -> list[int]:
-    """Bytes of shared memory in use after more and more steps, and when large ones are gone."""
+def measure_resident_bytes(comm: Communicator) -> list[int]:
+    """Resident bytes after 150, 300, 450 and 600 steps, with a large tensor, and without it."""
     used = []
     for _ in range(4):
         for step in range(150):
@@ -484,7 +488,7 @@ def work_in_a_loop(comm: Communicator) -> list[int]:
 
 @pytest.mark.processes
 def test_memory_does_not_grow_and_large_blocks_are_returned() -> None:
-    for used in run_processes(2, work_in_a_loop):
+    for used in run_processes(2, measure_resident_bytes):
         *steady, large, after = used
         assert steady[-1] == steady[1]
         assert large > 80_000_000

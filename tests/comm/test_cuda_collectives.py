@@ -1,4 +1,4 @@
-"""What collectives on CUDA add: set-up, streams, graphs, failures on the device, gates, memory."""
+"""Collectives on CUDA: set-up, streams, graphs, failures on the device, gates, memory."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ both = pytest.mark.parametrize(
 )
 
 
-# ---- what must be said without a GPU --------------------------------------------------------------
+# ---- without a GPU -------------------------------------------------------------------------------
 
 
-def test_a_build_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_build_without_cuda_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(_backend, "has_cuda", lambda: False)
     (comm,) = Communicator.threads(1)
     with pytest.raises(RuntimeError, match="reinstall pipekernels where nvcc is found"):
@@ -46,7 +48,9 @@ def test_a_build_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
     assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_torch_and_devices_that_cannot_do_it_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_builds_of_torch_and_devices_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = torch.device("cuda:0")
     monkeypatch.setattr(_backend, "has_cuda", lambda: True)
     monkeypatch.setattr(_backend, "build_info", lambda: {"cuda_architectures": "80-real 90a 100"})
@@ -118,11 +122,11 @@ def test_elements_per_counter(shape: tuple[int, ...]) -> None:
     assert ready.block_elements(x) == 4 * torch.Size(shape[1:]).numel()
 
 
-def test_where_ranks_may_meet() -> None:
-    """Not on a thread of autograd's, where a rank would wait for others that are to come there."""
+def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
+    """All ranks of a device share that thread: one would wait for others that run there later."""
     seen = []
 
-    class Look(torch.autograd.Function):
+    class SeeInBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.clone()
@@ -133,13 +137,13 @@ def test_where_ranks_may_meet() -> None:
             return grad
 
     x = torch.ones(1, requires_grad=True)
-    Look.apply(x).backward()
+    SeeInBackward.apply(x).backward()
     with torch.autograd.set_multithreading_enabled(False):
-        Look.apply(x).backward()
+        SeeInBackward.apply(x).backward()
     assert seen == [False, True] and cuda._may_meet()
 
 
-def test_what_nobody_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
     class Core:
@@ -163,34 +167,33 @@ def test_what_nobody_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert closed == [(3, False)]
 
 
-# ---- set-up and streams ---------------------------------------------------------------------------
+# ---- set-up and streams --------------------------------------------------------------------------
 
 
-def use_from_start_to_end(comm: Communicator, gpu: torch.device) -> None:
-    """A child of the communicator."""
+def use_and_close_a_child(comm: Communicator, gpu: torch.device) -> None:
     child = comm.split(0)
     assert child is not None
     x = child.empty(1000, device=gpu)
     assert child.all_reduce(x.fill_(1)).eq(comm.world_size).all()
     assert child.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2  # And on the CPU.
-    # More than there is room for: an ordinary one.
+    # Too large for the symmetric memory: an ordinary tensor.
     shape = (cuda.symmetric_bytes() // 8 + 1,)
     assert child.output(shape, torch.empty(0, dtype=torch.float64, device=gpu)).shape == shape
     with pytest.raises(ValueError, match="is on cuda:0, but the tensor on cuda:7"):
         child.empty(1, device="cuda:7")
     child.synchronize()
     child.close()
-    assert x.eq(comm.world_size).all()  # Still ours.
+    assert x.eq(comm.world_size).all()  # Its memory stays valid after close().
 
 
 @on_gpu
 @both
-def test_from_start_to_end(run: Callable[..., Any], gpu: torch.device) -> None:
-    run(2, on(gpu, use_from_start_to_end, gpu))
+def test_using_and_closing_a_child(run: Callable[..., Any], gpu: torch.device) -> None:
+    run(2, on(gpu, use_and_close_a_child, gpu))
 
 
 def use_expandable_segments(comm: Communicator, gpu: torch.device) -> None:
-    """Memory of which torch could not give the peers a handle."""
+    """Torch cannot export an IPC handle for such memory."""
     x, y = torch.ones(1 << 20, device=gpu), torch.full((1 << 20,), 2.0, device=gpu)
     assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     assert comm.all_reduce(x).eq(comm.world_size).all()
@@ -198,14 +201,14 @@ def use_expandable_segments(comm: Communicator, gpu: torch.device) -> None:
     assert comm.reduce_scatter(rows).eq(2 * comm.world_size).all()
 
 
-def set_variable(rank: int, value: str) -> None:
+def set_allocator(rank: int, value: str) -> None:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = value
 
 
 @pytest.mark.processes
 @on_gpu
 def test_expandable_segments(gpu: torch.device) -> None:
-    prepare = set_variable, "expandable_segments:True"
+    prepare = set_allocator, "expandable_segments:True"
     run_processes(2, on(gpu, use_expandable_segments, gpu), prepare=prepare)
 
 
@@ -230,7 +233,7 @@ def test_threads_in_one_stream_are_told_to_use_two(gpu: torch.device) -> None:
 
 
 def change_streams(comm: Communicator, gpu: torch.device) -> None:
-    """The collectives of a rank keep their order in whichever streams they are."""
+    """The collectives of a rank stay in order, in whichever stream each of them is."""
     streams = [torch.cuda.Stream(gpu) for _ in range(3)]
     generator = random.Random(5)
     x = torch.ones(1 << 20, device=gpu, dtype=torch.int64)
@@ -249,7 +252,7 @@ def test_a_rank_may_change_its_stream(run: Callable[..., Any], gpu: torch.device
     run(2, on(gpu, change_streams, gpu))
 
 
-# ---- graphs ---------------------------------------------------------------------------------------
+# ---- graphs --------------------------------------------------------------------------------------
 
 
 def replay(comm: Communicator, gpu: torch.device) -> None:
@@ -275,7 +278,7 @@ def replay(comm: Communicator, gpu: torch.device) -> None:
 
     ranks = range(n)
     fill(0)
-    step()  # Sets up, and loads.
+    step()  # Sets up the communicator and loads the kernels.
     comm.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
@@ -318,7 +321,7 @@ def test_the_first_call_cannot_be_captured(gpu: torch.device) -> None:
         x.add_(1)
 
 
-# ---- failures on the device -----------------------------------------------------------------------
+# ---- failures on the device ----------------------------------------------------------------------
 
 
 def is_usable(gpu: torch.device) -> bool:
@@ -327,7 +330,7 @@ def is_usable(gpu: torch.device) -> bool:
 
 def survive_a_late_rank(comm: Communicator, gpu: torch.device) -> None:
     x = torch.ones(1 << 18, device=gpu)
-    comm.all_reduce(x)  # Now CUDA has begun on all ranks, for which 3 s may be too little.
+    comm.all_reduce(x)  # Initializes CUDA on all ranks, which may take more than 3 s.
     comm.synchronize()
     with Communicator.from_process_group(timeout=3.0) as hasty:
         hasty.all_reduce(x)
@@ -365,7 +368,7 @@ def call_differently(comm: Communicator, gpu: torch.device) -> None:
 
 @pytest.mark.processes
 @on_gpu
-def test_processes_that_call_different_things_are_told(gpu: torch.device) -> None:
+def test_processes_that_call_different_collectives_raise(gpu: torch.device) -> None:
     run_processes(2, call_differently, gpu)
 
 
@@ -394,11 +397,11 @@ def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:
     run_processes(2, leave_early, gpu, abort)
 
 
-# ---- gates ----------------------------------------------------------------------------------------
+# ---- gates ---------------------------------------------------------------------------------------
 
 
 def reduce_when_ready(comm: Communicator, gpu: torch.device) -> None:
-    """The writer of rows is another stream, which raises a counter after each block of rows."""
+    """Another stream writes the rows, and increments a counter after each block of rows."""
     generator = torch.Generator().manual_seed(comm.rank)
     writer = torch.cuda.Stream(gpu)
     for dtype in (torch.float32, torch.bfloat16):
@@ -415,7 +418,7 @@ def reduce_when_ready(comm: Communicator, gpu: torch.device) -> None:
                     for i in range(len(ready)):
                         block = slice(i * block_rows, (i + 1) * block_rows)
                         x[block] = contents[block]
-                        ready[i] += 2  # A kernel ends with a release.
+                        ready[i] += 2  # The end of the previous kernel released its writes.
                 comm.all_reduce_when_ready(x, ready, 2, block_rows, blocks=blocks)
                 assert torch.equal(x, expected)
                 writer.synchronize()
@@ -435,23 +438,23 @@ def test_rows_that_are_never_ready(gpu: torch.device) -> None:
             x = torch.ones(10, 10, device=gpu)
             ready = torch.full((1,), 1 - comm.rank, dtype=torch.int32, device=gpu)
             comm.all_reduce_when_ready(x, ready, 1, 10)
-            # Whose time is up first, or what that one tells the other.
-            told = "were not ready within|rank 1 (of 2 )?did not arrive"
-            with pytest.raises(TimeoutError, match=told):
+            # Depends on the rank that times out first; the other one reports that rank's failure.
+            message = "were not ready within|rank 1 (of 2 )?did not arrive"
+            with pytest.raises(TimeoutError, match=message):
                 comm.synchronize()
             assert x.isnan().all() and is_usable(gpu)
 
     run_threads(2, on_rank, timeout=3.0)
 
 
-# ---- endurance ------------------------------------------------------------------------------------
+# ---- endurance -----------------------------------------------------------------------------------
 
 
 @on_gpu
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_many_calls_of_random_sizes(world_size: int, gpu: torch.device) -> None:
-    """Integers, so that one comparison at the end sees any call that has gone wrong."""
-    calls = 1000  # A hundred times as many are for the soak of bench/gpu.
+    """Sums of integers are exact, so one count of all wrong elements is checked at the end."""
+    calls = 1000  # The soak test in bench/gpu makes a hundred times as many.
 
     def on_rank(comm: Communicator) -> None:
         sizes = random.Random(7)
@@ -469,10 +472,10 @@ def test_many_calls_of_random_sizes(world_size: int, gpu: torch.device) -> None:
 
 
 @on_gpu
-def test_no_thread_and_no_memory_is_left(
+def test_collected_communicators_leak_no_thread_and_no_memory(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 32 communicators, each with a 16th of the memory; nobody closes them."""
+    """Makes 32 communicators, each with 1/16 of the GPU's memory, and closes none."""
     memory = torch.cuda.mem_get_info(gpu)[1]
     monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", str(memory // 16))
 

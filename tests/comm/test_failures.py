@@ -1,4 +1,4 @@
-"""Ranks that call different things, or are lost: late, killed, stopped, interrupted."""
+"""Ranks that call different collectives, or are late, killed, stopped or interrupted."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import on
-from support.ranks import run_processes, run_threads, traces
+from support.ranks import leakable_resources, run_processes, run_threads
 
 from pipekernels import Communicator, PeerError
 
 
 def kill_self_soon(seconds: float, signal_number: int = signal.SIGKILL) -> None:
-    """Send this process a signal from a thread, so that it hits in the middle of anything."""
+    """Send this process a signal from another thread, at any point of what it does."""
 
     def fire() -> None:
         time.sleep(seconds)
@@ -34,26 +34,33 @@ def kill_self_soon(seconds: float, signal_number: int = signal.SIGKILL) -> None:
     threading.Thread(target=fire, daemon=True).start()
 
 
-# ---- ranks that call different things ------------------------------------------------------------------
+# ---- ranks that call different collectives -------------------------------------------------------
 
 
 def call_differently(comm: Communicator, device: torch.device) -> None:
     ones = functools.partial(torch.ones, device=device)
     odd, x = comm.rank == 1, ones(10)
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: comm.all_reduce(x[: 9 + odd]), r"rank 0 all_reduce\(9 x float32, sum, auto\), rank 1 all_reduce\(10"),
-        (lambda: comm.all_reduce(x.to(torch.int32 if odd else torch.float16)), "10 x float16.*10 x int32"),
+        (lambda: comm.all_reduce(x[: 9 + odd]),
+         r"rank 0 all_reduce\(9 x float32, sum, auto\), rank 1 all_reduce\(10"),
+        (lambda: comm.all_reduce(x.to(torch.int32 if odd else torch.float16)),
+         "10 x float16.*10 x int32"),
         (lambda: comm.all_reduce(x, "max" if odd else "sum"), "sum, auto.* max, auto"),
         (lambda: comm.all_reduce(x, algorithm="ring" if odd else "auto"), "sum, auto.* sum, ring"),
         (lambda: comm.broadcast(x, int(odd)), "src=0.* src=1"),
-        (lambda: comm.barrier() if odd else comm.all_reduce(x), r"rank 0 all_reduce.* rank 1 barrier\(\)"),
-        (lambda: comm.all_reduce(x.view(2, 5) if odd else x), r"10 x float32.*10 x float32.*but of different shapes"),
+        (lambda: comm.barrier() if odd else comm.all_reduce(x),
+         r"rank 0 all_reduce.* rank 1 barrier\(\)"),
+        (lambda: comm.all_reduce(x.view(2, 5) if odd else x),
+         r"10 x float32.*10 x float32.*but of different shapes"),
         (lambda: comm.broadcast(x.view(2, 5) if odd else x.view(5, 2)), "but of different shapes"),
         (lambda: comm.all_gather(x.view(1, 10) if odd else x), "but of different shapes"),
         (lambda: comm.reduce_scatter(ones((6, 2) if odd else (3, 4))), "but of different shapes"),
-        (lambda: comm.all_gather(x.to(torch.float8_e5m2 if odd else torch.uint8)), "10 x uint8.*10 x float8_e5m2"),
-        (lambda: comm.broadcast(x.view(torch.uint8).view(torch.uint16 if odd else torch.int16)), "20 x int16.*20 x uint16"),
-        (lambda: comm.all_gather(x) if odd else comm.reduce_scatter(x[:9]), "reduce_scatter.* all_gather"),
+        (lambda: comm.all_gather(x.to(torch.float8_e5m2 if odd else torch.uint8)),
+         "10 x uint8.*10 x float8_e5m2"),
+        (lambda: comm.broadcast(x.view(torch.uint8).view(torch.uint16 if odd else torch.int16)),
+         "20 x int16.*20 x uint16"),
+        (lambda: comm.all_gather(x) if odd else comm.reduce_scatter(x[:9]),
+         "reduce_scatter.* all_gather"),
     ]  # fmt: skip
     if device.type == "cuda":
         calls.append((lambda: comm.all_reduce(x if odd else x.cpu()), "not all of them on CUDA"))
@@ -68,24 +75,24 @@ def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable(
     device: torch.device,
 ) -> None:
     run_threads(3, on(device, call_differently, device))
-    if device.type == "cpu":  # On a GPU processes find it too late to go on.
+    if device.type == "cpu":  # On a GPU, processes detect it too late: their communicator fails.
         run_processes(3, on(device, call_differently, device))
 
 
-# ---- ranks that are lost ------------------------------------------------------------------------------
+# ---- ranks that are lost -------------------------------------------------------------------------
 
 
 def lose_a_rank(
     comm: Communicator, device: torch.device, folder: str, seed: int
 ) -> tuple[str, float]:
-    """Rank ``seed % world_size`` is killed in a row of collectives; the others go on without it."""
+    """Rank ``seed % world_size`` is killed in a collective; the others make a new communicator."""
     ones, on_cpu = functools.partial(torch.ones, device=device), device.type == "cpu"
     generator = random.Random(seed)
     victim = seed % comm.world_size
     delay = generator.uniform(0, 0.05)
     group_store = f"{folder}/store-{seed}"
     comm.close()
-    before = traces()
+    before = leakable_resources()
     comm = Communicator.from_process_group()
     x, symmetric = ones(1_000_000), comm.empty(300_000, device=device).fill_(1)
     comm.barrier()
@@ -100,7 +107,7 @@ def lose_a_rank(
             for algorithm in ("one_shot", "two_shot", "ring"):
                 comm.all_reduce(symmetric.fill_(1), algorithm=algorithm)
                 comm.synchronize()
-                assert symmetric.eq(comm.world_size).all()  # Never a part of the sum.
+                assert symmetric.eq(comm.world_size).all()  # Never a partial sum.
             comm.reduce_scatter(ones(3 * 5000))
             comm.all_gather(x)
             comm.broadcast(x)
@@ -113,9 +120,9 @@ def lose_a_rank(
         comm.barrier()
     comm.close()
     del symmetric
-    assert not on_cpu or traces() == before  # CUDA has files of its own.
+    assert not on_cpu or leakable_resources() == before  # CUDA opens files itself.
 
-    # Those that are left form a new group.
+    # The remaining ranks form a new group.
     rank = comm.rank - (comm.rank > victim)
     dist.destroy_process_group()
     dist.init_process_group(
@@ -142,7 +149,7 @@ def test_a_killed_rank_is_named_at_once_by_all_others(
         if rank != victim:
             message, raised = result
             assert f"rank {victim} has died" in message
-            assert raised - killed < 10  # Not by the timeout of 30 s.
+            assert raised - killed < 10  # Well before the timeout of 30 s.
 
 
 def wait_for_a_late_rank(comm: Communicator) -> str:
@@ -158,7 +165,7 @@ def wait_for_a_late_rank(comm: Communicator) -> str:
         RuntimeError, match=r"cannot be used after a failure \(.*rank.*2.*\); make a new"
     ) as later:
         comm.all_reduce(torch.ones(5))
-    assert not isinstance(later.value, PeerError)  # Nobody has gone.
+    assert not isinstance(later.value, PeerError)  # No rank has died or left.
     return str(caught.value)
 
 
@@ -172,18 +179,19 @@ def test_all_late_ranks_are_named() -> None:
     "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
 )
 def test_a_late_rank_is_named(run: Callable[..., list[str]]) -> None:
+    expected = (
+        r"rank\(s\) 2 of 3 did not arrive at all_reduce\(5 x float32, sum, auto\), "
+        r"collective number 2 .* within 1 s|rank 2 did not arrive in time, as rank"
+    )
     for message in run(3, wait_for_a_late_rank, timeout=1.0)[:2]:
-        assert "2" in message
-        assert re.search(r"rank\(s\) 2 of 3 did not arrive at all_reduce\(5 x float32, sum, auto\), "
-                         r"collective number 2 .* within 1 s|rank 2 did not arrive in time, as rank",
-                         message)  # fmt: skip
+        assert re.search(expected, message)
 
 
 def survive_a_stopped_rank(comm: Communicator) -> str:
     pids = [int(pid) for pid in comm.all_gather(torch.tensor([os.getpid()]))]
     comm.barrier()
     if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)  # Until a peer wakes it.
+        os.kill(os.getpid(), signal.SIGSTOP)  # Until rank 0 sends SIGCONT.
         with pytest.raises(TimeoutError, match="rank 1 did not arrive in time"):
             comm.barrier()
         return ""
@@ -223,7 +231,7 @@ def test_control_c_ends_a_wait() -> None:
     assert 0.1 < run_processes(2, interrupt)[0] < 10
 
 
-# ---- signal handlers, and threads that never end -------------------------------------------------------
+# ---- signal handlers, and threads that never end -------------------------------------------------
 
 
 def close_in_a_handler(comm: Communicator) -> None:
@@ -237,7 +245,7 @@ def close_in_a_handler(comm: Communicator) -> None:
     def leave(number: int, frame: object) -> None:
         with pytest.raises(RuntimeError, match="a signal handler cannot call a collective"):
             comm.barrier()
-        Communicator.threads(1)[0].barrier()  # Of another one it can.
+        Communicator.threads(1)[0].barrier()  # It can use another communicator.
         comm.close()
 
     signal.signal(signal.SIGALRM, leave)
@@ -247,9 +255,10 @@ def close_in_a_handler(comm: Communicator) -> None:
     with pytest.raises(RuntimeError, match="has been closed"):
         comm.barrier()
     gc.collect()
-    assert re.search("pidfd.*mapping", str(traces()))  # They were needed until then.
+    # The interrupted call still needed them when the handler called close().
+    assert re.search("pidfd.*mapping", str(leakable_resources()))
     comm.close()
-    assert not re.search("mapping|pidfd", str(traces()))
+    assert not re.search("mapping|pidfd", str(leakable_resources()))
     dist.barrier()
 
 
@@ -264,7 +273,7 @@ from pipekernels import Communicator
 
 def work(comm):
     while True:
-        comm.barrier()  # Some calls of torch do abort there.
+        comm.barrier()  # Some calls of torch abort the process if it exits meanwhile.
 
 for comm in Communicator.threads(2):
     threading.Thread(target=work, args=(comm,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""The differentiable collectives: values, gradients by both conventions, tracing, errors."""
+"""The differentiable collectives: values, gradients by both conventions, compilation, errors."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_non_contiguous_and_empty_inputs(device: torch.device) -> None:
     run_threads(2, on(device, on_rank))
 
 
-# Each case: the op on a rank, and the same for all ranks at once, from which torch derives the
-# expected gradients of the sum of all ranks' losses.
+# Each case: the operation on one rank, and a reference for all ranks at once. Autograd of the
+# reference gives the expected gradients of the sum of all ranks' losses.
 SUMMED_LOSS = {
     "all_reduce": (
         lambda x, comm: ops.all_reduce(x, comm),
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_summed_loss(
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
 def test_plain_collectives_are_differentiable_twice(operation: str, device: torch.device) -> None:
-    """Against one process that has the tensors of both ranks."""
+    """The expected values come from one process that has the tensors of both ranks."""
     joined = {
         "all_reduce": lambda x: x.sum(0, keepdim=True).expand(2, -1, -1),
         "reduce_scatter": lambda x: x.sum(0).unflatten(0, (2, -1)),
@@ -165,7 +165,7 @@ def test_complex_tensors_that_are_moved_have_gradients(
 def test_tensor_parallel_steps_with_a_replicated_loss(
     world_size: int, size: int, device: torch.device
 ) -> None:
-    """y = copy(x) * own factor, summed, scattered, scaled and gathered, against one process."""
+    """y = copy(x) * the rank's factor, summed, scattered, scaled and gathered."""
     factors = [factor.to(device) for factor in inputs(world_size, 5, size)]
     x = inputs(1, 5, size)[0].to(device).requires_grad_()
     scale = torch.arange(1.0, size + 1, dtype=torch.float64, device=device)
@@ -203,7 +203,8 @@ def test_a_second_derivative_of_a_tensor_parallel_step_raises(
 ) -> None:
     (comm,) = Communicator.threads(1)
     x = torch.ones(3, 3, device=device, requires_grad=True)
-    # A sum, whose gradient has no graph: a gradient of x without one would be no error.
+    # The gradient of a sum has no graph, so if the step raised nothing, this would not raise
+    # either.
     with pytest.raises(RuntimeError, match="can be differentiated once only"):
         torch.autograd.grad(STEPS[step](x, comm).sum(), x, create_graph=True)
 
@@ -222,7 +223,7 @@ def test_no_grad_and_autocast_keep_the_dtype(device: torch.device) -> None:
 
 
 def test_slices_of_rows_between_layers(device: torch.device) -> None:
-    """As RowParallelLinear's docstring joins them: gradients are those of the whole layers."""
+    """The example in RowParallelLinear's docstring has the gradients of the unsharded layers."""
     torch.manual_seed(0)
     up, down, head = (nn.Linear(*size).double() for size in ((5, 7), (7, 5), (5, 3)))
     plain = nn.Sequential(up, nn.Tanh(), down, head).to(device)
@@ -277,7 +278,7 @@ def test_compiles_to_one_graph(device: torch.device) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # It says where it breaks the graph.
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # It warns of each graph break.
 def test_methods_of_a_communicator_are_graph_breaks(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
 
@@ -300,15 +301,15 @@ def compiled_twice(comm: Communicator) -> list[list[float]]:
         x = torch.ones(3, requires_grad=True)
         torch.compile(ops.broadcast, fullgraph=True)(x, comm, 0).sum().backward()
         grads.append(x.grad.tolist())
-        comm.barrier()  # By now all graphs are in the cache,
-        torch._dynamo.reset()  # which the next ones come from.
+        comm.barrier()  # Both ranks' graphs are in the cache now.
+        torch._dynamo.reset()  # The second iteration looks its graph up in the cache.
     return grads
 
 
 @pytest.mark.compile
 @pytest.mark.processes
-def test_a_rank_takes_no_graph_from_the_cache_that_was_compiled_on_another(tmp_path: Path) -> None:
-    """What is compiled depends on rank and size: the backward of broadcast is zeros but on one rank."""
+def test_ranks_do_not_share_cached_graphs(tmp_path: Path) -> None:
+    """Graphs depend on the rank: broadcast's backward returns zeros on all ranks but the source."""
     answers = run_processes(
         2, compiled_twice, timeout=100.0, limit=110.0, prepare=(cache_in, tmp_path)
     )
@@ -344,7 +345,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
         comm.output((3,), torch.ones(3, device="meta"))
 
 
-def test_a_communicator_that_is_gone_is_named() -> None:
+def test_the_handle_of_a_collected_communicator_is_named() -> None:
     (comm,) = Communicator.threads(1)
     handle = comm.handle
     assert Communicator.from_handle(handle) is comm

@@ -1,4 +1,4 @@
-"""Communicators made from communicators, many at once, and in processes of every start method."""
+"""Splitting communicators, many of them at once, and every start method of processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import on, own_stream
-from support.ranks import leaves_the_group, run_processes, run_threads, traces
+from support.ranks import leakable_resources, leaves_the_group, run_processes, run_threads
 
 from pipekernels import Communicator, PeerError
 
@@ -132,10 +132,10 @@ def test_split_needs_no_group() -> None:
 
 
 def make_many(comm: Communicator) -> None:
-    """50 at once, used out of order, half of them closed by hand and half collected."""
-    before = traces()
+    """50 communicators at once, used out of order; half are closed, half garbage-collected."""
+    before = leakable_resources()
     comms = [comm.split(0) for _ in range(50)]
-    assert len(traces()) >= len(before) + 50
+    assert len(leakable_resources()) >= len(before) + 50
     for number, each in reversed(list(enumerate(comms))):
         assert each.all_reduce(torch.tensor([number])).item() == comm.world_size * number
     held = comms[7].empty(10).fill_(comm.rank)
@@ -145,11 +145,11 @@ def make_many(comm: Communicator) -> None:
     comm.barrier()  # Before any rank drops one that others may still need.
     del comms, each, held
     comm.barrier()
-    assert traces() == before
+    assert leakable_resources() == before
 
 
 @pytest.mark.processes
-def test_many_at_once_leave_nothing() -> None:
+def test_many_at_once_leak_nothing() -> None:
     run_processes(2, make_many)
 
 
@@ -161,14 +161,14 @@ def test_many_at_once_on_threads() -> None:
             assert each.all_reduce(torch.tensor([number])).item() == 3 * number
         comm.barrier()
 
-    gc.collect()  # What earlier tests left.
-    before = traces()
+    gc.collect()  # Collect garbage of earlier tests.
+    before = leakable_resources()
     run_threads(3, on_rank)
     gc.collect()
-    assert traces() == before
+    assert leakable_resources() == before
 
 
-def say_who(comm: Communicator, device: torch.device) -> tuple[int, int]:
+def rank_and_parent(comm: Communicator, device: torch.device) -> tuple[int, int]:
     assert comm.all_reduce(comm.empty(10, device=device).fill_(1)).eq(comm.world_size).all()
     return comm.rank, os.getppid()
 
@@ -176,21 +176,22 @@ def say_who(comm: Communicator, device: torch.device) -> tuple[int, int]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("device", "method"),
-    # CUDA that has been used in a process does not work in its fork.
+    # A forked child cannot use CUDA if its parent has initialized it.
     [("cpu", "fork"), ("cpu", "spawn"), pytest.param("cuda", "spawn", marks=pytest.mark.cuda)],
     indirect=["device"],
 )
-def test_start_methods(method: str, device: torch.device) -> None:
-    """While the process that starts them has communicators of its own."""
+def test_start_methods_when_the_parent_has_a_communicator(
+    method: str, device: torch.device
+) -> None:
     (own,) = Communicator.threads(1)
     x = own.empty(3, device=device).fill_(1)
     expected = [(rank, os.getpid()) for rank in range(2)]
-    assert run_processes(2, on(device, say_who, device), start_method=method) == expected
+    assert run_processes(2, on(device, rank_and_parent, device), start_method=method) == expected
     assert own.all_reduce(x).tolist() == [1.0] * 3
 
 
 def meet_in_forked_children(comm: Communicator, folder: str) -> None:
-    """Children of processes that are ranks already make a communicator of their own."""
+    """The forked children of two ranks make a new communicator."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -207,7 +208,7 @@ def meet_in_forked_children(comm: Communicator, folder: str) -> None:
 
 
 @pytest.mark.processes
-def test_forked_ranks_make_their_own(tmp_path: Any) -> None:
+def test_forked_children_of_ranks_make_a_new_communicator(tmp_path: Any) -> None:
     run_processes(2, meet_in_forked_children, str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""The limits of ``auto``: their file, how ranks come to agree on them, and how they are measured."""
+"""The size limits of ``algorithm="auto"``: their file, agreement of the ranks, measurement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATE = "2026-01-31 12:00 UTC"
 # ---- the file ----
 
 
-def test_what_is_saved_is_loaded(cache: Path) -> None:
+def test_saving_and_loading(cache: Path) -> None:
     measured = Tuning({2: 4096, 8: 16384}, DATE)
     path = tuning.save(Tuning({2: 1}, DATE))
     assert tuning.save(measured) == path == tuning.path()
@@ -43,15 +43,15 @@ def test_the_file_names_the_machine(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert tuning.path().name == "all-reduce-some-r-cpu-3-1000c.json"
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(cache: Path) -> None:
-    tuning.path().mkdir(parents=True)  # Which no file takes the place of.
+def test_a_failed_save_leaves_no_file_behind(cache: Path) -> None:
+    tuning.path().mkdir(parents=True)  # A file cannot replace a folder.
     with pytest.raises(OSError, match="cannot be written"):
         tuning.save(Tuning({2: 4096}, DATE))
     assert list(tuning.path().parent.iterdir()) == [tuning.path()]
 
 
 @pytest.mark.parametrize("folder", [None, "", "relative"])
-def test_without_a_cache_folder_of_its_own_it_is_the_users(
+def test_without_a_valid_xdg_cache_home_the_default_is_used(
     folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -63,7 +63,7 @@ def test_without_a_cache_folder_of_its_own_it_is_the_users(
 
 
 @pytest.mark.parametrize("folder", ["new", "file"])
-def test_nothing_measured_is_no_reason_to_warn(
+def test_a_missing_file_does_not_warn(
     folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (cache / "file").touch()
@@ -103,7 +103,7 @@ GOOD = {"format": tuning.FORMAT, "date": DATE, "one_shot_bytes": {"2": 4096}}
         json.dumps(GOOD | {"one_shot_bytes": {"2": True}}),
     ],
 )
-def test_a_bad_file_is_ignored_with_a_warning_that_says_what_to_do(cache: Path, text: str) -> None:
+def test_a_bad_file_is_ignored_with_a_warning_that_names_the_remedy(cache: Path, text: str) -> None:
     path = tuning.save(Tuning({2: 4096}, DATE))
     assert json.loads(path.read_text()) == GOOD
     path.write_bytes(text.encode("latin-1"))
@@ -130,14 +130,12 @@ def make_huge(path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("make", [make_pipe, make_endless, make_huge, Path.mkdir])
-def test_what_cannot_be_read_to_its_end_is_ignored(
-    cache: Path, make: Callable[[Path], None]
-) -> None:
+def test_special_and_huge_files_are_ignored(cache: Path, make: Callable[[Path], None]) -> None:
     tuning.path().parent.mkdir(parents=True)
     make(tuning.path())
     script = (
-        "import warnings; from pipekernels import Communicator; "
-        "warnings.simplefilter('always'); print(Communicator.threads(2)[0]._host_end.core.one_shot_bytes)"
+        "import warnings; from pipekernels import Communicator; warnings.simplefilter('always'); "
+        "print(Communicator.threads(2)[0]._host_end.core.one_shot_bytes)"
     )
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
@@ -146,7 +144,7 @@ def test_what_cannot_be_read_to_its_end_is_ignored(
     assert f"{tuning.path()} is not used" in result.stderr
 
 
-def test_a_world_size_between_takes_the_next_smaller_one_measured() -> None:
+def test_an_unmeasured_world_size_takes_the_limit_of_the_next_smaller_one() -> None:
     limits = {2: 1, 4: 2, 16: 3}
     taken = {size: Tuning(limits, DATE).limit(size) for size in (1, 2, 3, 4, 15, 16, 1000)}
     assert taken == {1: 1, 2: 1, 3: 1, 4: 2, 15: 2, 16: 3, 1000: 3}
@@ -155,7 +153,7 @@ def test_a_world_size_between_takes_the_next_smaller_one_measured() -> None:
 # ---- agreement ----
 
 
-def test_threads_take_what_was_measured(cache: Path) -> None:
+def test_threads_use_the_measured_limits(cache: Path) -> None:
     tuning.save(Tuning({2: 5000, 3: 7000}, DATE))
     limits = [
         c._host_end.core.one_shot_bytes for size in (2, 3) for c in Communicator.threads(size)
@@ -163,9 +161,9 @@ def test_threads_take_what_was_measured(cache: Path) -> None:
     assert limits == [5000] * 2 + [7000] * 3
 
 
-def ranks_with_files_of_their_own(first: Communicator, folder: str) -> int:
+def join_with_own_file(first: Communicator, folder: str) -> int:
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{first.rank}"
-    if first.rank != 1:  # Which has measured nothing.
+    if first.rank != 1:  # Rank 1 has no file.
         tuning.save(Tuning({2: 1000 << 2 * first.rank}, DATE))
     with Communicator.from_process_group(timeout=20) as communicator:
         for bytes_ in (500, 2000, 10_000, 100_000):
@@ -176,7 +174,7 @@ def ranks_with_files_of_their_own(first: Communicator, folder: str) -> int:
 
 @pytest.mark.processes
 def test_ranks_with_different_files_agree(tmp_path: Path) -> None:
-    limits = run_processes(3, ranks_with_files_of_their_own, str(tmp_path))
+    limits = run_processes(3, join_with_own_file, str(tmp_path))
     assert limits == [1000, 1000, 1000]
 
 
@@ -184,7 +182,7 @@ def test_ranks_with_different_files_agree(tmp_path: Path) -> None:
 
 
 def times(one_shot: float, two_shot: float, growth: dict[str, float]) -> tuner.Times:
-    """Times of a machine on which a call takes so long, and so much longer per byte."""
+    """Times of calls that take a fixed time, plus ``growth`` (for one_shot: 3) per byte."""
     fixed = {"one_shot": one_shot, "two_shot": two_shot}
     per_byte = {"one_shot": dict.fromkeys(tuner.KINDS, 3.0), "two_shot": growth}
     return {
@@ -214,14 +212,18 @@ def test_the_limit_serves_both_kinds_of_tensors() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "expected"),
-    [(1, [2, 4, 8]), (8, [2, 4, 8]), (15, [2, 4, 8]), (16, [2, 4, 8, 16]), (96, [2, 4, 8, 16, 32, 64])],
-)  # fmt: skip
+    [
+        *((cores, [2, 4, 8]) for cores in (1, 8, 15)),
+        (16, [2, 4, 8, 16]),
+        (96, [2, 4, 8, 16, 32, 64]),
+    ],
+)
 def test_world_sizes_fit_the_machine(cores: int, expected: list[int]) -> None:
     assert tuner.world_sizes(cores) == expected
 
 
 @pytest.mark.processes
-def test_tune_measures_and_info_tells(cache: Path) -> None:
+def test_tune_saves_the_limits_that_info_reports(cache: Path) -> None:
     assert "built-in limits" in cli.info()
     result = subprocess.run(
         [sys.executable, "-m", "pipekernels", "tune", "--quick"],

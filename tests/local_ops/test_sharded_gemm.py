@@ -1,4 +1,4 @@
-"""The product of a linear layer: values, gradients, traces, and which way it is computed."""
+"""The product of a linear layer: values, gradients, traces, and which execution it is computed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_forward_and_gradients(device: torch.device, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_registered_operation(device: torch.device, dtype: torch.dtype) -> None:
-    """What ``torch.compile`` traces, and double backward, whichever way the product is taken."""
+    """What ``torch.compile`` traces, and double backward, whichever execution the product is taken."""
     case = Case.make(dtype, device, 5, 4, 6)
     operation = torch.ops.pipekernels.sharded_gemm
     rest = (None, None, None, "auto")
@@ -149,7 +149,7 @@ def test_the_kernel_in_the_interpreter() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-# ---- which way ----
+# ---- which execution ----
 
 
 def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> Config | None:

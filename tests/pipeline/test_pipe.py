@@ -13,7 +13,6 @@ from torch import nn
 
 from pipekernels import is_checkpointing, is_recomputing
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.engine.pace import Way
 
 MODES = ["always", "except_last", "never"]
 
@@ -75,7 +74,9 @@ def test_equals_the_unwrapped_module(balance: list[int], mode: str, place: torch
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [7, 16])
-def test_same_bits_as_a_one_thread_loop(batch: int, mode: str, way: Way, two_threads: None) -> None:
+def test_same_bits_as_a_one_thread_loop(
+    batch: int, mode: str, execution: str, two_threads: None
+) -> None:
     """Two intra-op threads over two lanes are one thread per lane, inline too."""
     module = mlp(32, torch.float32)
     reference = copy.deepcopy(module)
@@ -204,7 +205,7 @@ def test_double_backward_says_that_it_is_not_supported() -> None:
         torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
 
 
-def test_several_backwards_at_once_are_refused(way: Way) -> None:
+def test_several_backwards_at_once_are_refused(execution: str) -> None:
     pipe = on_cpu(mlp(), [2, 3], chunks=2)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     output = pipe(x)

@@ -19,7 +19,6 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator
-from pipekernels.pipeline.engine.pace import Way
 
 
 def mlp() -> nn.Sequential:
@@ -34,7 +33,7 @@ def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_compiled_layers(checkpoint: str, way: Way) -> None:
+def test_compiled_layers(checkpoint: str, execution: str) -> None:
     module = mlp()
     reference = copy.deepcopy(module)
     compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in module))
@@ -48,7 +47,7 @@ def test_compiled_layers(checkpoint: str, way: Way) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script does not support it")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_scripted_layers(checkpoint: str, way: Way) -> None:
+def test_scripted_layers(checkpoint: str, execution: str) -> None:
     layers = [*mlp(), nn.BatchNorm1d(2).double().eval()]
     reference = nn.Sequential(*layers)
     module = nn.Sequential(*map(torch.jit.script, copy.deepcopy(layers)))
@@ -95,7 +94,7 @@ def test_grad_scaler(place: torch.device) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_pipes_leave_nothing_behind(way: Way) -> None:
+def test_a_thousand_pipes_leave_nothing_behind(execution: str) -> None:
     alive = weakref.WeakSet()
     threads = 0
     for i in range(1000):
@@ -117,10 +116,15 @@ def test_a_backward_in_autocast(checkpoint: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     x, grads = torch.randn(8, 8), []
-    for way in ("inline", "threads"):
+    for execution in ("inline", "threads"):
         for mode in ("never", checkpoint):
             pipe = Pipe(
-                module, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode, execution=way
+                module,
+                [1, 1, 1],
+                devices=["cpu"] * 3,
+                chunks=4,
+                checkpoint=mode,
+                execution=execution,
             )
             module.zero_grad()
             loss = pipe(x).square().sum()
@@ -137,9 +141,14 @@ def test_a_forward_in_autocast(checkpoint: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     x, grads = torch.randn(64, 8), []
-    for way in ("inline", "threads", "split"):
+    for execution in ("inline", "threads", "split"):
         pipe = Pipe(
-            module, [1, 1, 1], devices=["cpu"] * 3, chunks=8, checkpoint=checkpoint, execution=way
+            module,
+            [1, 1, 1],
+            devices=["cpu"] * 3,
+            chunks=8,
+            checkpoint=checkpoint,
+            execution=execution,
         )
         module.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -151,7 +160,7 @@ def test_a_forward_in_autocast(checkpoint: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
 
 
-def test_what_watches_the_caller_sees_everything(way: Way) -> None:
+def test_what_watches_the_caller_sees_everything(execution: str) -> None:
     module = mlp().float()
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     x = torch.randn(6, 4)
@@ -208,7 +217,7 @@ class MakesTensors(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_the_default_device_is_that_of_the_caller(way: Way, checkpoint: str) -> None:
+def test_the_default_device_is_that_of_the_caller(execution: str, checkpoint: str) -> None:
     made: list[torch.device] = []
     layers = [MakesTensors(made), MakesTensors(made)]
     pipe = Pipe(
@@ -224,7 +233,7 @@ def test_the_default_device_is_that_of_the_caller(way: Way, checkpoint: str) -> 
         assert made == [device] * (4 if checkpoint == "never" else 8)
 
 
-def test_denormals_are_flushed_where_the_caller_has_them_flushed(way: Way) -> None:
+def test_denormals_are_flushed_where_the_caller_has_them_flushed(execution: str) -> None:
     class Half(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / 2
@@ -243,7 +252,7 @@ def test_denormals_are_flushed_where_the_caller_has_them_flushed(way: Way) -> No
             assert (value == 0).all() if flush else (value > 0).all()
 
 
-def test_parameters_that_a_layer_changes_and_marks(way: Way) -> None:
+def test_parameters_that_a_layer_changes_and_marks(execution: str) -> None:
     module = nn.Sequential(Normalised(3, 3), nn.Linear(3, 3)).double()
     module[0].weight.gain = 2.0
     reference = copy.deepcopy(module)
@@ -283,7 +292,7 @@ def test_what_was_frozen_in_the_forward(checkpoint: str, place: torch.device) ->
     assert all(p.requires_grad for p in pipe.parameters())
 
 
-def test_a_parameter_replaced_before_the_backward(way: Way) -> None:
+def test_a_parameter_replaced_before_the_backward(execution: str) -> None:
     module = mlp()
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     loss, old, bias = pipe(torch.randn(6, 4).double()).sum(), module[0].weight, torch.ones(6)
@@ -379,7 +388,7 @@ def test_cached_parametrizations_are_refused_where_graphs_are_made() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_work_in_place_that_begins_later(checkpoint: str, way: Way) -> None:
+def test_work_in_place_that_begins_later(checkpoint: str, execution: str) -> None:
     module = mlp()
     pipe = Pipe(module, [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -403,7 +412,7 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("first", [lambda: nn.ReLU(inplace=True), Overwriting])
 @pytest.mark.parametrize("wants_grad", [False, True])
 def test_a_first_layer_in_place_leaves_the_input_as_it_is(
-    first: Callable[[], nn.Module], wants_grad: bool, checkpoint: str, way: Way
+    first: Callable[[], nn.Module], wants_grad: bool, checkpoint: str, execution: str
 ) -> None:
     module = nn.Sequential(first(), *mlp())
     pipe = Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
@@ -424,7 +433,7 @@ def test_a_first_layer_in_place_leaves_the_input_as_it_is(
         torch.testing.assert_close(x.grad, y.grad)
 
 
-def test_a_failed_backward_leaves_nothing_to_the_next(way: Way) -> None:
+def test_a_failed_backward_leaves_nothing_to_the_next(execution: str) -> None:
     fails = True
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
@@ -454,7 +463,7 @@ def test_a_failed_backward_leaves_nothing_to_the_next(way: Way) -> None:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_channels_last_stays(dims: int, way: Way) -> None:
+def test_channels_last_stays(dims: int, execution: str) -> None:
     convolution = nn.Conv2d if dims == 2 else nn.Conv3d
     order = torch.channels_last if dims == 2 else torch.channels_last_3d
     module = nn.Sequential(convolution(3, 4, 3), nn.ReLU()).to(memory_format=order)

@@ -41,8 +41,8 @@ def by_torch(comm: Communicator) -> nn.Sequential:
 
 def piped(layers: nn.Sequential, comm: Communicator) -> Pipe:
     """On each rank another way, as ranks that measure may choose."""
-    way = ("inline", "threads")[comm.rank]
-    return Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6, execution=way)
+    execution = ("inline", "threads")[comm.rank]
+    return Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6, execution=execution)
 
 
 def after_it_was_made(comm: Communicator) -> nn.Sequential:

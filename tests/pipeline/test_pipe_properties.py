@@ -90,7 +90,7 @@ def models(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
     return module, [b - a for a, b in pairwise([0, *sorted(cuts), len(layers)])]
 
 
-@pytest.mark.parametrize("way", ["inline", "threads", "split"])
+@pytest.mark.parametrize("execution", ["inline", "threads", "split"])
 @settings(
     max_examples=50,
     deadline=None,
@@ -104,15 +104,15 @@ def models(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
     schedule=st.sampled_from([None, *SCHEDULES]),
 )
 def test_equals_the_unwrapped_module(
-    way, device, model, batch, chunks, checkpoint, schedule
+    execution, device, model, batch, chunks, checkpoint, schedule
 ) -> None:
-    if device.type != "cpu" and way != "inline":
+    if device.type != "cpu" and execution != "inline":
         pytest.skip("one thread issues what stages on CUDA devices do")
     module, balance = model
     reference = copy.deepcopy(module).to(device)
     pipe = Pipe(
         module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=checkpoint,
-        execution=way,
+        execution=execution,
     )  # fmt: skip
     x = torch.randn(batch, WIDTH, dtype=torch.float64, device=device)
     target = torch.randn(batch, 2, dtype=torch.float64, device=device)

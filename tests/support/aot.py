@@ -1,4 +1,4 @@
-"""Compiles the sharded GEMM for GPUs that are not there, through the launcher that would start it."""
+"""Compiles the sharded GEMM for GPUs that need not be present, with the package's launcher."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ import torch
 from pipekernels.kernels.config import BLOCKS, Blocks, Config
 from pipekernels.kernels.layout import signature
 
-DTYPES = {"tfloat32": torch.float32}  # Others are called as their kind.
+DTYPES = {"tfloat32": torch.float32}  # Every other kind is named as its dtype.
 
 
 class Case(NamedTuple):
     """One compilation.
 
     Attributes:
-        architecture: 90 for sm_90.
-        generation: whose blocks these are.
-        kind, blocks: what is multiplied, and how it is cut up.
-        split: whether programs share tiles.
-        variant: one of the three products of a linear layer, the first with all that may be added to
-            it; ``announced``, its tiles announced; ``odd``, the first at odd addresses; or ``unit``,
-            that with sizes of 1, which are compiled in.
+        architecture: compute capability to compile for; 90 for sm_90.
+        generation: the architecture whose table of blocks is used.
+        kind, blocks: operand type and tile sizes.
+        split: whether several programs share a tile (split-K).
+        variant: one of a linear layer's three products: ``forward`` (with bias and residual, and
+            with scales for float8), ``grad_input`` or ``grad_weight``; ``announced``, a product
+            that announces finished tiles; ``odd``, ``forward`` with odd sizes; or ``unit``,
+            ``forward`` with all sizes 1, which Triton compiles in as constants.
     """
 
     architecture: int
@@ -40,34 +41,34 @@ class Case(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A tensor descriptor's: so many rows of so many bytes, swizzled in spans of so many."""
+    """The block that a tensor descriptor moves at a time."""
 
     rows: int
-    width: int
-    span: int
+    width: int  # Bytes per row.
+    span: int  # Bytes per swizzle span.
 
 
 class Kernel(NamedTuple):
-    """What came out."""
+    """A compiled kernel and its resources."""
 
     ptx: str
     shared: int  # Bytes.
     registers: int  # Per thread.
     stack: int  # Bytes per thread, where registers spill.
-    scratch: int  # Bytes of device memory per program, which launches would have to allocate.
-    boxes: list[Box]  # What tensor descriptors move at a time.
+    scratch: int  # Bytes of device memory per program; a launch would have to allocate them.
+    boxes: list[Box]
 
 
 def cases() -> list[Case]:
-    """All that the built-in tables can choose."""
+    """Every configuration that the built-in tables can choose."""
     found = []
     for (generation, kind), choice in BLOCKS.items():
         architecture = 89 if (generation, kind) == (80, "float8_e4m3fn") else generation
         variants = ["forward", "grad_input", "grad_weight"]
         others = ["announced"]
-        if kind == "float8_e4m3fn":  # Which has no gradients.
+        if kind == "float8_e4m3fn":  # It has no gradients.
             variants = ["forward"]
-        if kind == "float16":  # The same code as for bfloat16, but for some instructions' types.
+        if kind == "float16":  # Differs from bfloat16 only in the types of some instructions.
             variants, others = ["grad_weight"], []
         these = [(blocks, False, v) for blocks in choice.whole for v in [*variants, *others]]
         these += [(blocks, True, v) for blocks in choice.shared for v in variants]
@@ -79,7 +80,7 @@ def cases() -> list[Case]:
 
 
 def build(case: Case) -> Kernel | str:
-    """Compile; what the compiler said, if it failed."""
+    """Compile ``case``; returns the compiler's message if that fails."""
     try:
         (kernel,) = compiled(case.architecture, lambda: _launch(case))
     except Exception as error:  # noqa: BLE001
@@ -96,7 +97,7 @@ def build(case: Case) -> Kernel | str:
 
 
 def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
-    """What Triton compiles for each of these launches of the kernel, of which it starts none."""
+    """The kernels that ``launches()`` would start. Triton compiles them, but starts none."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
@@ -104,7 +105,7 @@ def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
     from pipekernels.kernels import launch
 
     class Absent(DriverBase):
-        """A driver that knows for what to compile, and no more."""
+        """A driver that only names the target of the compilation."""
 
         def __init__(self) -> None:
             pass
@@ -126,7 +127,7 @@ def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
             raise AssertionError("a launch does not ask for that")
 
         def get_current_device(self) -> int:
-            return architecture  # Kernels are kept by device.
+            return architecture  # Triton caches kernels by device.
 
         def get_current_stream(self, device: int) -> int:
             return 0
@@ -134,7 +135,7 @@ def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
     found: list[Any] = []
 
     class Recorder:
-        """In place of the kernel: compiles for the arguments of a launch."""
+        """Replaces the kernel: compiles it for the arguments of a launch."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **kwargs: found.append(
@@ -152,15 +153,16 @@ def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
 
 
 def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
-    """Of small products with all kinds of sizes: what says which need a kernel of their own, and the
-    kernel's hash."""
+    """For small products of many sizes: the launcher's signature, and the hash of the kernel."""
     from pipekernels.kernels.launch import Product, launch
 
     config = Config(Blocks(16, 32, 16, 4, 2))
-    products = [
-        Product("float16", *(torch.empty(size, dtype=torch.float16) for size in ((m, k), (n, k), (m, n))))
-        for m, n, k in [(1, 32, 32), (2, 32, 32), (50, 32, 32), (50, 48, 16), (50, 40, 40), (7, 41, 32)]
-    ]  # fmt: skip
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float16)
+
+    sizes = [(1, 32, 32), (2, 32, 32), (50, 32, 32), (50, 48, 16), (50, 40, 40), (7, 41, 32)]
+    products = [Product("float16", half(m, k), half(n, k), half(m, n)) for m, n, k in sizes]
     products += [
         product._replace(bias=torch.empty(product.b.shape[0])) for product in products[1:3]
     ]
@@ -185,7 +187,7 @@ def _launch(case: Case) -> None:
     out_dtype = torch.bfloat16 if scaled else dtype
 
     def operand(rows: int, by_columns: bool, like: torch.dtype = dtype) -> torch.Tensor:
-        """[rows, k], or that as the transpose of what lies in memory."""
+        """[rows, k]; with ``by_columns`` each column is contiguous."""
         shape = (k, rows) if by_columns else (rows, k)
         return torch.empty(shape, dtype=like).t() if by_columns else torch.empty(shape, dtype=like)
 
@@ -206,7 +208,7 @@ def _launch(case: Case) -> None:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, as triton's own cuobjdump reads them."""
+    """Registers and stack bytes per thread, read by the cuobjdump that Triton ships."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -1,7 +1,8 @@
-"""Calls of ``pipekernels._C`` that must raise, in groups; ``python -m support.bad_calls GROUP`` makes those of one.
+"""Calls of ``pipekernels._C`` that must raise.
 
-In a process of its own, as a call that is not refused may end it: a line in front of each case says
-which one it was.
+``python -m support.bad_calls GROUP`` makes the calls of one group, in a process of its own: a call
+that is wrongly accepted may crash. The name of each case is printed first, so the last line names
+the crash.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A name, the call, the class of its exception, and what that says.
+# Name, call, class of the exception, part of its message.
 Case = tuple[str, Callable[[], Any], type[Exception], str]
 
 FLOAT32, INT64, UINT8 = 1, 5, 8
@@ -33,7 +34,7 @@ def threads(native: Any, world_size: int) -> list[Any]:
 
 
 def unprepared(native: Any) -> list[Case]:
-    """Without what Python tells the extension when it is loaded."""
+    """Calls before :func:`pipekernels._backend.load` has given the extension Python's classes."""
     x = torch.zeros(3)
     first, second = threads(native, 2)
     second.close()
@@ -196,7 +197,7 @@ def communicators(native: Any) -> list[Case]:
 
 
 def collectives(native: Any) -> list[Case]:
-    """On two ranks, where nothing may be sent: the other one calls nothing."""
+    """One rank of two makes the calls. None may communicate, as the other rank takes no part."""
     comm, _ = threads(native, 2)
     address = torch.zeros(1024).data_ptr  # Keeps the tensor.
     return cases_of_collectives(comm, address, ())
@@ -231,6 +232,7 @@ def cuda_collectives(native: Any) -> list[Case]:
 def cases_of_collectives(
     comm: Any, address: Callable[[], int], caller: tuple[Any, ...]
 ) -> list[Case]:
+    """Bad arguments for each collective; ``caller`` are the last arguments of every call."""
     data = address()
     shape = (0, *caller)
     calls: dict[str, Callable[..., Any]] = {
@@ -241,7 +243,6 @@ def cases_of_collectives(
         "all_gather, output": lambda d, n, t: comm.all_gather(data, d, n, t, *shape),
         "broadcast": lambda d, n, t: comm.broadcast(d, n, t, 0, *shape),
     }
-    cases: list[Case] = []
     bad: list[tuple[str, type[Exception], str, tuple[Any, ...]]] = [
         ("a null address", ValueError, "bytes, got 0", (0, 8, FLOAT32)),
         ("the last address", ValueError, "must be the address of", (2**64 - 1, 8, FLOAT32)),

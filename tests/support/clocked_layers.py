@@ -1,4 +1,4 @@
-"""Layers that take their time by a clock of their own, so that nothing depends on the machine."""
+"""Layers whose duration is simulated, so that profiles do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Clock:
-    """Stands still but for what layers add. One for all copies of a layer."""
+    """A simulated clock, in seconds, which only layers advance. Copies of a layer share it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ class _Tick(torch.autograd.Function):
 
 
 class Work(nn.Module):
-    """Takes its time by the clock: seven times as long in ``disturbed`` runs out of ten."""
+    """Advances the clock by given times; by seven times as much in ``disturbed`` of ten runs."""
 
     def __init__(
         self, clock: Clock, name: str, forward: float, backward: float, disturbed: int = 0

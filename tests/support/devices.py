@@ -1,4 +1,4 @@
-"""Ranks on a device: as on the CPU, but in a CUDA stream of their own, and with its end waited for."""
+"""Runs ranks on a device; on CUDA each in a stream of its own, synchronized at the end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pipekernels import Communicator
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream of this thread's own; on a CPU nothing.
+    """Make a new stream current in this thread; does nothing for the CPU.
 
-    On CUDA a backward runs on the thread that calls it, too: on autograd's one thread for the device,
-    what one rank does could wait for what another one is to do there after it.
+    On CUDA, backwards also run on the calling thread. All ranks of a device would otherwise share
+    autograd's one thread for it, and could deadlock: one rank's backward waits for a peer's, which
+    that thread runs only afterwards.
     """
     if device.type == "cpu":
         yield
@@ -30,13 +31,13 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def on(device: torch.device, body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """``body(communicator, *args)`` for a rank on ``device``, a thread or a process.
+    """A function that a rank on ``device`` calls: ``body(communicator, *args, *further
+    arguments)``.
 
-    Its communicator is as usable at its end as it was. Picklable if ``body`` is. Arguments that a call
-    has besides the communicator come last.
+    It raises if the communicator has failed on the device. It can be pickled if ``body`` can.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # What has been made for ``body`` is there in every stream.
+        torch.cuda.synchronize(device)  # Tensors made for ``body`` are then ready in every stream.
     return functools.partial(_run, device, body, args)
 
 
@@ -51,5 +52,5 @@ def _run(
         result = body(communicator, *args, *more)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-            communicator.synchronize()  # Raises what went wrong on the device.
+            communicator.synchronize()  # Raises errors of the device.
     return result

@@ -1,4 +1,4 @@
-"""Bounds that follow from a model of errors."""
+"""Bounds on rounding errors."""
 
 from __future__ import annotations
 

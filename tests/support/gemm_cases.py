@@ -1,4 +1,4 @@
-"""What the tests of the sharded GEMM share: operands, an error bound, a table of measurements."""
+"""Operands, an error bound and a table of measurements for tests of the sharded GEMM."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
 
-# Its function of this name hides the module.
+# ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
 module = importlib.import_module("pipekernels.local_ops.sharded_gemm")
 
 FLOAT8 = torch.float8_e4m3fn
 
 
 def on_gpu(test: Any) -> Any:
-    """For tests of what CPUs do not have."""
+    """Decorator: run the test with the fixture ``device`` being CUDA only."""
     return pytest.mark.cuda(pytest.mark.parametrize("device", ["cuda"], indirect=True)(test))
 
 
 def check(y: Tensor, a: Tensor, b: Tensor, *added: Tensor, tf32: bool = False) -> None:
     """Compare ``a @ b.T`` plus the terms in ``added`` with float64.
 
-    Sums are taken in at least float32 (float64 for float64), and up to three roundings to the
-    result's dtype follow: of the product, and of each sum with a term. TF32 cuts operands off after
-    10 bits. Hopper keeps at least 13 bits in sums of 128 products of float8.
+    Error model: products are accumulated in at least float32 (float64 for float64). Up to three
+    roundings to the result's dtype follow: of the product, and of each sum with a term. TF32
+    truncates operands to 10 bits. Hopper keeps at least 13 bits in sums of 128 float8 products.
     """
     unit = torch.finfo(y.dtype).eps / 2
     bound = gamma(a.shape[1] + 20, min(unit, 2**-24)) + gamma(3, unit)
@@ -47,7 +47,7 @@ def check(y: Tensor, a: Tensor, b: Tensor, *added: Tensor, tf32: bool = False) -
 
 
 class Case(NamedTuple):
-    """Operands of a product, and what may be added to it."""
+    """Operands of a product, and the terms that may be added to it."""
 
     x: Tensor
     weight: Tensor
@@ -83,7 +83,7 @@ def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) 
 def pretend_gpu(
     monkeypatch: pytest.MonkeyPatch, known: Table | None, capability: tuple[int, int] = (9, 0)
 ) -> None:
-    """Have tensors be on a GPU of which a table is known, as far as the choice of a way goes."""
+    """Let the choice of an algorithm see a GPU for which the table ``known`` was measured."""
     fake = module.Gpu("Some GPU", capability, generation(capability), 132)
     monkeypatch.setattr(module, "gpu_of", lambda device: fake)
     monkeypatch.setattr(overlap, "gpu_of", lambda device: fake)

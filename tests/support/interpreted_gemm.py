@@ -1,7 +1,8 @@
-"""The sharded GEMM's kernel, run by Triton's interpreter; test_sharded_gemm.py runs this file.
+"""Tests of the sharded GEMM's kernel in Triton's interpreter; test_sharded_gemm.py runs this file.
 
-In a process of its own: kernels are interpreted if TRITON_INTERPRET is set when they are defined. The
-interpreter is wrong about bfloat16, so values are float32 and float16 (and float8, which it converts).
+It needs a process of its own: TRITON_INTERPRET must be set when kernels are defined. The
+interpreter computes bfloat16 incorrectly, so the dtypes are float32, float16, and float8, which it
+converts.
 """
 
 from __future__ import annotations
@@ -33,33 +34,34 @@ from pipekernels.tensor_parallel import functional as tensor_parallel
 from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
 
-# Its function of this name hides the module.
+# ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
 sharded_gemm = importlib.import_module("pipekernels.local_ops.sharded_gemm")
 
 LAYOUTS = ["forward", "grad_input", "grad_weight"]
 DTYPES = [torch.float32, torch.float16]
-GENERATIONS = [80, 90]  # By pointers, and by tensor descriptors where the layout allows it.
+GENERATIONS = [80, 90]  # 80 loads by pointers, 90 by tensor descriptors where layouts allow it.
 
 
 @triton.jit
-def _loop(count, N):
+def _count_to(count, N):
     for _ in range(N):
         tl.store(count, tl.load(count) + 1)
 
 
 try:
-    _loop[(1,)](torch.zeros(1), 3)
+    _count_to[(1,)](torch.zeros(1), 3)
 except Exception as error:  # noqa: BLE001
-    versions = (
-        f"triton {triton.__version__}'s interpreter does not work with numpy {numpy.__version__}"
+    pytest.skip(
+        f"triton {triton.__version__}'s interpreter does not work with numpy {numpy.__version__}: "
+        f"{error}",
+        allow_module_level=True,
     )
-    pytest.skip(f"{versions}: {error}", allow_module_level=True)
 
 SMALL = Blocks(16, 32, 16, 4, 3)
 
 
 def operand(rows: int, k: int, dtype: torch.dtype, by_columns: bool = False) -> Tensor:
-    """[rows, k], with dense columns if that is asked for."""
+    """[rows, k]; with ``by_columns`` each column is contiguous."""
     return torch.randn(k, rows).to(dtype).t() if by_columns else torch.randn(rows, k).to(dtype)
 
 
@@ -74,8 +76,8 @@ def product(m: int, n: int, k: int, layout: str, dtype: torch.dtype, **added: Te
 def check(p: Product, config: Config) -> None:
     """Compare with float64.
 
-    Every element is a sum of k products in float32, of which split-K makes split_k sums; then scaled,
-    added to twice at most, and rounded to the result's dtype. Products of 16-bit operands are exact.
+    Error model: each element sums k products in float32 (in split_k partial sums), is scaled, gets
+    up to two terms added, and is rounded to the result's dtype. 16-bit operands multiply exactly.
     """
     a, b = p.a.double(), p.b.double()
     scale = torch.ones(1, 1, dtype=torch.float64)
@@ -114,7 +116,7 @@ def test_products_with_bias_and_residual(
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_wide_tile_is_finished_in_halves(generation: int) -> None:
+def test_a_wide_tile_is_written_in_halves(generation: int) -> None:
     config = Config(Blocks(64, 64, 32, 1, 3))
     assert config.blocks.parts == 2
     p = product(70, 130, 40, "forward", torch.float32, bias=torch.randn(130))
@@ -139,7 +141,7 @@ steps = st.integers(1, 3)
 
 @st.composite
 def views(draw: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A strided view of memory that is NaN around it and between its elements."""
+    """A strided view; the memory around it and between its elements is NaN."""
     by_columns = draw(st.booleans())
     rows, columns = shape[::-1] if by_columns else shape
     row_step, column_step = draw(steps), draw(st.sampled_from([1, 1, 2]))
@@ -153,7 +155,7 @@ def views(draw: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype) 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
-def test_any_strides_read_and_write_nothing_else(data: st.DataObject) -> None:
+def test_any_strides_are_correct_and_no_other_memory_is_used(data: st.DataObject) -> None:
     m, n, k = data.draw(sizes), data.draw(sizes), data.draw(sizes)
     dtype = data.draw(st.sampled_from(DTYPES))
     a, b, out, residual = (
@@ -183,7 +185,7 @@ def test_the_bits_depend_on_neither_grid_nor_groups_nor_announcements() -> None:
 
 
 @pytest.mark.parametrize("group_m", [1, 2, 3, 8])
-def test_every_group_counts_to_the_same_number(group_m: int) -> None:
+def test_every_group_announces_the_same_number_of_tiles(group_m: int) -> None:
     for m in (16, 70, 96):
         p = product(m, 100, 20, "forward", torch.float32)
         groups = -(-m // (SMALL.m * group_m))
@@ -193,8 +195,7 @@ def test_every_group_counts_to_the_same_number(group_m: int) -> None:
         assert ready.tolist() == [group_m * 4] * groups + [0]  # 4 columns of tiles.
 
 
-def test_shared_tiles_leave_their_counters_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the next product with these counters would be wrong."""
+def test_split_k_resets_its_counters_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = torch.zeros(100, dtype=torch.int32)
     monkeypatch.setattr(launching, "_zeros", lambda device, count: counters[:count])
     for split_k in (2, 4, 3):
@@ -205,7 +206,7 @@ def test_shared_tiles_leave_their_counters_zero(monkeypatch: pytest.MonkeyPatch)
 
 
 class FakeStream:
-    """Has done everything when it is asked to."""
+    """A stream on which all work is complete when it is issued."""
 
     def __init__(self, *_: Any, cuda_stream: int = 0, **__: Any) -> None:
         self.cuda_stream = cuda_stream
@@ -217,7 +218,7 @@ class FakeStream:
         pass
 
 
-def test_who_shares_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stream_and_each_capture_has_its_own_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(launching, "_COUNTERS", 3 * launching._PER_STREAM)
     arena = launching._Arena(torch.device("cpu"))
@@ -226,18 +227,18 @@ def test_who_shares_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first is not None and first is again and second is not None
     places = [t.data_ptr() for t in (first, second, *captured) if t is not None]
     steps = [(b - a) // 4 for a, b in itertools.pairwise(places)]
-    assert steps == [launching._PER_STREAM, launching._PER_STREAM, 32]  # Apart, and all aligned.
+    assert steps == [launching._PER_STREAM, launching._PER_STREAM, 32]  # Disjoint and aligned.
     assert [len(t) for t in captured if t is not None] == [10, 20]
-    assert arena.take(launching._PER_STREAM) is None  # There are no more.
+    assert arena.take(launching._PER_STREAM) is None  # The arena is full.
     assert arena.of_stream(9) is None
     assert arena.of_stream(8) is second
 
 
-# ---- under the operations ----
+# ---- operations that call the kernel ----
 
 
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operation on CPU tensors computes by the interpreter."""
+def interpret_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operation compute CPU tensors with the interpreted kernel."""
 
     def gemm_into(
         out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any
@@ -250,7 +251,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted(monkeypatch)
+    interpret_operation(monkeypatch)
     inputs = [torch.randn(size) for size in ((33, 40), (24, 40), (24,), (33, 24))]
     grad = torch.randn(33, 24)
     results = []
@@ -276,7 +277,7 @@ def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_from_the_operation_to_the_kernel(
+def test_the_operation_passes_its_arguments_to_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = sharded_gemm.Gpu("none", (9, 0), 90, 6)
@@ -292,7 +293,7 @@ def test_from_the_operation_to_the_kernel(
 
 
 class FakeEvent:
-    """Takes times of a clock that ticks once per event."""
+    """An event on a simulated clock that advances by one per event."""
 
     clock = 0
 
@@ -324,7 +325,7 @@ class FakeProperties(NamedTuple):
 def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On a GPU that is not there, where one candidate is slow and all else takes as long."""
+    """On a simulated GPU, where one candidate is slow and all others are equally fast."""
     monkeypatch.setattr(tuner, "DEVICE", "cpu")
     monkeypatch.setattr(tuner, "ROUNDS", 3)
     monkeypatch.setattr(tuner, "TRIALS", 1)
@@ -373,10 +374,10 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
 
 
 @pytest.mark.parametrize("rows", [16, 70, 150])
-def test_the_overlapped_path_announces_what_it_says(
+def test_an_overlap_announces_the_tiles_that_its_ready_counters_expect(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With streams that do nothing, as the interpreter is done when it returns."""
+    """Streams do nothing here, as the interpreter has finished a kernel when it returns."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
@@ -413,8 +414,8 @@ def test_the_overlapped_path_announces_what_it_says(
 
 
 def test_the_layers_gradients_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a row-parallel product does on a GPU, but for the collective."""
-    interpreted(monkeypatch)
+    """A row-parallel product as on a GPU, except for the collective."""
+    interpret_operation(monkeypatch)
     (comm,) = Communicator.threads(1)
 
     def multiply(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:

@@ -1,7 +1,8 @@
-"""Passes that Ctrl-C ends at any moment, and what must be as before then.
+"""Runs passes of a pipe that Ctrl-C interrupts, and checks that all state is restored afterwards.
 
-``Injector`` raises at the n-th place where Python looks for signals. Run as a script, signals come for
-some seconds: ``cd tests && python -m support.interrupts SECONDS [SEED]``.
+``Injector`` raises KeyboardInterrupt at the n-th place where Python checks for signals. As a
+script, this module interrupts passes by real signals at random times: ``cd tests && python -m
+support.interrupts SECONDS [SEED]``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from inspect import CO_GENERATOR
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType
@@ -35,16 +37,16 @@ from support.skip_layers import Pop, Stash
 WIDTH = 4
 Around = Callable[[], AbstractContextManager[object]]
 SIGNALS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
-"""Operations that end with a look for signals, by how their names begin."""
+"""Prefixes of the bytecode operations after which Python checks for signals."""
 
-CONTEXTS = ("contextlib.py", "restoring.py", "overrides.py", "grad_mode.py")
+CONTEXT_FILES = ("contextlib.py", "restoring.py", "overrides.py", "grad_mode.py")
 
 
 @cache
 def _places(code: CodeType) -> frozenset[int]:
-    """Offsets of the operations in ``code`` before which a signal's exception may be raised, as if by the
-    operation before."""
-    # From Python 3.11 on a `with` or `try` ends without an operation: what follows is not covered.
+    """Offsets of operations in ``code`` before which a signal handler may raise."""
+    # A signal's exception is raised at an operation, the injected one at the next. From Python 3.11
+    # on no operation ends a `with` or `try`: skip places where these two have different handlers.
     parse = getattr(dis, "_parse_exception_table", lambda code: [])
     table = [(e.start, e.end, e.target) for e in parse(code)]
 
@@ -61,8 +63,10 @@ def _places(code: CodeType) -> frozenset[int]:
 
 
 class Injector:
-    """Raises KeyboardInterrupt in the body, on this thread, at the ``at``-th place where a signal could do
-    so; ``places`` are those that there were, by what was to be done."""
+    """Raises KeyboardInterrupt at the ``at``-th place where a signal handler of this thread could.
+
+    ``places`` has the numbers of all places that were reached, by code and offset.
+    """
 
     def __init__(self, at: int) -> None:
         self.places: dict[tuple[CodeType, int], list[int]] = {}
@@ -74,14 +78,12 @@ class Injector:
         code = frame.f_code
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            # Torch imports some modules late; half of one would stay. And what ends a destructor comes up
-            # elsewhere.
+            # Not in imports, which torch does late: half a module would stay in sys.modules. Nor in
+            # destructors, where exceptions are not raised.
             if "importlib" in code.co_filename or code.co_name in ("_call_at_end", "settle_all"):
                 return None
-            if (
-                code.co_flags & 0x20
-            ):  # A generator may go on inside a `try`, which this event skips.
-                return self._trace
+            if code.co_flags & CO_GENERATOR:
+                return self._trace  # It may resume in a `try`, which a "call" event would bypass.
         elif event != "opcode" or frame.f_lasti not in _places(code):
             return self._trace
         self._count += 1
@@ -102,8 +104,8 @@ class Injector:
             sys.settrace(before)
 
 
-class Recorder(nn.Module):
-    """Draws in Python and has a buffer that it replaces."""
+class CountingNoise(nn.Module):
+    """Adds random numbers, and counts its calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,31 +120,31 @@ def layers() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), Stash(), nn.Dropout(0.25), DeferredBatchNorm(WIDTH),
-        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Recorder(), Pop(), nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), CountingNoise(), Pop(), nn.Linear(WIDTH, WIDTH),
     )  # fmt: skip
 
 
 class Case:
-    """A pipe, a way to run it, and what must hold whenever a pass has ended.
+    """A pipe, a pass through it, and checks of everything that the pass must restore.
 
     Args:
-        way: of :data:`pipekernels.pipeline.engine.pace.Way`, "first" for a pipe's first pass, or "devices" for
-            what is done where stages are on CUDA devices.
+        mode: the pipe's ``execution``, "first" for a pipe's first pass with ``execution="auto"``,
+            or "devices" for what a pipe does if its stages are on CUDA devices.
         checkpointed: whether stages are recomputed.
-        pass_: "forward" without a graph, "backward" of a forward, "train_step", or "autocast" for one
-            under autocast, whose backward is outside of it.
+        pass_: "forward" without a graph, "backward" for forward and backward, "train_step", or
+            "autocast" for a forward under autocast and a backward outside of it.
     """
 
-    def __init__(self, way: str, checkpointed: bool, pass_: str) -> None:
-        self.name = f"{way}, checkpointed={checkpointed}, {pass_}"
+    def __init__(self, mode: str, checkpointed: bool, pass_: str) -> None:
+        self.name = f"{mode}, checkpointed={checkpointed}, {pass_}"
         self.pass_ = pass_
         with pytest.MonkeyPatch.context() as patch:
-            if way == "devices":
+            if mode == "devices":
                 patch.setattr(stages, "has_streams", lambda device: True)
             self.pipe = Pipe(
                 layers(), [3, 3, 3], devices=["cpu"] * 3, chunks=3,
                 checkpoint="always" if checkpointed else "never",
-                execution="auto" if way in ("first", "devices") else way,
+                execution="auto" if mode in ("first", "devices") else mode,
             )  # fmt: skip
         self.x = torch.arange(24.0).reshape(6, WIDTH) / 24
         modules = list(self.pipe.modules())
@@ -157,19 +159,15 @@ class Case:
         self.threads = torch.get_num_threads()
         torch.manual_seed(2)
         self.fresh = nn.Linear(3, 3).weight.detach().clone()
-        self.states = self._states()
+        torch.manual_seed(3)
+        self.states = [torch.get_rng_state()]
+        torch.empty((), dtype=torch.int64).random_()  # Each forward of the pipe draws one number.
+        self.states.append(torch.get_rng_state())
         for _ in range(2):
             self.expected = self.run()
 
-    def _states(self) -> list[torch.Tensor]:
-        """Of the generator, before and after the number that each forward draws."""
-        torch.manual_seed(3)
-        before = torch.get_rng_state()
-        torch.empty((), dtype=torch.int64).random_()
-        return [before, torch.get_rng_state()]
-
     def step(self, around: Around = nullcontext) -> torch.Tensor:
-        """The pass that is broken off, ``around`` its calls: what the caller enters is the caller's."""
+        """Run the pass; each call of the pipe is made in ``around()``, which may interrupt it."""
         if self.pass_ == "train_step":
             with around():
                 return self.pipe.train_step(self.x, None, torch.sum, schedule="1f1b")
@@ -184,12 +182,12 @@ class Case:
         return output.detach()
 
     def prepare(self) -> None:
-        """The same state before every pass."""
+        """Restore the state that the pass begins with."""
         with torch.no_grad():
             for key, value in self.pipe.state_dict().items():
                 value.copy_(self.saved[key])
         self.pipe.zero_grad()
-        self.pipe._engine._chooser._pace = Pace()  # As before a first pass.
+        self.pipe._engine._chooser._pace = Pace()  # No execution has been measured.
         torch.set_rng_state(self.states[0])
 
     def run(self) -> list[torch.Tensor | None]:
@@ -199,15 +197,15 @@ class Case:
         buffers = [buffer.clone() for buffer in self.pipe.buffers()]
         return [output.clone(), *grads, *buffers]
 
-    def broken_off(self, around: Around) -> bool:
-        """Run the pass, which ``around`` may break off anywhere, and check what is left. Returns whether it
-        was broken off."""
+    def is_interrupted(self, around: Around) -> bool:
+        """Run the pass, check what it must restore, and tell whether ``around`` interrupted it."""
         self.prepare()
         kept = None
         try:
             self.step(around)
         except KeyboardInterrupt as error:
-            kept = error  # As interactive interpreters do: no generator ends yet.
+            # Keep the traceback, as interactive interpreters do: suspended generators stay alive.
+            kept = error
         self.check()
         interrupted = kept is not None
         del kept
@@ -216,35 +214,35 @@ class Case:
         return interrupted
 
     def check(self) -> None:
-        """That what a pass changes is as before."""
-        assert torch._C._len_torch_function_stack() == 0, "a function mode stayed"
-        assert torch._C._len_torch_dispatch_stack() == 0, "a dispatch mode stayed"
-        assert torch.utils._device.CURRENT_DEVICE is None, "the default device is another"
-        assert torch.is_grad_enabled(), "grad mode is another"
-        assert not torch.is_inference_mode_enabled(), "inference mode is another"
-        assert not torch.is_autocast_enabled("cpu"), "autocast stayed"
-        assert torch.is_autocast_cache_enabled(), "autocast does not cache"
-        assert torch.autocast_increment_nesting() == 1, "autocasts are nested"
+        """Check that all state is as before the pass."""
+        assert torch._C._len_torch_function_stack() == 0, "a function mode is still active"
+        assert torch._C._len_torch_dispatch_stack() == 0, "a dispatch mode is still active"
+        assert torch.utils._device.CURRENT_DEVICE is None, "the default device has changed"
+        assert torch.is_grad_enabled(), "grad mode has changed"
+        assert not torch.is_inference_mode_enabled(), "inference mode has changed"
+        assert not torch.is_autocast_enabled("cpu"), "autocast is still enabled"
+        assert torch.is_autocast_cache_enabled(), "autocast's cache is disabled"
+        assert torch.autocast_increment_nesting() == 1, "an autocast has not ended"
         torch.autocast_decrement_nesting()
-        assert torch.get_num_threads() == self.threads, "the number of threads is another"
-        assert any(torch.equal(torch.get_rng_state(), s) for s in self.states), "random numbers"
+        assert torch.get_num_threads() == self.threads, "the number of threads has changed"
+        assert any(torch.equal(torch.get_rng_state(), s) for s in self.states), "random state"
         assert not checkpoint.is_checkpointing() and not checkpoint.is_recomputing()
-        assert skip._current.skips == {}, "skips stayed"
-        assert engine._running.get() == (), "the pipe is taken for running"
-        assert restoring._changes.made == [], "changes are not taken back"
+        assert skip._current.skips == {}, "skips remain"
+        assert engine._running.get() == (), "the pipe is still marked as running"
+        assert restoring._changes.made == [], "changes are not restored"
         for lock in (
             self.pipe._engine._lock,
             self.pipe._engine._turns,
             random_state._generator_lock,
         ):
-            assert not lock._is_owned(), "a lock is held"  # type: ignore[attr-defined]
+            assert not lock._is_owned(), "a lock is still held"  # type: ignore[attr-defined]
         assert not lanes._workers_lock._is_owned() and all(w.loan.over for w in lanes._workers)
         for owner, name, tensor in self.tensors:
-            assert owner[name] is tensor, f"{name} is another tensor"
+            assert owner[name] is tensor, f"{name} has been replaced"
         assert all(module.training == mode for module, mode in self.modes)
 
-    def check_again(self) -> None:
-        """That fresh layers, and the pipe, give the bits that they gave before."""
+    def check_bits(self) -> None:
+        """Check that a new layer, and another pass, have the same bits as before."""
         torch.manual_seed(2)
         assert torch.equal(nn.Linear(3, 3).weight, self.fresh)
         for found, wanted in zip(self.run(), self.expected, strict=True):
@@ -253,10 +251,10 @@ class Case:
 
 
 def cases() -> list[tuple[str, bool, str]]:
-    """What tells cases apart."""
+    """Arguments of :class:`Case`."""
     found = [
-        (way, checkpointed, pass_)
-        for way in ("first", "inline", "threads")
+        (mode, checkpointed, pass_)
+        for mode in ("first", "inline", "threads")
         for checkpointed in (False, True)
         for pass_ in ("backward", "train_step")
     ]
@@ -265,60 +263,66 @@ def cases() -> list[tuple[str, bool, str]]:
 
 
 def cases_of_devices() -> list[tuple[str, bool, str]]:
-    """Those with destructors, in which signals come up later."""
+    """As :func:`cases`, with destructors: a signal during one raises only after it."""
     return [("devices", True, "backward"), ("devices", False, "train_step")]
 
 
 def sweep(case: Case, operations: int, seed: int) -> None:
-    """Break a case off at so many operations, chosen at random, most of them where contexts begin and end.
-    AssertionError says where, if something is wrong afterwards."""
+    """Interrupt a case at that many random operations, up to 3/4 of them in context managers.
+
+    Raises an AssertionError that names the operation if a check fails afterwards.
+    """
     rng = random.Random(seed)
-    found: tuple[list[list[int]], list[list[int]]] = [], []
+    in_contexts: list[list[int]] = []
+    others: list[list[int]] = []
     for (code, _), places in places_of(case).items():
-        of_context = (
-            code.co_name in ("__enter__", "__exit__") or Path(code.co_filename).name in CONTEXTS
+        is_context = (
+            code.co_name in ("__enter__", "__exit__")
+            or Path(code.co_filename).name in CONTEXT_FILES
         )
-        found[of_context].append(places)
-    rare = rng.sample(found[1], min(len(found[1]), operations * 3 // 4))
-    for places in rare + rng.sample(found[0], operations - len(rare)):
-        break_off(case, rng.choice(places))
+        (in_contexts if is_context else others).append(places)
+    chosen = rng.sample(in_contexts, min(len(in_contexts), operations * 3 // 4))
+    chosen += rng.sample(others, operations - len(chosen))
+    for places in chosen:
+        interrupt_at(case, rng.choice(places))
 
 
 def places_of(case: Case) -> dict[tuple[CodeType, int], list[int]]:
-    """All places of a case, by the operation."""
+    """The numbers of all places of a case, by code and offset."""
     injector = Injector(0)
     case.prepare()
     case.step(injector.active)
     return injector.places
 
 
-def break_off(case: Case, place: int) -> None:
-    """Break a case off there. AssertionError if something is wrong afterwards."""
+def interrupt_at(case: Case, place: int) -> None:
+    """Interrupt a case at a place. Raises AssertionError if a check fails afterwards."""
     injector = Injector(place)
     try:
-        case.broken_off(injector.active)
-        case.check_again()
+        case.is_interrupted(injector.active)
+        case.check_bits()
     except Exception as error:
         raise AssertionError(f"{case.name}, {injector.where}: {error}") from error
 
 
-def signals(seconds: float, seed: int) -> tuple[int, int]:
-    """Break all cases off by signals for so long, in turn; returns how many passes there were, and how many
-    were broken off."""
-    armed: list[bool] = []
+def send_signals(seconds: float, seed: int) -> tuple[int, int]:
+    """Interrupt all cases in turn by signals; returns the numbers of passes and of interrupts."""
+    armed = False
 
     def interrupt(number: int, frame: object) -> None:
+        nonlocal armed
         if armed:
-            armed.clear()
+            armed = False
             raise KeyboardInterrupt
 
     @contextmanager
-    def reachable() -> Iterator[None]:
+    def interruptible() -> Iterator[None]:
+        nonlocal armed
         try:
-            armed.append(True)
+            armed = True
             yield
         finally:
-            armed.clear()
+            armed = False
 
     signal.signal(signal.SIGALRM, interrupt)
     rng, found = random.Random(seed), [Case(*arguments) for arguments in cases()]
@@ -331,13 +335,13 @@ def signals(seconds: float, seed: int) -> tuple[int, int]:
             last = time.perf_counter() - begin
             for _ in range(20):
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, last))
-                interrupted += case.broken_off(reachable)
+                interrupted += case.is_interrupted(interruptible)
                 passes += 1
-            case.check_again()
+            case.check_bits()
     signal.setitimer(signal.ITIMER_REAL, 0)
     return passes, interrupted
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(*signals(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    print(*send_signals(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

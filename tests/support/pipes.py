@@ -1,4 +1,4 @@
-"""Pipes that run the way that the fixture ``way`` or ``place`` has chosen, where a test names none."""
+"""Pipes whose default ``execution`` the fixtures ``execution`` and ``place`` set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pipekernels
 
 execution = "auto"
-"""What pipes of this module are made with."""
 
 
 class Pipe(pipekernels.Pipe):

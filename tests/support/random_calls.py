@@ -1,7 +1,8 @@
-"""Random calls of ``pipekernels._C``, which must raise or do nothing outside of their memory.
+"""Random calls of ``pipekernels._C``: each must raise, or write to no memory but its own.
 
-``python -m support.random_calls KIND`` makes those of one kind, in a process of its own; a line in front of each
-call says which one has ended it. Addresses are valid, as nobody can check them.
+``python -m support.random_calls KIND`` makes the calls of one kind, in a process of its own. Each
+call is printed first, so the last line names one that crashes. Addresses are valid, as calls cannot
+check them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WRONG = [None, "sum", b"", 1.5, float("nan"), [], (), {}, object(), int, torch.z
 
 
 def draw(rng: random.Random, *likely: Any) -> Any:
-    """Mostly one of ``likely``, so that calls get as far as the checks of other arguments."""
+    """Mostly one of ``likely``, so that calls reach the checks of other arguments."""
     pool = rng.choices([likely, INTS, WRONG], [6, 2, 1])[0]
     return rng.choice(pool)
 
@@ -48,7 +49,7 @@ def outcome(
 
 
 class Ranks:
-    """Two ranks that make the same collectives, in memory between guards."""
+    """Two ranks that call the same collectives, on memory between guard bytes."""
 
     GUARD, ROOM = 4096, 500 * 16 * 2
 
@@ -58,7 +59,7 @@ class Ranks:
         self.pool = ThreadPoolExecutor(2)
 
     def call(self, name: str, arguments: list[Any]) -> str:
-        """How the collective ended on both ranks."""
+        """The outcome of the collective, which must be the same on both ranks."""
         first, second = self.pool.map(lambda rank: self._on_rank(rank, name, arguments), range(2))
         assert first == second, (first, second)
         assert self.memory[..., : self.GUARD].eq(7).all()
@@ -92,14 +93,14 @@ def call_collectives(native: Any) -> Counter[str]:
 
 
 class Arena:
-    """Tensors cut out of one memory, which shows what else was written."""
+    """Tensors cut out of one allocation, which is compared to detect writes outside of them."""
 
     def __init__(self, seed: int) -> None:
-        # Ones and zeros, which are valid as bool too.
+        # Zeros and ones, so that all bytes are also valid bools.
         generator = torch.Generator().manual_seed(seed)
         self.memory = torch.randint(0, 2, (1 << 14,), dtype=torch.uint8, generator=generator)
         self.before = self.memory.clone()
-        self.cuts: list[tuple[Tensor, Tensor]] = []  # From the memory and from what it was.
+        self.cuts: list[tuple[Tensor, Tensor]] = []  # The same cut from ``memory`` and ``before``.
         self._end = 64
 
     def cut(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -113,7 +114,7 @@ class Arena:
         return both[0]
 
     def check(self, written: set[int]) -> None:
-        """That nothing but tensors with these ``data_ptr()`` was written to."""
+        """Check that only tensors with these ``data_ptr()`` were written to."""
         for tensor, before in self.cuts:
             if tensor.data_ptr() in written:
                 tensor.copy_(before)
@@ -145,7 +146,7 @@ def call_on_tensors(native: Any) -> Counter[str]:
         ]
         written = {tensor.data_ptr() for tensor in (parts if split else wholes)}
         for tensors in (wholes, parts):
-            if rng.random() < 0.2:  # Which is asked for its attributes.
+            if rng.random() < 0.2:  # The extension reads a subclass through its Python attributes.
                 tensors[0] = tensors[0].as_subclass(Subclass)
             if rng.random() < 0.1:
                 tensors[rng.randrange(len(tensors))] = rng.choice(strange)
@@ -197,8 +198,8 @@ def make_communicators(native: Any) -> Counter[str]:
         call, arguments = rng.choice(kinds)
         drawn = arguments()
         print(f"{i}: {call} {drawn}", flush=True)
-        ended = outcome(functools.partial(call, *drawn), (TypeError, ValueError, RuntimeError))
-        counts[ended] += 1
+        result = outcome(functools.partial(call, *drawn), (TypeError, ValueError, RuntimeError))
+        counts[result] += 1
     return counts
 
 

@@ -1,7 +1,7 @@
-"""Runs a function on every rank of a communicator: on threads, or on processes of their own.
+"""Runs a function on every rank of a communicator; ranks are threads or processes.
 
-Processes come from a server that has imported torch once, so a new one takes some 50 ms. It has never
-used CUDA, so that they can.
+Processes are forked from a server that has imported torch, so that a new one takes some 50 ms. The
+server has not initialized CUDA, so its children can.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pipekernels import Communicator, PeerError
 
 leaves_the_group = pytest.mark.skipif(
     torch.__version__.startswith("2.6."),
-    reason="torch 2.6 joins Gloo's threads with the interpreter locked, which they may still need to "
-    "drop the tensors of the last collective",
+    reason="torch 2.6 joins Gloo's threads while it holds the GIL, which they may need to drop the "
+    "tensors of the last collective: a deadlock",
 )
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -49,10 +49,10 @@ def run_threads(
     timeout: float = 30.0,
     limit: float = 60.0,
 ) -> list[Any]:
-    """``body(communicator)`` on a thread per rank; its results in rank order.
+    """Run ``body(communicator)`` on a thread per rank; returns the results in rank order.
 
-    Raises what a rank raised, preferably not because of another one; TimeoutError after ``limit``
-    seconds. A rank that fails takes the others along.
+    If ranks raise, raises one of their errors, a PeerError only if there is no other. Raises
+    TimeoutError after ``limit`` seconds. When a rank fails, its communicator aborts the others.
     """
     communicators = Communicator.threads(world_size, timeout=timeout)
     results: list[Any] = [None] * world_size
@@ -90,19 +90,19 @@ def run_processes(
     prepare: tuple[Callable[..., None], Any] | None = None,
     start_method: str = "forkserver",
 ) -> list[Any]:
-    """``body(communicator, *args)`` on a process per rank; its results in rank order.
+    """Run ``body(communicator, *args)`` on a process per rank; returns the results in rank order.
 
     Args:
         world_size: the number of ranks.
         body: a function at the top level of a module.
-        args: more arguments for it; picklable.
-        timeout: that of the communicator.
-        limit: seconds until all ranks must have ended; those that have not are killed.
-        killed: ranks that die of a signal, and have no result.
-        prepare: a function and its second argument, after the rank; called first of all.
-        start_method: that of :mod:`multiprocessing`.
+        args: more arguments for it; they must be picklable.
+        timeout: the communicator's, in seconds.
+        limit: seconds after which ranks that still run are killed.
+        killed: ranks that die of a signal; they have no result.
+        prepare: a function and its second argument (the first is the rank); called before all else.
+        start_method: of :mod:`multiprocessing`.
 
-    Raises what a rank raised, preferably not because of another one.
+    If ranks raise, raises one of their errors, a PeerError only if there is no other.
     """
     with tempfile.TemporaryDirectory() as folder:
         context: Any = multiprocessing.get_context(start_method)
@@ -140,26 +140,27 @@ def run_processes(
 
 
 def run_in_group(
-    alone: Communicator, store: str, hosts: str, body: Callable[..., Any], args: tuple[Any, ...]
+    comm: Communicator, store: str, hosts: str, body: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """``body(rank, *args)`` with a default group of the backend ``pipekernels``, which the module of
-    ``body`` has registered. To be run by :func:`run_processes`.
+    """Run ``body(rank, *args)`` with a default group of the backend ``pipekernels``.
+
+    :func:`run_processes` runs this. The module of ``body`` must have registered the backend.
 
     Args:
-        alone: the rank and their number.
-        store: path of a file that is not there yet.
-        hosts: what host each rank takes itself to be on, a letter each; empty for the one it is on.
+        comm: gives the rank and the number of ranks.
+        store: path of a file that does not exist yet.
+        hosts: one letter per rank, the host that it pretends to be on; empty for the real host.
     """
     dist.destroy_process_group()
     if hosts:
-        os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
+        os.environ["PIPEKERNELS_HOST_ID"] = hosts[comm.rank]
     dist.init_process_group(
         "cpu:pipekernels",
         init_method=f"file://{store}",
-        rank=alone.rank,
-        world_size=alone.world_size,
+        rank=comm.rank,
+        world_size=comm.world_size,
     )
-    return body(alone.rank, *args)
+    return body(comm.rank, *args)
 
 
 def _serve(
@@ -188,7 +189,7 @@ def _serve(
         answer = None, error
     sender.send(answer)
     sender.close()
-    os._exit(0)  # Without waiting for peers, as the end of a group would.
+    os._exit(0)  # Do not wait for peers, as destroying the group would.
 
 
 def _collect(receivers: list[Connection], deadline: float) -> list[tuple[Any, Any] | None]:
@@ -204,15 +205,15 @@ def _collect(receivers: list[Connection], deadline: float) -> list[tuple[Any, An
     return [answers.get(receiver) for receiver in receivers]
 
 
-def traces() -> list[str]:
-    """What a communicator could leave behind: names, descriptors, sockets, mappings."""
+def leakable_resources() -> list[str]:
+    """What a communicator could leak: names in /dev/shm, descriptors, sockets, mappings."""
     sockets = re.findall(
         r"(\d+) (@pipekernels\S*)$", Path("/proc/net/unix").read_text(), re.MULTILINE
     )
     known = {f"socket:[{inode}]": name for inode, name in sockets}
     found = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")]
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # That of the listing itself.
+        with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing is closed.
             target = os.readlink(f"/proc/self/fd/{fd}")
             if "pidfd" in target or "memfd" in target or target in known:
                 found.append(known.get(target, target))

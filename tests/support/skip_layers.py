@@ -1,4 +1,4 @@
-"""Layers that hand a tensor on past the layers between them."""
+"""Layers with a skip connection between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipekernels.skip import pop, skippable, stash
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Stashes a function of what it is given, and returns what ``layer`` makes of it."""
+    """Stashes ``x.sin()`` and returns ``layer(x)``."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         super(Stash, self).__init__()  # noqa: UP008 - the decorated class is the class itself
@@ -23,7 +23,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Adds what was stashed to what ``layer`` makes of what it is given."""
+    """Returns ``layer(x)`` plus the stashed tensor."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What tests of the pipeline over a mesh dimension run on every rank: meshes, stages, comparisons."""
+"""Meshes, stages and comparisons for tests of the pipeline over a mesh dimension, on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def square(other: str) -> DeviceMesh:
 
 
 def randn(*shape: int, seed: int = 1) -> Tensor:
-    """The same on every rank."""
+    """The same values on every rank."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -57,7 +57,7 @@ def assert_same_grads(module: nn.Module, reference: nn.Module) -> None:
 def assert_equals_sequential(
     comm: Communicator, mesh: DeviceMesh, modules: list[nn.Module], x: Tensor, m: int
 ) -> Tensor:
-    """Output, gradients of the parameters and of ``x``; returns the output."""
+    """Check output and gradients of the parameters and of ``x``; returns the output."""
     reference = nn.Sequential(*copy.deepcopy(modules))
     mine, last = modules[comm.rank], comm.world_size - 1
     x_reference = x.clone().detach().requires_grad_(x.requires_grad)

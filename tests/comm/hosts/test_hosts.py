@@ -1,4 +1,4 @@
-"""Communicators over several hosts: here processes that are told to take each other for strangers."""
+"""Communicators over several hosts; the hosts are processes with different PIPEKERNELS_HOST_IDs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import leaves_the_group, run_processes, traces
+from support.ranks import leakable_resources, leaves_the_group, run_processes
 from torch import nn
 
 from pipekernels import Communicator, PeerError, RowParallelLinear, ops
@@ -29,7 +29,7 @@ LAYOUTS = ["aabb", "abab", "aaab", "abcc"]
 
 
 def run_hosts(layout: str, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """``body(communicator, *args)`` on a process per letter of ``layout``, which names its host."""
+    """Run ``body(communicator, *args)`` on a process per letter of ``layout``, its host."""
     return run_processes(len(layout), on_host, layout, body, args, **options)
 
 
@@ -39,13 +39,13 @@ def on_host(alone: Communicator, layout: str, body: Callable[..., Any], args: An
         return body(comm, *args)
 
 
-# ---- values ------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def inputs(
     world_size: int, count: int, dtype: torch.dtype, device: torch.device = CPU
 ) -> list[torch.Tensor]:
-    """Of each rank: integers small enough for every sum of them to be exact in any dtype."""
+    """A tensor per rank, of integers so small that all sums are exact in any dtype."""
     generator = torch.Generator().manual_seed(count)
     return [
         torch.randint(-9, 10, (count,), generator=generator).to(dtype).to(device)
@@ -62,7 +62,7 @@ REDUCE = {
 
 
 def reduce_everything(comm: Communicator, device: torch.device = CPU) -> None:
-    few = device.type == "cuda"  # Processes that share a GPU take turns.
+    few = device.type == "cuda"  # Processes share a GPU by time slices, which is slow.
     for dtype in (torch.float32, torch.bfloat16, torch.int64) if few else REDUCIBLE:
         for count in (0, 1001) if few else (0, 1, 3, 4, 1001):
             rows = inputs(comm.world_size, comm.world_size * count, dtype, device)
@@ -93,7 +93,7 @@ def move_everything(comm: Communicator, device: torch.device = CPU) -> None:
         for count in (0, 501) if device.type == "cuda" else (0, 1, 2, 501):
             rows = [x.view(count, 1).repeat(1, 2) for x in inputs(4, count, dtype, device)]
             gathered = comm.all_gather(rows[comm.rank])
-            # As bytes, since not every dtype can be compared.
+            # Compare bytes: float8 has no comparison.
             assert gathered.view(torch.uint8).equal(torch.cat(rows).view(torch.uint8))
             for src in ranks:
                 tensor = rows[comm.rank].clone()
@@ -122,7 +122,7 @@ def random_sums(
 
 @pytest.mark.parametrize(("layout", "order"), [("aaab", [0, 1, 2, 3]), ("abaa", [0, 2, 3, 1])])
 def test_order_of_summation(layout: str, order: list[int]) -> None:
-    """In each host by rank, then over the hosts; of two hosts that leaves one result in float32."""
+    """Sums are by rank inside each host, then over hosts: with two hosts that fixes the bits."""
     results = [torch.tensor(sums) for sums in run_hosts(layout, random_sums, torch.float32)]
     a, b, c, d = [results[rank][0] for rank in order]
     for _, total, average in results:
@@ -138,21 +138,21 @@ def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
 def check_sums(sums: list[list[list[float]]], dtype: torch.dtype) -> None:
     results = [torch.tensor(tensors).double() for tensors in sums]
     rows = torch.stack([x for x, _, _ in results])
-    # At most a rounding per sum, and another where 16 bits are left after a sum in 32.
+    # One rounding per sum, and one per conversion of a float32 sum to 16 bits.
     bound = ((1 + torch.finfo(dtype).eps / 2) ** 4 - 1) * rows.abs().sum(0)
     for _, total, _ in results:
         assert total.equal(results[0][1])
         assert (total - rows.sum(0)).abs().le(bound).all()
 
 
-# ---- what else a communicator does -------------------------------------------------------------------------
+# ---- other functions of a communicator -----------------------------------------------------------
 
 
-def use_like_any_other(comm: Communicator) -> None:
+def use_everything(comm: Communicator) -> None:
     assert Communicator.from_handle(comm.handle) is comm
     assert (comm.world_size, comm.timeout) == (4, 30.0)
     x = torch.ones(3)
-    with torch.device("meta"):  # A default, which is none of a communicator's business.
+    with torch.device("meta"):  # The default device must not affect the communicator.
         assert comm.all_reduce(x).cpu().tolist() == [4.0] * 3
         assert comm.all_gather(x[:1]).tolist() == [4.0] * 4
         comm.split(0).close()
@@ -178,19 +178,19 @@ def use_like_any_other(comm: Communicator) -> None:
 
 
 def test_symmetric_tensors_layers_and_operations() -> None:
-    run_hosts("abab", use_like_any_other)
+    run_hosts("abab", use_everything)
 
 
 def split_further(comm: Communicator) -> list[Any]:
-    dist.destroy_process_group()  # Which is not needed any more.
-    pair = comm.split(comm.rank // 2, key=-comm.rank)  # Over hosts: 0, 1 and 2, 3, reversed.
-    inside = comm.split(comm.rank % 2)  # Of one host each.
-    none = comm.split(None if comm.rank else 7)
+    dist.destroy_process_group()  # split() must not need it.
+    pair = comm.split(comm.rank // 2, key=-comm.rank)  # Two hosts: ranks 1, 0 and 3, 2.
+    inside = comm.split(comm.rank % 2)  # One host each.
+    first_only = comm.split(None if comm.rank else 7)
     with pair, inside:
         answers = [pair.rank, pair.all_gather(torch.tensor([comm.rank])).tolist()]
         answers += [inside.rank, inside.all_gather(torch.tensor([comm.rank])).tolist()]
-        if none is not None:
-            answers.append(none.all_reduce(torch.ones(1)).item())
+        if first_only is not None:
+            answers.append(first_only.all_reduce(torch.ones(1)).item())
         again = pair.split(0)
         answers.append(again.all_gather(torch.tensor([comm.rank])).tolist())
         again.close()
@@ -208,43 +208,46 @@ def test_split() -> None:
     ]
 
 
-def leave_no_trace(comm: Communicator) -> None:
+def check_no_leak(comm: Communicator) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    before, open_before = traces(), descriptors()
+    before, open_before = leakable_resources(), descriptors()
     for _ in range(2):
         with Communicator.from_process_group() as other:
             x = other.all_reduce(other.empty(1000).fill_(1))
-            assert len(traces()) > len(before)
+            assert len(leakable_resources()) > len(before)
         with pytest.raises(RuntimeError, match="closed"):
             other.barrier()
-        assert x.eq(4).all()  # Still ours.
+        assert x.eq(4).all()  # Its memory stays valid after close().
         del x
-        assert traces() == before
-        deadline = time.monotonic() + 20  # Gloo ends on a thread of its own.
+        assert leakable_resources() == before
+        deadline = time.monotonic() + 20  # Gloo closes its sockets on another thread.
         while descriptors() > open_before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert descriptors() == open_before
     comm.barrier()
 
 
-def test_nothing_is_left_after_close() -> None:
-    run_hosts("aabb", leave_no_trace)
+def test_close_leaks_nothing() -> None:
+    run_hosts("aabb", check_no_leak)
 
 
-# ---- errors -----------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def call_differently(comm: Communicator) -> None:
     odd, x = comm.rank == 3, torch.ones(8)
     for call, message in [
-        (lambda: comm.all_reduce(x[: 7 + odd]), r"rank 0 all_reduce\(7 x float32.*, sum, auto\), .* rank 3 all_reduce\(8"),
+        (lambda: comm.all_reduce(x[: 7 + odd]),
+         r"rank 0 all_reduce\(7 x float32.*, sum, auto\), .* rank 3 all_reduce\(8"),
         (lambda: comm.all_reduce(x, "max" if odd else "sum"), "sum, auto.* max, auto"),
         (lambda: comm.all_reduce(x.view(2, 4) if odd else x), "but of different shapes"),
         (lambda: comm.broadcast(x, int(odd)), "src=0.* src=1"),
-        (lambda: comm.barrier() if odd else comm.all_gather(x), r"rank 0 all_gather\(8 x float32.*\).* rank 3 barrier\(\)"),
-        (lambda: comm.reduce_scatter(x.int() if odd else x), r"8 x float32.*, sum\).* reduce_scatter\(8 x int32.*, sum\)"),
+        (lambda: comm.barrier() if odd else comm.all_gather(x),
+         r"rank 0 all_gather\(8 x float32.*\).* rank 3 barrier\(\)"),
+        (lambda: comm.reduce_scatter(x.int() if odd else x),
+         r"8 x float32.*, sum\).* reduce_scatter\(8 x int32.*, sum\)"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"the ranks call different collectives: .*{message}"):
             call()
@@ -255,13 +258,13 @@ def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable() 
     run_hosts("aabb", call_differently)
 
 
-def signposts() -> dist.Store:
-    """What one rank tells others, whatever becomes of the communicator."""
+def shared_store() -> dist.Store:
+    """A store for messages between ranks that still works when the communicator has failed."""
     return dist.distributed_c10d._get_default_store()
 
 
 def lose_a_rank(comm: Communicator, layout: str, victim: int) -> tuple[int | None, str]:
-    before = traces()
+    before = leakable_resources()
     x = torch.ones(100_000)
     comm.all_reduce(x)
     if comm.rank == victim:
@@ -270,14 +273,15 @@ def lose_a_rank(comm: Communicator, layout: str, victim: int) -> tuple[int | Non
     with pytest.raises(PeerError) as caught:
         while True:
             assert comm.all_reduce(x.fill_(1)).eq(comm.world_size).all()
-    assert time.monotonic() - started < 20  # Not by the timeout of 60 s.
+    assert time.monotonic() - started < 20  # Well before the timeout of 60 s.
     message, rank = str(caught.value), caught.value.rank
     del caught  # Its traceback holds tensors.
     with pytest.raises(PeerError, match="cannot be used after a failure.*make a new one"):
         comm.barrier()
     with pytest.raises(RuntimeError, match="closed"):
         comm.empty(3)
-    assert len(traces()) == len(before) - layout.count(layout[comm.rank])  # Already returned.
+    # The mapping and the pidfds of this host's peers are already released.
+    assert len(leakable_resources()) == len(before) - layout.count(layout[comm.rank])
     return rank, message
 
 
@@ -293,20 +297,20 @@ def test_a_killed_rank_is_noticed_on_all_hosts(layout: str, victim: int) -> None
             assert f"is rank {victim}" in message and "has died" in message
         elif culprit is None:
             assert "a rank of another host is gone" in message
-        else:  # Its neighbour had noticed first.
+        else:  # Another rank of the same host noticed first, and gave up.
             assert layout[culprit] == layout[rank] and "gave up" in message
 
 
 def wait_for_a_late_rank(comm: Communicator) -> str:
     comm.barrier()
     if comm.rank == 3:
-        signposts().wait([f"{rank} has given up" for rank in range(3)])
+        shared_store().wait([f"{rank} has given up" for rank in range(3)])
         with pytest.raises((PeerError, TimeoutError)):
             comm.barrier()
         return ""
     with pytest.raises((PeerError, TimeoutError) if comm.rank == 2 else TimeoutError) as caught:
         comm.all_reduce(torch.ones(5))
-    signposts().set(f"{comm.rank} has given up", "")
+    shared_store().set(f"{comm.rank} has given up", "")
     with pytest.raises(RuntimeError, match="cannot be used after a failure"):
         comm.all_reduce(torch.ones(5))
     return str(caught.value)
@@ -319,13 +323,13 @@ def test_a_late_rank_is_noticed_on_all_hosts() -> None:
         assert "in all_reduce(5 x float32, sum, auto)" in message
 
 
-def cut_a_wait_short(comm: Communicator, by_signal: bool) -> float:
-    """Rank 0 waits for the other host, and gives up; its neighbour learns why."""
+def interrupt_a_wait(comm: Communicator, by_signal: bool) -> float:
+    """Rank 0 gives up waiting for the other host; the error on rank 1, of its host, says so."""
     comm.barrier()
     if comm.rank >= 2:
-        signposts().wait(["0 has given up"])
+        shared_store().wait(["0 has given up"])
         with pytest.raises(PeerError):
-            comm.barrier()  # The other host did call this one, and may have sent all it had to.
+            comm.barrier()  # May succeed: the other host began it, and may have sent its messages.
             comm.barrier()
         return 0.0
     if comm.rank == 1:
@@ -345,19 +349,19 @@ def cut_a_wait_short(comm: Communicator, by_signal: bool) -> float:
     with pytest.raises(KeyboardInterrupt if by_signal else RuntimeError):
         comm.barrier()
     waited = time.monotonic() - started
-    signposts().set("0 has given up", "")
+    shared_store().set("0 has given up", "")
     with pytest.raises(RuntimeError, match="make a new one"):
         comm.barrier()
     return waited
 
 
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_a_wait_for_another_host_can_be_cut_short(by_signal: bool) -> None:
-    assert run_hosts("aabb", cut_a_wait_short, by_signal)[0] < 20  # Not by the timeout of 30 s.
+def test_a_wait_for_another_host_can_be_interrupted(by_signal: bool) -> None:
+    assert run_hosts("aabb", interrupt_a_wait, by_signal)[0] < 20  # Not the timeout of 30 s.
 
 
 def use_from_threads(comm: Communicator) -> None:
-    """Calls of several threads are ordered; they are equal, since the order may differ by rank."""
+    """All threads make the same calls, as their order may differ by rank."""
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -379,12 +383,12 @@ def test_calls_from_several_threads_take_turns() -> None:
     run_hosts("ab", use_from_threads)
 
 
-# ---- with networks of their own ------------------------------------------------------------------------------
+# ---- network namespaces as hosts -----------------------------------------------------------------
 
 
 @pytest.fixture
 def networks() -> Iterator[list[str]]:
-    """Two network namespaces, joined by a cable; their names."""
+    """The names of two network namespaces that a virtual cable connects."""
     names = [f"pk{os.getpid()}{end}" for end in "ab"]
     ip = shutil.which("ip")
     if ip is None or os.geteuid() != 0:
@@ -397,7 +401,8 @@ def networks() -> Iterator[list[str]]:
         try:
             for name in names:
                 run("netns", "add", name)
-            run("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])  # fmt: skip
+            peer = ("peer", "name", "cable", "netns", names[1])
+            run("-n", names[0], "link", "add", "cable", "type", "veth", *peer)
             for number, name in enumerate(names, 1):
                 run("-n", name, "address", "add", f"10.11.12.{number}/24", "dev", "cable")
                 for device in ("lo", "cable"):

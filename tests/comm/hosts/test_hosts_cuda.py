@@ -1,4 +1,4 @@
-"""Communicators over several hosts on CUDA tensors; without a GPU, and for failures, on pretended ones."""
+"""Communicators over several hosts on CUDA tensors: faked devices and NCCL, then a real GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from test_hosts import (
     on_host,
     random_sums,
     reduce_everything,
-    use_like_any_other,
+    use_everything,
 )
 
 from pipekernels import Communicator, PeerError
@@ -37,7 +37,7 @@ from pipekernels.comm.hosts.link import LinkError
 def run_pretended(
     layout: str, backend: str, body: Callable[..., Any], *args: Any, **options: Any
 ) -> list[Any]:
-    """``body(communicator, *args)`` as in :func:`test_hosts.run_hosts`, on what is taken for CUDA."""
+    """As :func:`test_hosts.run_hosts`, with faked CUDA devices."""
     arguments = (layout, backend, body, args)
     return run_processes(len(layout), on_pretended, *arguments, **options)
 
@@ -54,7 +54,7 @@ def with_device(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any
     return body(comm, *args)
 
 
-# ---- values ------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -89,29 +89,29 @@ def reduce_when_ready(comm: Communicator) -> list[str]:
 
 @pytest.mark.processes
 def test_reduced_inside_each_host_while_it_is_written() -> None:
-    """The device gets the counters as they are; the bits are those of all_reduce."""
+    """The device gets the counters unchanged; the bits are those of all_reduce."""
     for calls in run_pretended("abab", "nccl", reduce_when_ready):
-        # After those the parts that went beyond, and whether all went well.
+        # The gathers return the parts reduced over hosts, and the status of all ranks.
         assert calls == ["(7, 5, 4)", "all_reduce"] + ["all_gather"] * 3
 
 
-def use_everywhere(comm: Communicator) -> None:
-    """Whatever modes are on at the first use and later."""
+def use_in_modes(comm: Communicator) -> None:
+    """The modes at the first use must not matter."""
     x = torch.ones(3)
     with torch.inference_mode(), torch.device("meta"):
         use_pretended(comm)
         assert comm.all_reduce(x.cpu()).cpu().tolist() == [4.0] * 3
-    use_like_any_other(comm)
+    use_everything(comm)
 
 
 @pytest.mark.processes
 def test_in_other_modes_and_in_layers() -> None:
-    run_pretended("abab", "nccl", use_everywhere)
+    run_pretended("abab", "nccl", use_in_modes)
 
 
-def use_both(comm: Communicator) -> None:
-    """CPU and CUDA tensors in turn, and what else belongs to a device."""
-    assert comm.empty(2, 3, device="cuda").shape == (2, 3)  # The first use.
+def use_cpu_and_cuda(comm: Communicator) -> None:
+    """CPU and CUDA tensors in turn, captures, split, fork and close."""
+    assert comm.empty(2, 3, device="cuda").shape == (2, 3)  # The first use of CUDA.
     x = torch.ones(5)
     assert comm.all_reduce(x).tolist() == [4.0] * 5
     use_pretended(comm)
@@ -124,12 +124,12 @@ def use_both(comm: Communicator) -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     with pytest.raises(ValueError, match=r"src must be a rank in 0..3, got 4"):
         comm.broadcast(x, 4)
-    pair = comm.split(comm.rank // 2)  # Has the backend of its parent.
+    pair = comm.split(comm.rank // 2)  # It uses the same backend.
     use_pretended(pair)
     assert pair.all_reduce(x).tolist() == [32.0] * 5
     pair.close()
     child = os.fork()
-    if child == 0:  # Has nothing to end, or to wait for.
+    if child == 0:  # It must not shut down the parent's NCCL group.
         with contextlib.suppress(BaseException):
             comm.close()
             os._exit(any(group.ended == "shut down" for group in PretendedNccl.made[:1]))
@@ -145,14 +145,14 @@ def use_both(comm: Communicator) -> None:
 
 
 @pytest.mark.processes
-def test_beside_the_cpu() -> None:
-    run_pretended("abab", "nccl", use_both)
+def test_cpu_and_cuda_tensors_in_turn() -> None:
+    run_pretended("abab", "nccl", use_cpu_and_cuda)
 
 
-# ---- errors -------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
-def differ(comm: Communicator) -> None:
+def call_differently_on_cuda(comm: Communicator) -> None:
     end = comm._host_end
     use_pretended(comm)
     call_differently(comm)
@@ -167,14 +167,14 @@ def differ(comm: Communicator) -> None:
 
 @pytest.mark.processes
 def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable() -> None:
-    run_pretended("aabb", "nccl", differ)
+    run_pretended("aabb", "nccl", call_differently_on_cuda)
 
 
 def fail_to_set_up(comm: Communicator, backend: str) -> None:
     def set_up() -> str:
         with pytest.raises(RuntimeError, match="cannot use CUDA over several hosts: ") as caught:
             comm.empty(1, device="cuda")
-        assert comm.all_reduce(torch.ones(1)).item() == comm.world_size  # On the CPU all is well.
+        assert comm.all_reduce(torch.ones(1)).item() == comm.world_size  # The CPU still works.
         return str(caught.value)
 
     if not backend:
@@ -199,8 +199,11 @@ def test_a_rank_that_cannot_take_part_is_reported_on_all(backend: str) -> None:
     run_pretended("aabb", backend, fail_to_set_up, backend, timeout=2.0)
 
 
-def leave_nothing_partial(comm: Communicator, trouble: str, victim: int) -> tuple[str, int | None]:
-    """After trouble in one collective, on device or link of ``victim``: what the next one raises."""
+def fail_in_a_collective(comm: Communicator, trouble: str, victim: int) -> tuple[str, int | None]:
+    """Let the device or link of ``victim`` fail; returns the error of the next synchronization.
+
+    The failed collective must not return partial sums: all bytes of its result are 0xFF.
+    """
     PretendedNccl.stuck_at = 1 if trouble == "link" and comm.rank == victim else -1
     device = use_pretended(comm)  # A link's first operation is part of the set-up.
     if trouble == "device" and comm.rank == victim:
@@ -218,16 +221,16 @@ def leave_nothing_partial(comm: Communicator, trouble: str, victim: int) -> tupl
         with pytest.raises(RuntimeError, match="cannot be used after a failure"):
             call()
     comm.close()
-    assert time.monotonic() - started < 20  # Not by the timeout of NCCL's connections, 60 s.
+    assert time.monotonic() - started < 20  # Well before the timeout of NCCL's connections, 60 s.
     assert [group.ended for group in PretendedNccl.made] == ["aborted"] * len(PretendedNccl.made)
     assert not memory._in_use
     return message, rank
 
 
 @pytest.mark.processes
-def test_a_link_that_is_stuck_is_cut_and_nothing_partial_delivered() -> None:
-    results = run_pretended("aabb", "nccl", leave_nothing_partial, "link", 2, timeout=2.0)
-    for rank in (0, 2):  # In the link.
+def test_a_stuck_link_is_aborted_and_delivers_no_partial_sums() -> None:
+    results = run_pretended("aabb", "nccl", fail_in_a_collective, "link", 2, timeout=2.0)
+    for rank in (0, 2):  # The members of the link.
         assert "TimeoutError: a rank of another host did not arrive in time" in results[rank][0]
         assert results[rank][0].endswith("in an earlier collective on cpu")
     for rank in (1, 3):
@@ -235,8 +238,8 @@ def test_a_link_that_is_stuck_is_cut_and_nothing_partial_delivered() -> None:
 
 
 @pytest.mark.processes
-def test_a_device_that_fails_leaves_nothing_partial_anywhere() -> None:
-    results = run_pretended("aabb", "nccl", leave_nothing_partial, "device", 3)
+def test_a_failing_device_delivers_no_partial_sums() -> None:
+    results = run_pretended("aabb", "nccl", fail_in_a_collective, "device", 3)
     for message, rank in results[:2]:
         assert message.startswith("PeerError: a rank of another host is gone") and rank is None
     assert results[2][1] == 3 and "rank 1 gave up" in results[2][0]
@@ -261,11 +264,11 @@ def test_a_killed_rank_is_noticed_on_all_hosts() -> None:
     run_pretended("aabb", "nccl", survive_a_killed_rank, killed=(3,), timeout=60.0)
 
 
-# ---- a link over NCCL ---------------------------------------------------------------------------------
+# ---- a link over NCCL ----------------------------------------------------------------------------
 
 
 class Group:
-    """One rank, whose operations end when they are told to."""
+    """A fake ProcessGroupNCCL of one rank; its operations end when ``done`` is set."""
 
     def __init__(self) -> None:
         self.error = ""
@@ -296,12 +299,12 @@ class Group:
             self.hangs.wait(30)
 
 
-def test_an_operation_that_is_late_is_cut_and_its_result_marked() -> None:
+def test_a_late_operation_is_aborted_and_its_result_overwritten() -> None:
     group, x = Group(), torch.ones(3)
     link = nccl_link.NcclLink(group, CPU, 1.0)
     for _ in range(3):
         link.sum(x)
-    time.sleep(1.5)  # Nothing is late where nothing is under way.
+    time.sleep(1.5)  # Longer than the timeout, but no operation is pending.
     assert link.is_at() == (3, 3) and x.tolist() == [1.0] * 3
     link.check()
     group.done.clear()
@@ -315,7 +318,7 @@ def test_an_operation_that_is_late_is_cut_and_its_result_marked() -> None:
         link.sum(x)
 
 
-def test_an_error_of_nccl_is_one_of_the_link() -> None:
+def test_an_error_of_nccl_becomes_an_error_of_the_link() -> None:
     group = Group()
     link = nccl_link.NcclLink(group, CPU, 30.0)
     group.error = "unhandled system error"
@@ -328,7 +331,7 @@ def test_an_error_of_nccl_is_one_of_the_link() -> None:
     assert group.ended == ["aborted"] and not memory._in_use
 
 
-def test_what_does_not_shut_down_is_aborted() -> None:
+def test_a_group_that_does_not_shut_down_is_aborted() -> None:
     group = Group()
     link = nccl_link.NcclLink(group, CPU, 1.0)
     group.done.clear()
@@ -336,7 +339,7 @@ def test_what_does_not_shut_down_is_aborted() -> None:
     assert group.ended == ["shut down", "aborted"]
 
 
-def test_a_link_that_is_dropped_is_not_watched_any_more() -> None:
+def test_the_watching_thread_ends_when_its_link_is_collected() -> None:
     before = set(threading.enumerate())
     link = nccl_link.NcclLink(Group(), CPU, 30.0)
     (watching,) = set(threading.enumerate()) - before
@@ -344,11 +347,11 @@ def test_a_link_that_is_dropped_is_not_watched_any_more() -> None:
     del link
     watching.join(20)
     assert not watching.is_alive() and gone() is None
-    assert len(memory._in_use) == 3  # A kernel may still write there.
+    assert len(memory._in_use) == 3  # Kept, as a kernel may still write there.
     memory._in_use.clear()
 
 
-def test_connections_that_fail_or_take_too_long_are_told() -> None:
+def test_connections_that_fail_or_take_too_long_raise() -> None:
     group = Group()
     group.error = "no route to host"
     with pytest.raises(RuntimeError, match="NCCL cannot connect cpu: no route to host"):
@@ -361,7 +364,7 @@ def test_connections_that_fail_or_take_too_long_are_told() -> None:
     group.done.set()
 
 
-def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TORCH_NCCL_BLOCKING_WAIT"
     for before in (None, "0"):
         monkeypatch.delenv(name, raising=False)
@@ -380,7 +383,7 @@ def test_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
-def test_torch_has_what_a_link_asks_of_nccl() -> None:
+def test_torch_has_the_nccl_functions_that_a_link_uses() -> None:
     group = dist.ProcessGroupNCCL
     assert isinstance(group.Options()._timeout, datetime.timedelta)
     for name in ("size", "allreduce", "_allgather_base", "broadcast", "abort"):
@@ -389,7 +392,7 @@ def test_torch_has_what_a_link_asks_of_nccl() -> None:
     assert hasattr(dist.Work, "synchronize")
 
 
-# ---- on a GPU -----------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 on_gpu = pytest.mark.parametrize(
@@ -401,10 +404,10 @@ def on_real_device(
     alone: Communicator, layout: str, backend: str, device: torch.device, body: Any, args: Any
 ) -> Any:
     host = layout[alone.rank]
-    # Links connect hosts, which NCCL is told these are. It has one rank on each, so all may share a GPU.
+    # Let NCCL believe that the ranks are on different hosts, so that they may share one GPU.
     os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     os.environ |= {"NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # From 2.30.3 on it also wants to be asked.
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # Required as well from NCCL 2.30.3 on.
     config = f"cpu:gloo,cuda:{backend}"
     dist.get_backend_config = lambda group=None: config
     return on_host(alone, layout, body, (*args, device))
@@ -441,7 +444,7 @@ def everything(comm: Communicator, device: torch.device) -> None:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         comm.all_reduce(x)
-    assert comm.all_reduce(torch.ones(1 << 20, device=device)).eq(4).all()  # After the other.
+    assert comm.all_reduce(torch.ones(1 << 20, device=device)).eq(4).all()  # Runs after it.
     torch.cuda.current_stream().wait_stream(side)
     assert x.eq(16).all()
 
@@ -468,7 +471,7 @@ def test_a_killed_rank_is_noticed_on_a_gpu(device: torch.device) -> None:
 
 
 def be_late_on_gpu(comm: Communicator, device: torch.device) -> None:
-    """One device gets to the collective only when the other has given up."""
+    """One device reaches the collective only after the other has given up."""
     x = torch.ones(1 << 18, device=device)
     comm.all_reduce(x)
     comm.synchronize()
@@ -484,5 +487,5 @@ def be_late_on_gpu(comm: Communicator, device: torch.device) -> None:
 
 @pytest.mark.processes
 @on_gpu
-def test_a_late_device_is_given_up_and_the_context_stays_usable(device: torch.device) -> None:
+def test_a_late_device_times_out_and_the_context_stays_usable(device: torch.device) -> None:
     run_on_gpu("ab", "nccl", device, be_late_on_gpu, timeout=15.0)

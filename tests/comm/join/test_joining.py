@@ -1,4 +1,4 @@
-"""How ranks join: what they believe of what they read, who is let in, and how long it may take."""
+"""How ranks join: validation of messages, who may receive the shared memory, and timeouts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_processes, traces
+from support.ranks import leakable_resources, run_processes
 
 from pipekernels import Communicator
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.join import bootstrap, rendezvous
 
-# ---- what a store holds --------------------------------------------------------------------------------
+# ---- the contents of a store ---------------------------------------------------------------------
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class Bomb:
 
 
 def pretend_to_join(store: dist.Store, payload: bytes) -> None:
-    """As rank 1 of two, up to what it says of itself."""
+    """Act as rank 1 of two, up to the message in which it describes itself."""
     store.wait([rendezvous._LATEST])
     session = store.get(rendezvous._LATEST).decode()
     store.set(f"{session}/1", "token")
@@ -65,7 +65,7 @@ ADDRESS = "\0pipekernels-" + "0" * 32
         b"[[], 1" + b"0" * 5000 + b", 0, 0]",
     ],
 )
-def test_what_no_rank_has_written_is_an_error(payload: bytes) -> None:
+def test_a_malformed_message_is_an_error(payload: bytes) -> None:
     store = dist.HashStore()
     threading.Thread(target=pretend_to_join, args=(store, payload), daemon=True).start()
     with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read .*same version"):
@@ -75,7 +75,7 @@ def test_what_no_rank_has_written_is_an_error(payload: bytes) -> None:
 @pytest.mark.parametrize("form", [bytes, bytes.hex])
 def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path: Path) -> None:
     class Poisoned(dist.Store):
-        """Every key that another rank is to write is there, with a pickle."""
+        """Has every key of another rank; its value is a pickle."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -101,7 +101,7 @@ def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path:
     assert not (tmp_path / "exploded").exists()
 
 
-def test_fields_are_of_exactly_their_types() -> None:
+def test_fields_must_have_exactly_the_given_types() -> None:
     assert messages.fields([1, None, "a"], int, (str, type(None)), str) == [1, None, "a"]
     for record in ([1, None], [True, None, "a"], [1, 2, "a"], (1, None, "a"), "abc", None):
         with pytest.raises(ValueError, match="expected a list of int, str or NoneType, str"):
@@ -109,7 +109,7 @@ def test_fields_are_of_exactly_their_types() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, 0, messages.MOST + 1, 1 << 62])
-def test_a_size_that_no_message_has_is_an_error(size: int) -> None:
+def test_an_impossible_message_size_is_an_error(size: int) -> None:
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor, torch.full_like(tensor, size)])
 
@@ -117,11 +117,10 @@ def test_a_size_that_no_message_has_is_an_error(size: int) -> None:
         messages.all_gather("", messages.text, gather, torch.device("cpu"))
 
 
-# ---- a store that was used before ----------------------------------------------------------------------
+# ---- a store that was used before ----------------------------------------------------------------
 
 
-def join_again_and_again(alone: Communicator, path: str) -> list[float]:
-    """Rank 2 has been restarted, as have been others of which nothing is left but their keys."""
+def join_repeatedly(alone: Communicator, path: str) -> list[float]:
     store = dist.FileStore(path, 3)
     sums = []
     for _ in range(3):
@@ -132,7 +131,7 @@ def join_again_and_again(alone: Communicator, path: str) -> list[float]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("closed", [False, True])
-def test_what_earlier_ranks_left_in_a_store_does_no_harm(closed: bool, tmp_path: Path) -> None:
+def test_keys_of_earlier_ranks_in_a_store_are_ignored(closed: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     store = dist.FileStore(path, 3)
     store.set(rendezvous._LATEST, "before")
@@ -141,10 +140,10 @@ def test_what_earlier_ranks_left_in_a_store_does_no_harm(closed: bool, tmp_path:
         store.set(f"before/1/{rank}", messages.encode("an old problem").decode())
     if closed:
         store.set("before/all", messages.encode(["token 0", "token 1", "token 2"]).decode())
-    assert run_processes(3, join_again_and_again, path) == [[111.0] * 3] * 3
+    assert run_processes(3, join_repeatedly, path) == [[111.0] * 3] * 3
 
 
-# ---- the socket over which the memory is handed out ----------------------------------------------------
+# ---- the socket that passes the shared memory ----------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -155,13 +154,13 @@ def listening(backlog: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def test_the_memory_is_for_members_alone() -> None:
+def test_only_members_receive_the_memory() -> None:
     with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(listener.getsockname())
-        before = traces()
+        before = leakable_resources()
         with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not come .* within 0.2 s"):
-            bootstrap._hand_out(listener, {1: 5}, Deadline(0.2))  # Who will not come.
-        assert traces() == before
+            bootstrap._hand_out(listener, {1: 5}, Deadline(0.2))  # Process 1 never connects.
+        assert leakable_resources() == before
         assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
 
 
@@ -205,7 +204,7 @@ def test_strangers_do_not_prolong_the_wait() -> None:
 
 
 @pytest.mark.processes
-def test_a_silent_stranger_holds_nobody_up() -> None:
+def test_a_silent_stranger_does_not_delay_members() -> None:
     with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(listener.getsockname())
         child = os.fork()
@@ -221,7 +220,7 @@ def test_a_silent_stranger_holds_nobody_up() -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_queue_that_others_have_filled_is_waited_for() -> None:
+def test_a_rank_waits_while_others_fill_the_listen_queue() -> None:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listening(0))
         with contextlib.suppress(BlockingIOError):
@@ -248,12 +247,12 @@ def test_a_queue_that_others_have_filled_is_waited_for() -> None:
         thread.join(10)
 
 
-# ---- ranks that are lost meanwhile ---------------------------------------------------------------------
+# ---- ranks that die while others join ------------------------------------------------------------
 
 
 def lose_a_rank_that_joins(alone: Communicator, path: str, hosts: str) -> tuple[str, float]:
     os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
-    if alone.rank == 2:  # When the others know of it.
+    if alone.rank == 2:  # Dies after the others have its message.
         bootstrap._share = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     store = dist.FileStore(path, 3)
     alone.barrier()
@@ -272,4 +271,4 @@ def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
     results = run_processes(3, lose_a_rank_that_joins, path, hosts, killed=(2,))
     for message, seconds in results[:2]:
         assert "rank(s) 2 of 3 did not come to make a communicator within 6 s" in message
-        assert seconds < 11  # It was 12, and 18, when each wait had a limit of its own.
+        assert seconds < 11  # A timeout per wait instead of one in all would take 12 s or 18 s.

@@ -39,7 +39,7 @@ def test_an_interrupt_where_a_step_lets_others_in(one_thread: None) -> None:
     found = [places for (code, _), places in interrupts.places_of(case).items() if code in codes]
     assert len(found) > 3
     for places in found:
-        interrupts.break_off(case, places[0])
+        interrupts.interrupt_at(case, places[0])
 
 
 @pytest.mark.processes

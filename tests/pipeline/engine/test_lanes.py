@@ -21,7 +21,6 @@ from torch import nn
 
 from pipekernels.pipeline.engine import lanes, mini_batch, stages
 from pipekernels.pipeline.engine.lanes import intra_op_threads
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.engine.transport import Transport
 
 
@@ -60,7 +59,7 @@ class Calls(nn.Module):
 
 
 @pytest.mark.timeout(60)
-def test_a_layer_cannot_call_the_pipe_that_it_is_in(way: Way) -> None:
+def test_a_layer_cannot_call_the_pipe_that_it_is_in(execution: str) -> None:
     calls = Calls()
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), calls), [1, 1], devices=["cpu"] * 2, chunks=2)
     other = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
@@ -77,7 +76,7 @@ def test_a_layer_cannot_call_the_pipe_that_it_is_in(way: Way) -> None:
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_exception_reaches_the_caller_and_the_pipe_works_on(
-    when: str, stage: int, way: Way
+    when: str, stage: int, execution: str
 ) -> None:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
@@ -312,7 +311,7 @@ def test_intra_op_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_lanes_see_the_callers_context(way: Way) -> None:
+def test_lanes_see_the_callers_context(execution: str) -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
     seen: list[tuple[int, bool]] = []
 
@@ -330,7 +329,7 @@ def test_lanes_see_the_callers_context(way: Way) -> None:
 
 
 @pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])
-def test_lanes_share_the_intra_op_threads(chunks: int, share: int, way: Way) -> None:
+def test_lanes_share_the_intra_op_threads(chunks: int, share: int, execution: str) -> None:
     """Among those that can be at work at once: no more than there are micro-batches."""
     seen: list[int] = []
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from pipekernels.pipeline.engine import engine
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
-from pipekernels.pipeline.engine.pace import Way
 
 
 class Live:
@@ -150,7 +149,7 @@ def test_what_a_failed_mini_batch_needs_goes_with_its_exception(
     when: str,
     checkpoint: str,
     error: type[BaseException],
-    way: Way,
+    execution: str,
     runs: list[weakref.ref[MiniBatch]],
 ) -> None:
     tensors: list[weakref.ref[torch.Tensor]] = []
@@ -189,7 +188,7 @@ def test_what_a_failed_mini_batch_needs_goes_with_its_exception(
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_output_keeps_nothing_else_after_its_backward(
-    dim: int, checkpoint: str, way: Way
+    dim: int, checkpoint: str, execution: str
 ) -> None:
     """As the loss of an epoch does that is summed up with its graph."""
     pipe = Pipe(
@@ -207,7 +206,7 @@ def test_an_output_keeps_nothing_else_after_its_backward(
         assert torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == 2
 
 
-def test_what_is_not_cut_is_not_kept_beyond_the_forward(way: Way) -> None:
+def test_what_is_not_cut_is_not_kept_beyond_the_forward(execution: str) -> None:
     class Cache:
         pass
 

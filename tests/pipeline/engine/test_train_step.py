@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipekernels.pipeline.engine import mini_batch
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.schedule.program import SCHEDULES
 
 LANES: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
@@ -63,9 +62,9 @@ def test_equals_the_unwrapped_model(
 def test_bits_do_not_depend_on_the_way(schedule: str) -> None:
     x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
     results = []
-    for way in ("inline", "threads"):
+    for execution in ("inline", "threads"):
         piped = model()
-        pipe = pipe_of(piped, execution=way)
+        pipe = pipe_of(piped, execution=execution)
         loss = pipe.train_step(x, y, F.mse_loss, **LANES[schedule])
         results.append([loss, *gradients(piped)])
     for other in results[1:]:
@@ -205,13 +204,13 @@ def test_a_loss_with_parameters_and_tuples_of_targets(place: torch.device) -> No
 def test_dropout_repeats_with_the_seed_whatever_the_way() -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     results = []
-    for way in ("inline", "threads"):
+    for execution in ("inline", "threads"):
         for checkpoint in ("never", "always"):
             module = model()
             module[1] = nn.Dropout(0.4)
             module[3] = nn.Dropout(0.4)
             torch.manual_seed(3)
-            pipe = pipe_of(module, checkpoint=checkpoint, execution=way)
+            pipe = pipe_of(module, checkpoint=checkpoint, execution=execution)
             loss = pipe.train_step(x, y, F.mse_loss, schedule="zb-h1")
             results.append([loss, *gradients(module)])
     for other in results[1:]:
@@ -229,10 +228,10 @@ def test_random_numbers_of_the_loss_do_not_depend_on_the_way(options: dict[str, 
         return F.mse_loss(F.dropout(output, 0.4), target) * noise
 
     results = []
-    for way in ("inline", "threads", "threads"):
+    for execution in ("inline", "threads", "threads"):
         module = model()
         module[1] = nn.Dropout(0.4)
-        pipe = pipe_of(module, execution=way)
+        pipe = pipe_of(module, execution=execution)
         torch.manual_seed(3)
         losses = [pipe.train_step(x, y, loss_fn, **options) for _ in range(2)]
         results.append([*losses, *gradients(module)])
@@ -306,7 +305,7 @@ def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch
     ],
 )
 def test_bad_arguments(
-    arguments: dict[str, Any], error: type[Exception], message: str, way: Way
+    arguments: dict[str, Any], error: type[Exception], message: str, execution: str
 ) -> None:
     given: dict[str, Any] = {"target": torch.randn(4, 3).double(), "loss_fn": F.mse_loss}
     given.update(arguments)
@@ -328,10 +327,10 @@ def test_backwards_do_without_the_callers_autocast() -> None:
     x = torch.randn(8, 8)
     module(x).square().sum().backward()
     expected = gradients(module)
-    for way in ("inline", "threads"):
+    for execution in ("inline", "threads"):
         module.zero_grad()
         pipe = Pipe(
-            module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution=way
+            module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution=execution
         )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             pipe.train_step(x, None, lambda y: y.square().sum(), loss_reduction="sum")
@@ -366,11 +365,11 @@ def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
     plain[3] = Late()
     penalised(plain, plain(x), y).backward()
     results = []
-    for way, seconds in (("inline", 0.0), ("threads", 0.0), ("threads", 0.02)):
+    for execution, seconds in (("inline", 0.0), ("threads", 0.0), ("threads", 0.02)):
         Late.seconds = seconds
         module = model().float()
         module[3] = Late()
-        late = pipe_of(module, execution=way)
+        late = pipe_of(module, execution=execution)
         late.train_step(x, y, partial(penalised, late), **LANES[schedule])
         results.append(gradients(module))
     torch.testing.assert_close(results[0], gradients(plain))

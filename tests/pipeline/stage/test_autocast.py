@@ -15,8 +15,6 @@ from support.pipes import Pipe
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipekernels.pipeline.engine.pace import Way
-
 MODES = ["never", "except_last", "always"]
 CHUNKS = 16
 BF16, FLOAT = 2.0**-8, 2.0**-24
@@ -88,7 +86,7 @@ def test_bits_of_the_loop_without_the_cast_cache(
     balance: list[int],
     watched: bool,
     checkpoint: str,
-    way: Way,
+    execution: str,
     one_thread: None,
     x: torch.Tensor,
 ) -> None:
@@ -108,7 +106,7 @@ def test_a_weight_that_is_used_twice(
     layer: type[Twice],
     train: bool,
     checkpoint: str,
-    way: Way,
+    execution: str,
     one_thread: None,
     x: torch.Tensor,
 ) -> None:
@@ -140,7 +138,7 @@ def test_a_weight_that_is_used_twice(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_training_steps(schedule: str, way: Way, one_thread: None, x: torch.Tensor) -> None:
+def test_training_steps(schedule: str, execution: str, one_thread: None, x: torch.Tensor) -> None:
     """A backward per micro-batch; GPipe's go from the last to the first."""
 
     def loss_fn(output: torch.Tensor) -> torch.Tensor:
@@ -161,7 +159,7 @@ def test_training_steps(schedule: str, way: Way, one_thread: None, x: torch.Tens
 
 
 def test_the_loop_with_the_cast_cache_differs_by_sums_in_bfloat16(
-    way: Way, one_thread: None, x: torch.Tensor
+    execution: str, one_thread: None, x: torch.Tensor
 ) -> None:
     """There all micro-batches share one cast of a weight, so it is in bfloat16 that their gradients are
     summed up. The pipe sums up the same terms in float32, and is nearer to their exact sum and to the

@@ -10,7 +10,6 @@ import torch
 from support.pipes import Pipe
 from torch import nn
 
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 
@@ -79,39 +78,39 @@ WHERE = "layer '2' (Sequential), stage 1, micro-batch 2 of a pipe"
     ("when", "checkpoint"),
     [("forward", "never"), ("forward", "always"), ("recomputation", "always")],
 )
-def test_a_layer_is_named(when: str, checkpoint: str, train: bool, way: Way) -> None:
+def test_a_layer_is_named(when: str, checkpoint: str, train: bool, execution: str) -> None:
     error = failed(pipe_with(Fails(when), checkpoint), train=train)
     assert error.__notes__ == [f"raised in the {when} of {WHERE}"]
     if hasattr(error, "add_note"):
         assert error.__notes__[0] in "".join(traceback.format_exception(error))
 
 
-def test_in_a_backward_the_layer_is_named_where_it_is_known(way: Way) -> None:
+def test_in_a_backward_the_layer_is_named_where_it_is_known(execution: str) -> None:
     """Inline, autograd goes through all micro-batches at once."""
-    m = "several micro-batches" if way == "inline" else "micro-batch 2"
+    m = "several micro-batches" if execution == "inline" else "micro-batch 2"
     error = failed(pipe_with(Fails("hook")))
     assert error.__notes__ == [
         f"raised in the backward of layer '2' (Sequential), stage 1, {m} of a pipe"
     ]
     error = failed(pipe_with(Fails("backward")))
-    stages = "stages 0 to 1" if way == "inline" else "stage 1"
+    stages = "stages 0 to 1" if execution == "inline" else "stage 1"
     assert error.__notes__ == [f"raised in the backward of {stages}, {m} of a pipe"]
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_backwards_by_micro_batch(train: bool, way: Way) -> None:
+def test_backwards_by_micro_batch(train: bool, execution: str) -> None:
     error = failed(pipe_with(Fails("backward"), "always"), train=train)
-    stages = "stages 0 to 1" if way == "inline" else "stage 1"
+    stages = "stages 0 to 1" if execution == "inline" else "stage 1"
     assert error.__notes__ == [f"raised in the backward of {stages}, micro-batch 2 of a pipe"]
 
 
-def test_notes_are_added_once(way: Way) -> None:
+def test_notes_are_added_once(execution: str) -> None:
     pipe = pipe_with(Fails("forward"))
     assert failed(pipe) is failed(pipe)
     assert len(failed(pipe).__notes__) == 1
 
 
-def test_a_pipe_in_a_pipe(way: Way) -> None:
+def test_a_pipe_in_a_pipe(execution: str) -> None:
     inner = Pipe(nn.Sequential(Fails("forward")), [1], devices=["cpu"])
     error = failed(pipe_with(inner))
     assert error.__notes__ == [
@@ -120,7 +119,7 @@ def test_a_pipe_in_a_pipe(way: Way) -> None:
     ]
 
 
-def test_a_layer_that_occurs_twice(way: Way) -> None:
+def test_a_layer_that_occurs_twice(execution: str) -> None:
     layer = Fails("forward")
     pipe = Pipe(nn.Sequential(layer, nn.Identity(), layer), [3], devices=["cpu"], chunks=4)
     (note,) = failed(pipe).__notes__
@@ -130,7 +129,7 @@ def test_a_layer_that_occurs_twice(way: Way) -> None:
     )
 
 
-def test_other_errors_have_no_note(way: Way) -> None:
+def test_other_errors_have_no_note(execution: str) -> None:
     class NoTensor(nn.Module):
         def forward(self, x: torch.Tensor) -> str:
             return "text"

@@ -61,8 +61,10 @@ def keeps_to_one_thread(pipe: Pipe) -> bool:
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 def test_lanes_inline_and_every_repetition_agree(mode: str) -> None:
     inline, threads = (
-        Pipe(build(), [2, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode, execution=way)
-        for way in ("inline", "threads")
+        Pipe(
+            build(), [2, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode, execution=execution
+        )
+        for execution in ("inline", "threads")
     )
     expected = results(inline, 5)
     for _ in range(5):
@@ -198,10 +200,10 @@ def test_attention_whose_dropout_is_given_by_position() -> None:
 
     x = torch.randn(4, 1, 6, 8)
     outputs = []
-    for way in ("inline", "threads"):
+    for execution in ("inline", "threads"):
         torch.manual_seed(0)
         layers = nn.Sequential(Attention(), Attention())
-        pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, execution=way)
+        pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, execution=execution)
         outputs.append(pipe(x))
     assert torch.equal(*outputs)
 

@@ -14,7 +14,6 @@ from support.pipes import Pipe
 from torch import nn
 from torch.nn.utils import prune
 
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 MODES = ["never", "except_last", "always"]
@@ -68,7 +67,7 @@ def cast(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_layers_are_as_in_the_forward(
     forward: Callable[[nn.Module, torch.Tensor], torch.Tensor],
     checkpoint: str,
-    way: Way,
+    execution: str,
     x: torch.Tensor,
 ) -> None:
     grads = []
@@ -121,7 +120,7 @@ def test_what_cannot_be_recomputed(
     change: Callable[[nn.Sequential], None],
     message: str,
     checkpoint: str,
-    way: Way,
+    execution: str,
     x: torch.Tensor,
 ) -> None:
     module = model()
@@ -148,7 +147,7 @@ def test_what_cannot_be_recomputed(
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_layers_that_write_to_their_parameters(checkpoint: str, way: Way) -> None:
+def test_layers_that_write_to_their_parameters(checkpoint: str, execution: str) -> None:
     """Each forward scales down those rows of the embedding that it reads, a recomputation too."""
     module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2)).double()
     reference = copy.deepcopy(module)
@@ -163,7 +162,7 @@ def test_layers_that_write_to_their_parameters(checkpoint: str, way: Way) -> Non
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_buffer_that_wants_a_gradient(checkpoint: str, way: Way, x: torch.Tensor) -> None:
+def test_a_buffer_that_wants_a_gradient(checkpoint: str, execution: str, x: torch.Tensor) -> None:
     module = model()
     for buffer in module.buffers():
         buffer.requires_grad_()
@@ -239,7 +238,7 @@ CHANGING = [
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("layers", CHANGING)
 def test_layers_that_change_their_buffers(
-    layers: Callable[[], list[nn.Module]], checkpoint: str, way: Way, x: torch.Tensor
+    layers: Callable[[], list[nn.Module]], checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
     """A recomputation finds what its forward found, and leaves what the last forward left."""
     torch.manual_seed(0)
@@ -267,7 +266,7 @@ def test_layers_that_change_their_buffers(
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("layers", CHANGING)
 def test_training_steps_of_layers_that_change_their_buffers(
-    layers: Callable[[], list[nn.Module]], schedule: str, way: Way, x: torch.Tensor
+    layers: Callable[[], list[nn.Module]], schedule: str, execution: str, x: torch.Tensor
 ) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*layers()).double()
@@ -294,7 +293,7 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_inputs_outlast_recomputations(
-    backwards: int, checkpoint: str, way: Way, x: torch.Tensor
+    backwards: int, checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
     """The second stage passes on what it is given, and the third works in place."""
     layers = nn.Linear(4, 4), nn.Flatten(0), nn.Unflatten(0, (-1, 4)), Overwriting(), nn.Tanh()

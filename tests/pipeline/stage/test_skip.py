@@ -12,7 +12,6 @@ from support.pipes import Pipe
 from support.skip_layers import Pop, Stash
 from torch import nn
 
-from pipekernels.pipeline.engine.pace import Way
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -290,7 +289,7 @@ def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str) -> None:
         assert torch.equal(pipe(x), pipe.to_sequential()(x))
 
 
-def test_skips_stay_those_that_the_pipe_was_made_with(way: Way) -> None:
+def test_skips_stay_those_that_the_pipe_was_made_with(execution: str) -> None:
     layers = [stashing(), nn.Linear(5, 5), popping()]
     pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
     x = torch.randn(4, 5)

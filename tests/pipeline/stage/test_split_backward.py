@@ -214,8 +214,11 @@ def test_hooks_on_tensors_are_called_once() -> None:
     assert calls == [1] * 4
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, grad)
-    for way in ("inline", "threads"):  # one thread and several, with backwards that could be split
-        pipe = Pipe(model, [1, 1], **options, execution=way)
+    for execution in (
+        "inline",
+        "threads",
+    ):  # one thread and several, with backwards that could be split
+        pipe = Pipe(model, [1, 1], **options, execution=execution)
         calls.clear()
         model.zero_grad()
         with pipe.timeline():

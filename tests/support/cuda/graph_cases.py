@@ -1,4 +1,4 @@
-"""What tests of CUDA graphs train, and how they compare it."""
+"""Models, training loops and comparisons for tests of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 5
 
 
 class CudaRecord(Record):
-    """Real graphs tell less of themselves."""
+    """A record of real graphs, of which only ``capturing`` is known."""
 
     @property
     def capturing(self) -> bool:
@@ -31,14 +31,14 @@ class CudaRecord(Record):
 
 
 class Pair(nn.Module):
-    """Returns integers and None as well."""
+    """Returns a dict of its input, integers and None."""
 
     def forward(self, x):
         return {"x": x, "index": torch.arange(len(x), device=x.device), "none": None}
 
 
 class First(nn.Module):
-    """Writes to what it is given, as may the first layer of a stage."""
+    """Writes to its input in place, as the first layer of a stage may."""
 
     def forward(self, pair):
         return pair["x"].mul_(1.5) + pair["index"].unsqueeze(1)
@@ -73,12 +73,12 @@ def pipe_of(
 
 
 def slots(pipe: Pipe) -> list[int]:
-    """How many micro-batches have graphs, by stage."""
+    """Number of slots of each stage."""
     return [len(stage.slots()) for stage in pipe._engine.stages.graphs.values()]
 
 
 class Held:
-    """Tensors that nobody else may change from now on."""
+    """Checks that tensors do not change after :meth:`hold`."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -99,8 +99,10 @@ def train(
     schedule: str | None = None,
     steps: int = STEPS,
 ) -> list[torch.Tensor]:
-    """Losses, gradients of the inputs, and parameters of some steps; inputs change from step to
-    step. ``schedule`` is that of a pipe's ``train_step``."""
+    """Losses and gradients of the inputs of each step, and the parameters after all steps.
+
+    Inputs change from step to step. With a ``schedule``, steps are the pipe's ``train_step``.
+    """
     results: list[torch.Tensor] = []
     held = Held()
     for step in range(steps):

@@ -1,8 +1,8 @@
-"""CUDA communicators over several hosts where there is no GPU: the real code, on CPU tensors.
+"""Fakes to run CUDA communicators over several hosts on CPU tensors, without a GPU.
 
-Only the two ends are pretended: the device that reduces inside a host, and NCCL. As the real ones, they
-say only later what has gone wrong. This tests what we believe about CUDA and NCCL, not them: only tests
-on GPUs show whether they are so.
+Two things are faked: the device end that reduces inside a host, and NCCL. Like the real ones, they
+report errors asynchronously. The fakes encode our assumptions about CUDA and NCCL; only tests on
+GPUs can verify these.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 
 
 class PretendedDevice:
-    """Stands in for :class:`pipekernels.comm.cuda.CudaEnd`, for a host's ranks on the CPU."""
+    """Replaces :class:`pipekernels.comm.cuda.CudaEnd`; its ranks share CPU memory."""
 
     made: ClassVar[list[PretendedDevice]] = []
-    problem = ""  # Of the next one.
+    problem = ""  # The error that the next instance raises when it is constructed.
 
     def __init__(self, local: SharedMemoryEnd, device: torch.device) -> None:
         local.barrier()
@@ -40,7 +40,7 @@ class PretendedDevice:
         self.device = CPU
         self.calls: list[str] = []
         self.closed = ""
-        self.fails = False  # At the next call.
+        self.fails = False  # Whether the next call fails.
         self._local = local
         self._error: PeerError | TimeoutError | None = None
         self.made.append(self)
@@ -69,7 +69,7 @@ class PretendedDevice:
         return self.output(sizes, dtype)
 
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        if self._error is not None:  # Which nobody here has heard of yet.
+        if self._error is not None:  # Not reported to the caller yet: check() does that.
             return torch.empty(sizes, dtype=dtype, device=CPU)
         return self._local.empty(sizes, dtype)
 
@@ -95,11 +95,11 @@ class PretendedDevice:
 
 
 class PretendedNccl:
-    """Has the methods of ``ProcessGroupNCCL`` that a link uses, over Gloo."""
+    """The methods of ``ProcessGroupNCCL`` that a link uses, over Gloo."""
 
     Options = SimpleNamespace
     made: ClassVar[list[PretendedNccl]] = []
-    stuck_at = -1  # Which operation of the next one never ends.
+    stuck_at = -1  # Index of the operation of the next instance that never ends.
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
@@ -134,15 +134,15 @@ class PretendedNccl:
         self._left -= 1
         work = PretendedWork()
         self._works.append(work)
-        if self.ended:  # As if it had been issued before: cut short, too.
+        if self.ended:  # An operation on an aborted group ends at once.
             work.over.set()
-        elif self._left != -1:  # Else the other hosts wait for this one.
+        elif self._left != -1:  # The stuck operation does not start, so the other hosts wait.
             start().get_future().then(lambda _: work.over.set())
         return work
 
 
 class PretendedWork:
-    """Is over when NCCL is done, or cut short."""
+    """An operation, which is over when it is complete or aborted."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -151,8 +151,8 @@ class PretendedWork:
         self.over.wait()
 
 
-class _Both:
-    """An end with the collectives of one, and all else of another."""
+class _DeviceCollectives:
+    """An end with the collectives of ``device``; everything else is that of ``hosts``."""
 
     def __init__(self, hosts: HostsEnd, device: Any) -> None:
         self._hosts = hosts
@@ -164,7 +164,7 @@ class _Both:
 
 
 def pretend(layout: str, backend: str) -> None:
-    """Let this process take itself for one with CUDA, whose group has ``backend`` for it."""
+    """Make this process believe that it has CUDA and that its group has ``backend`` for CUDA."""
     os.environ["LAYOUT"] = layout
     torch.cuda.is_current_stream_capturing = lambda: False
     _backend.require_cuda = lambda device=None: None
@@ -176,7 +176,7 @@ def pretend(layout: str, backend: str) -> None:
 
 
 def use_pretended(comm: Communicator) -> Any:
-    """Have ``comm`` take CPU tensors where it would take CUDA ones; returns that end."""
+    """Let ``comm`` treat CPU tensors as CUDA tensors; returns the device end."""
     device = comm._device_end(torch.device("cuda", 0))
-    comm._host_end = _Both(comm._host_end, device)
+    comm._host_end = _DeviceCollectives(comm._host_end, device)
     return device

@@ -1,13 +1,16 @@
-"""CUDA graphs without CUDA: operations are recorded on tensors and repeated on the same memory.
+"""A fake of CUDA graphs: it records operations on CPU tensors and repeats them on the same memory.
 
-This tests what we believe about CUDA graphs, not CUDA: what a capture allows and a replay repeats is
-written down here from the documentation. Only tests on a GPU show whether it is so.
+The fake follows CUDA's documentation of captures and replays; only tests on a GPU can verify it.
 
-As with a real graph, nothing that was there before has changed after a capture, what it allocated has
-no values yet, and a replay reads and writes the memory of the capture, whatever it holds by then. What
-nobody refers to after a replay is scratch memory, of other graphs from its pool too: it is spoilt. Those
-that were captured later may even keep what was scratch before, so a replay spoils all that they have.
-Values to be spoilt become NaN, or numbers that index nothing.
+As with real graphs:
+
+* a capture changes no memory that existed before, and leaves what it allocates without values;
+* a replay reads and writes the memory of the capture, whatever that holds by then;
+* after a replay, memory of the graph that no tensor refers to is scratch, also for other graphs of
+  the same pool: it is spoilt. Graphs captured later may keep results in memory that was scratch
+  before, so a replay spoils all of their memory.
+
+Spoilt memory is NaN, or integers that are invalid as indices.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 def has_memory(leaf: Any) -> bool:
-    """Whether it is a tensor with a storage of its own; a sparse one consists of others."""
+    """Whether ``leaf`` is a tensor with a storage; a sparse one consists of other tensors."""
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
@@ -43,13 +46,13 @@ def key(tensor: torch.Tensor) -> int:
 
 
 def referred(own: list[torch.Tensor]) -> bool:
-    """Whether others than ``own`` refer to their memory."""
-    storage = own[0].untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > len(own) + 1  # one is ``storage``
+    """Whether any tensor besides ``own`` refers to their memory."""
+    storage = own[0].untyped_storage()  # This variable is one reference more.
+    return torch._C._storage_Use_Count(storage._cdata) > len(own) + 1
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its memory: ``[elements]``."""
+    """All memory of the tensor's storage: ``[elements]``."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
@@ -59,27 +62,28 @@ def spoil(tensor: torch.Tensor) -> None:
 
 
 class RecordedGraph(TorchDispatchMode):
-    """A graph. It knows memory, not tensors: those that it holds are its own."""
+    """A captured graph. It identifies memory, and keeps only detached tensors of its own."""
 
     def __init__(self, machine: Machine | None, device: torch.device) -> None:
         super().__init__()
         self.machine = machine
         self.device = device
         self.later: list[RecordedGraph] = []
-        """Those captured later from its pool."""
+        """Graphs captured later from the same pool."""
         self.replays = 0
         self.seed: torch.Tensor | None = None
-        """Where its device's generator tells all graphs there what they draw from."""
+        """The seed in device memory that all graphs of the device share; each replay writes it."""
         self.made: dict[int, list[torch.Tensor]] = {}
-        """Its own tensors, by the memory that the capture allocated."""
+        """Its tensors in memory that the capture allocated, by memory."""
         self._found: dict[int, list[torch.Tensor]] = {}
-        """The same for memory that was there."""
+        """Its tensors in memory that existed before the capture, by memory."""
         self._before: dict[int, torch.UntypedStorage] = {}
+        """During the capture: contents of the memory in ``_found`` before it."""
         self._operations: list[tuple[Any, Any, Any, list[torch.Tensor], list[torch.Tensor]]] = []
-        """What to call with what, the results, and those of them that had new memory."""
+        """Function, arguments, keyword arguments, results, and the results in new memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__.endswith("_like"):  # of a tensor that is not read
+        if func.overloadpacket.__name__.endswith("_like"):  # These do not read their argument.
             args = (torch.empty_like(args[0]), *args[1:])
             self.made[key(args[0])] = []
         for tensor in tensors((args, kwargs)):
@@ -88,21 +92,22 @@ class RecordedGraph(TorchDispatchMode):
                     with self._unseen():
                         self._before[key(tensor)] = tensor.untyped_storage().clone()
                 self._found.setdefault(key(tensor), [])
-        with torch._C.DisableTorchFunction():  # A machine has seen the call already.
+        allocates_only = func.overloadpacket.__name__ in _EMPTY
+        with torch._C.DisableTorchFunction():  # The machine has already recorded the call.
             result = func(*args, **(kwargs or {}))
-            if (
-                func.overloadpacket.__name__ in _EMPTY
-            ):  # Of a kernel that is not run, no value is wrong.
+            if allocates_only:
+                # A real capture runs no kernels, so none fails on values. Here they run: zeros are
+                # valid for all of them.
                 for tensor in tensors(result):
                     tensor.zero_()
         with torch.no_grad():
             args, kwargs, results = tree_map(self._own, (args, kwargs or {}, tensors(result)))
-        if func.overloadpacket.__name__ in _EMPTY:
+        if allocates_only:
             if (
                 torch.are_deterministic_algorithms_enabled()
                 and torch.utils.deterministic.fill_uninitialized_memory
-            ):  # A kernel of the graph then fills it.
-                for tensor in results:
+            ):
+                for tensor in results:  # torch launches a kernel that fills the memory.
                     value = float("nan") if tensor.is_floating_point() else 101
                     fill = torch.ops.aten.fill_.Scalar
                     self._operations.append((fill, (tensor, value), {}, [tensor], []))
@@ -148,7 +153,7 @@ class RecordedGraph(TorchDispatchMode):
             self.machine.access(stream, [], [self.machine.memory(self.seed)], "a seed's replay")
         with self._unseen():
             for func, args, kwargs, results, made in self._operations:
-                # Behind autograd's back, as kernels are that a graph launches.
+                # Autograd does not see the kernels of a graph.
                 again = func(*args, **kwargs)
                 if made:
                     for old, new in zip(results, tensors(again), strict=True):
@@ -175,7 +180,7 @@ class RecordedGraph(TorchDispatchMode):
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """What a graph's kernels do is accounted for by hand, and knows no modes of torch."""
+        """Run operations as a graph does: without torch's modes, unrecorded by the machine."""
         autocast = torch.autocast("cpu", enabled=False)
         with torch.no_grad(), autocast, patched(self.machine, "run", lambda f, a, k: f(*a, **k)):
             yield
@@ -192,7 +197,7 @@ def patched(machine: Machine | None, name: str, function: Any) -> Iterator[None]
 
 
 class Record:
-    """What has been captured."""
+    """The graphs captured so far."""
 
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
@@ -203,14 +208,14 @@ class Record:
         return sum(graph.replays for graph in self.graphs)
 
     def spoil(self) -> None:
-        """Spoil the memory of all graphs, which nothing may depend on when no tape is left."""
+        """Spoil the memory of all graphs; nothing may depend on it when no tape is left."""
         for graph in self.graphs:
             graph.spoil()
 
 
 @contextmanager
 def recorded(machine: Machine | None = None) -> Iterator[Record]:
-    """Have graphs on the machine's CUDA devices, or, without one, on the CPU."""
+    """Replace CUDA graphs: of the machine's CUDA devices, or, without a machine, of the CPU."""
     record = Record()
     pools: dict[int, list[RecordedGraph]] = {}
     handles = itertools.count(1)
@@ -235,7 +240,7 @@ def recorded(machine: Machine | None = None) -> Iterator[Record]:
             record.capturing = False
         if machine is not None:
             for known in graph.made.values():
-                machine.memory(known[0]).pool = None  # It goes back to the graphs' memory.
+                machine.memory(known[0]).pool = None  # It is freed to the graphs' pool.
         record.graphs.append(graph)
         for earlier in pools.setdefault(pool, []):
             earlier.later.append(graph)

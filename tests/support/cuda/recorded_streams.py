@@ -1,18 +1,17 @@
-"""CUDA devices that are not there: values on the CPU, and a record of streams and events that tells
-races.
+"""A fake of CUDA devices: CPU tensors, and a record of streams and events that detects races.
 
-This tests what we believe about CUDA, not CUDA: a rule that this module does not know, or has wrong, no
-test with it can find broken. Only tests on a GPU do.
+The fake encodes our assumptions about CUDA. It cannot detect violations of a rule that it lacks or
+has wrong; only tests on a GPU can.
 
-Tensors are the CPU's; a tag on their memory says which device they would be on. Every operation is
-given a stream, as torch would, and what it must come after: *happens-before*, by vector clocks over
-streams and the calling thread, as events order them. A :class:`Race` is raised where
+Tensors are on the CPU; a tag on their memory says which device they pretend to be on. Each
+operation is assigned to a stream, as torch does. Vector clocks over the streams and the calling
+thread give the *happens-before* order that events establish. A :class:`Race` is raised if
 
-* memory is read or written and the write before, or a read before the write, need not have happened;
-* memory goes back to the allocator, which hands it out again on the stream it was allocated on, and
-  that stream does not wait for its last use;
-* a copy that does not make the thread wait involves CPU memory that is not pinned;
-* an operation mixes devices, or the thread reads what is on a device.
+* memory is accessed and the previous write, or a read before this write, need not have happened;
+* memory is freed while a stream may still use it, and the stream it was allocated on, to which the
+  allocator may give it again, does not wait for that use;
+* an asynchronous copy uses CPU memory that is not pinned;
+* an operation mixes devices, or the thread reads a value that is on a device.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ Clock = dict["Agent", int]
 
 
 class Race(AssertionError):
-    """Nothing orders two uses of one piece of memory."""
+    """Accesses to memory are not ordered, or another rule in the module's docstring is broken."""
 
 
 class Agent:
-    """Does things one after another: a stream, or the calling thread."""
+    """A sequence of operations: a stream, or the calling thread."""
 
     def __init__(self, machine: Machine, device: torch.device, name: str) -> None:
         self.machine = machine
@@ -61,7 +60,7 @@ class Agent:
                 self.clock[agent] = time
 
     def tick(self) -> int:
-        """The time of what is issued now."""
+        """The time of an operation issued now, after everything that the thread has waited for."""
         self.follow(self.machine.host.clock)
         time = self.clock[self] = self.clock.get(self, 0) + 1
         return time
@@ -76,6 +75,8 @@ class Agent:
 
 
 class Point:
+    """A recorded event."""
+
     def __init__(self, machine: Machine, clock: Clock) -> None:
         self.machine = machine
         self.clock = clock
@@ -95,14 +96,14 @@ class Memory:
     def __init__(self, storage: Any, device: torch.device, pool: Agent | None) -> None:
         self.reference = StorageWeakRef(storage)
         self.device = device
-        self.pool = pool  # the stream it was allocated on; None for the CPU's
+        self.pool = pool  # The stream it was allocated on; None on the CPU.
         self.pinned = False
         self.written: tuple[Agent, int] | None = None
         self.read: dict[Agent, int] = {}
 
 
 class Copy:
-    """A copy between devices, as it was issued."""
+    """A copy between devices: stream, time, and the stream's clock when the copy was issued."""
 
     def __init__(self, source: torch.device, target: torch.device, agent: Agent, time: int) -> None:
         self.source, self.target = source, target
@@ -111,14 +112,14 @@ class Copy:
 
 
 class Machine:
-    """What is there."""
+    """The CPU and its CUDA devices: their streams, memory and current streams."""
 
     def __init__(self) -> None:
         self.host = Agent(self, CPU, "thread")
         self.host_waits = 0
         self.copies: list[Copy] = []
         self.streams: list[Agent] = []
-        self.placing = True  # whether Tensor.to may place tensors, unrecorded
+        self.placing = True  # Whether Tensor.to may move tensors; such moves are not recorded.
         self._memory: dict[int, Memory] = {}
         self._default: dict[torch.device, Agent] = {}
         self._current: dict[torch.device, Agent] = {}
@@ -183,8 +184,10 @@ class Machine:
         return self._memory[key]
 
     def poll(self) -> None:
-        """Notice what has been freed since the last call: to be called before a stream comes to follow
-        another, or the thread a stream."""
+        """Check the memory that was freed since the last call.
+
+        Must be called before a stream waits for another stream, or the thread for a stream.
+        """
         for key in [k for k, m in self._memory.items() if m.reference.expired()]:
             memory = self._memory.pop(key)
             if memory.pool is None:
@@ -270,19 +273,19 @@ class Machine:
         return result
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function of torch, where tensors and devices are seen as the user sees them."""
+        """A call of a function of torch, which is to see the pretended devices."""
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return self.device_of(args[0])
         if func is torch.Tensor.is_pinned:
             return self.memory(args[0]).pinned
         if func is torch.Tensor.to:
             return self._place(args, kwargs)
-        if func is p2p_copy._op:  # its kernels are Python, and see what the user sees
+        if func is p2p_copy._op:  # Its kernels are Python and must see the pretended devices, too.
             return self._p2p_copy(*args)
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "meta":
             return func(*args, **kwargs)
-        # Below another mode, or what was called above, the device is the CPU that stands for it.
+        # Calls inside this one see CPU as the device, so the outermost call names the device.
         before, self._factory = self._factory, self._factory or torch.device(device)
         try:
             return func(*args, **{**kwargs, "device": CPU})
@@ -355,7 +358,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with _Functions(made):  # torch.autograd.backward may have put the mode aside
+        with _Functions(made):  # torch.autograd.backward may have disabled the mode.
             return engine(*args, **kwargs)
 
     with ExitStack() as stack:
