@@ -1,4 +1,4 @@
-"""Loading the extension: what it says about itself, and errors that name the remedy."""
+"""Loading the extension: build information, and errors that name the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed: against Gloo, and where groups end or calls differ."""
+"""The backend of torch.distributed: comparison with Gloo, ends of groups, and errors."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pipekernels import Communicator, PeerError
 
 pytestmark = pytest.mark.processes
 
-# Registers the backend; not before torch 2.7.
+# This import registers the backend. It needs torch 2.7.
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 
-# ---- collectives ---------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 
 
 def everything(rank: int, group: Any, async_op: bool) -> list[torch.Tensor]:
-    """The results of all collectives that the communicator has, but for averages."""
+    """The results of all collectives that the communicator has, except averages."""
     size = dist.get_world_size()
     results, works = [], []
 
@@ -75,11 +75,11 @@ def compare_with_gloo(rank: int) -> None:
     ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
     assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
     expected = everything(rank, gloo, False)
-    ours._gloo = None  # So that nothing can be delegated.
+    ours._gloo = None  # No call may be delegated to Gloo.
     for async_op in (False, True):
         for result, other in zip(everything(rank, ours, async_op), expected, strict=True):
             assert result.equal(other)
-    # What Gloo does not have, or sums up wrongly.
+    # Gloo does not have these, or computes them incorrectly.
     average = torch.tensor([1.0, 2.0]) * rank
     dist.all_reduce(average, dist.ReduceOp.AVG)
     assert average.tolist() == [1.0, 2.0]
@@ -101,7 +101,7 @@ def compare_with_gloo(rank: int) -> None:
     columns = torch.empty(2, 3).t()
     dist.all_gather_into_tensor(columns, stacked[rank])
     assert columns.equal(stacked)
-    shape = [(6,), (3, 2), (1, 6)][rank]  # As many elements will do.
+    shape = [(6,), (3, 2), (1, 6)][rank]  # Only the number of elements must agree.
     other = torch.arange(6.0).view(shape) * (rank + 1)
     dist.all_reduce(other)
     assert other.equal(torch.arange(6.0).view(shape) * 6)
@@ -139,7 +139,7 @@ def delegate(rank: int) -> None:
         work.wait()
     assert received.tolist() == [2.0 - rank, 2.0]
     swapped = torch.empty(2)
-    for _ in range(2000):  # Often enough for it to meet Gloo's thread as that drops tensors.
+    for _ in range(2000):  # Often enough to coincide with Gloo's thread dropping tensors.
         dist.all_to_all_single(swapped, x)
     assert swapped.tolist() == [[1.0, 2.0], [2.0, 2.0]][rank]
     gathered = [torch.empty(2), torch.empty(2)] if rank == 0 else None
@@ -156,7 +156,7 @@ def delegate(rank: int) -> None:
     assert objects == [{"rank": 0}, {"rank": 1}]
 
 
-def test_gloo_does_the_rest(run_group: Callable[..., list[Any]]) -> None:
+def test_other_collectives_are_delegated_to_gloo(run_group: Callable[..., list[Any]]) -> None:
     run_group(2, delegate)
 
 
@@ -179,7 +179,7 @@ def use_works(rank: int) -> None:
         assert comm.all_reduce(torch.ones(1)).item() == 2
     works = [dist.all_reduce(torch.full((50_000,), float(i)), async_op=True) for i in range(20)]
     tensor = torch.ones(1)
-    dist.all_reduce(tensor)  # After all of them.
+    dist.all_reduce(tensor)  # It runs after all of them.
     assert all(work.is_completed() for work in works)
 
 
@@ -233,9 +233,7 @@ def end_and_begin(rank: int, store: str) -> None:
         assert leakable_resources() == before
 
 
-def test_destroyed_groups_leave_nothing(
-    run_group: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_destroyed_groups_leak_nothing(run_group: Callable[..., list[Any]], tmp_path: Path) -> None:
     run_group(2, end_and_begin, str(tmp_path / "other"))
 
 
@@ -259,13 +257,13 @@ else:
 if attempt == 0:
     if rank == 1:
         os._exit(1)
-    time.sleep(20)  # Until the agent ends this process.
+    time.sleep(20)  # The agent kills this process in the meantime.
 dist.destroy_process_group()
 """
 
 
 def test_ranks_that_torchrun_restarts_join_again(tmp_path: Path) -> None:
-    """Their store is the agent's, and holds what the ranks before them wrote."""
+    """The store belongs to torchrun's agent and still has the keys of the previous ranks."""
     script = tmp_path / "script.py"
     script.write_text(RESTARTED)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -299,10 +297,10 @@ def test_works_of_a_destroyed_group_fail(
     run_group(2, destroy_at_work, tmp_path, how)
 
 
-# ---- errors -----------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
-def differ(rank: int) -> None:
+def call_differently(rank: int) -> None:
     with pytest.raises(ValueError, match="the ranks call different collectives"):
         dist.all_reduce(torch.ones(3 + rank))
     work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
@@ -320,7 +318,7 @@ def differ(rank: int) -> None:
 
 
 def test_different_calls_raise_on_all_ranks(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, differ)
+    run_group(2, call_differently)
 
 
 def lose_a_rank(rank: int) -> None:
@@ -341,7 +339,7 @@ def test_a_lost_rank_is_an_error_everywhere(run_group: Callable[..., list[Any]])
 
 
 def fail_and_leave(rank: int, how: str) -> None:
-    gc.disable()  # What is in a cycle stays.
+    gc.disable()  # Objects in reference cycles stay alive.
     group = weakref.ref(dist.group.WORLD)
 
     def fail() -> weakref.ref[torch.Tensor]:
@@ -362,7 +360,7 @@ def fail_and_leave(rank: int, how: str) -> None:
     dist.destroy_process_group()
     deadline = time.monotonic() + 20
     while (group() or tensor()) is not None and time.monotonic() < deadline:
-        time.sleep(0.01)  # The group's thread ends.
+        time.sleep(0.01)  # Wait for the group's thread to end.
     assert group() is None and tensor() is None
 
 
@@ -373,7 +371,7 @@ def test_a_failed_call_keeps_neither_group_nor_tensors(
     run_group(2, fail_and_leave, how)
 
 
-def wait_in_vain(rank: int) -> None:
+def wait_with_timeout(rank: int) -> None:
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         with pytest.raises(TimeoutError, match="has not ended within 0:00:01"):
@@ -386,8 +384,8 @@ def wait_in_vain(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_a_wait_can_have_a_limit(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, wait_in_vain)
+def test_a_wait_can_have_a_timeout(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, wait_with_timeout)
 
 
 def call_without_options(rank: int, backend: str) -> None:

@@ -1,4 +1,4 @@
-"""What torch builds on collectives, over the backend of torch.distributed: DDP, DTensor, FSDP."""
+"""DDP, DTensor, FSDP and functional collectives over the backend of torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
-# Registers the backend; not before torch 2.7.
+# This import registers the backend. It needs torch 2.7.
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 
@@ -44,7 +44,7 @@ def train_twice(rank: int) -> None:
     expected = train(rank, dist.new_group(backend="gloo"))
     dist.group.WORLD._gloo = None
     for value, other in zip(train(rank, dist.group.WORLD), expected, strict=True):
-        assert value.equal(other)  # A sum of two has one result.
+        assert value.equal(other)  # The sum of two terms does not depend on their order.
 
 
 def test_ddp_trains_as_with_gloo(run_group: Callable[..., list[Any]]) -> None:

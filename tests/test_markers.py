@@ -15,7 +15,7 @@ import pytest
     [
         lambda: subprocess.run(["true"], check=False),
         lambda: multiprocessing.get_context("spawn").Process(target=print).start(),
-        lambda: os.fork(),  # Looked up when it is called.
+        lambda: os.fork(),  # Not os.fork itself, which the fixture patches later.
     ],
     ids=["subprocess", "multiprocessing", "fork"],
 )

@@ -1,4 +1,4 @@
-"""The benchmarks' machinery: ranks that take turns, what they measure and check, and the tables."""
+"""The benchmarks' harness: ranks, turns, measurements, checks of values, and tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.project
 
 
 class FakeSystem:
-    """Adds up all ranks' tensors, or leaves the last ``missing`` elements alone."""
+    """Sums all ranks' tensors, except the last ``missing`` elements."""
 
     version = "1"
 
@@ -56,7 +56,7 @@ def start_file(folder: Path, ranks: int) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_the_expected_sum_is_that_of_the_contents(dtype: str, ranks: int) -> None:
+def test_the_expected_sum_equals_the_sum_of_the_contents(dtype: str, ranks: int) -> None:
     def values(array: np.ndarray) -> torch.Tensor:
         if dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).double()
@@ -75,7 +75,7 @@ def test_wrong_elements_are_counted(tmp_path: Path) -> None:
         assert rank.check("fake") == missing
 
 
-def test_every_way_of_measuring_gives_one_time_per_call(tmp_path: Path) -> None:
+def test_every_measurement_gives_one_time_per_call(tmp_path: Path) -> None:
     rank = Rank(FakeSystem(0, 1), 1, Start(start_file(tmp_path, 1), 0, 1))
     rank.prepare(1024, "float32")
     aligned, crowded = rank.measure("fake", 2, 5), rank.measure_crowded("fake", 6)
@@ -117,12 +117,12 @@ class LocalGroup:
         return [getattr(self._rank, method)(**arguments)]
 
 
-def test_rows_tell_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> None:
+def test_rows_have_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> None:
     rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
     session: Any = {"fake": (LocalGroup(rank), "1.0")}
     rows = collectives.by_size(session, [1024, 4096], quick=True)
     found = [(row["type"], row["size"], row["count"], row["wrong"]) for row in rows]
-    assert found == [  # Two elements are wrong, before and after.
+    assert found == [  # Two elements are wrong, in checks before and after.
         ("float32", 1024, 256, 4),
         ("float32", 4096, 1024, 4),
         ("bfloat16", 1024, 512, 4),
@@ -130,7 +130,7 @@ def test_rows_tell_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> No
     ]
     for row in rows:
         assert row["algbw"] == pytest.approx(row["size"] / row["median"] / 1e9)
-        assert row["busbw"] == pytest.approx(row["algbw"])  # Of two ranks.
+        assert row["busbw"] == pytest.approx(row["algbw"])  # They are equal for two ranks.
 
 
 def test_visits_to_a_size_are_spread_over_the_run(
@@ -148,7 +148,7 @@ def test_visits_to_a_size_are_spread_over_the_run(
     small, large = collectives.by_size(session, [1024, 4096], quick=False)
     visited = re.findall(r"(\d+) bytes", capsys.readouterr().out)
     assert visited == ["1024", "4096", "1024", "4096"]
-    assert (small["median"], small["min"], small["wrong"]) == (5.0, 1.0, 8)  # Of 1 to 3, 7 to 9.
+    assert (small["median"], small["min"], small["wrong"]) == (5.0, 1.0, 8)  # 1 to 3 and 7 to 9 s.
     assert (large["median"], large["min"], large["wrong"]) == (8.0, 4.0, 8)
 
 
@@ -167,7 +167,7 @@ def test_crowded_ranks_make_as_many_calls_as_asked_for(tmp_path: Path) -> None:
 
 @pytest.fixture
 def streaming(tmp_path: Path) -> Iterator[groups.Group]:
-    """A group of two ranks that need nothing but NumPy."""
+    """A group of two ranks; this system needs only NumPy."""
     group = groups.Group("streaming", 2, tmp_path)
     try:
         assert group.wait_until_ready()["rank"] == 0
@@ -192,7 +192,7 @@ def test_a_rank_that_dies_or_fails_is_an_error_that_names_the_system(
         streaming.call("describe")
 
 
-def test_closing_ends_the_ranks_even_one_that_is_stopped(
+def test_closing_ends_all_ranks_even_a_stopped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "PATIENCE", 0.5)
@@ -206,7 +206,7 @@ def test_closing_ends_the_ranks_even_one_that_is_stopped(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_session_leaves_out_what_is_missing_or_does_not_start(
+def test_a_session_leaves_out_systems_that_are_missing_or_do_not_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -225,7 +225,7 @@ def test_a_session_leaves_out_what_is_missing_or_does_not_start(
 
 
 class FailingGroup(LocalGroup):
-    """Is closed, and fails with the given call."""
+    """Fails in the given call."""
 
     def __init__(self, rank: Rank, system: str, fails_in: str) -> None:
         super().__init__(rank)
@@ -259,7 +259,7 @@ def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
     assert "MPICH: left out from here on" in capsys.readouterr().out
 
 
-def test_our_own_failure_is_an_error(tmp_path: Path) -> None:
+def test_a_failure_of_pipekernels_is_an_error(tmp_path: Path) -> None:
     system = FakeSystem(0, 3, name="ordinary")
     rank = Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))
     session: Any = {"pipekernels": (FailingGroup(rank, "pipekernels", "check"), "1.0")}
@@ -267,7 +267,7 @@ def test_our_own_failure_is_an_error(tmp_path: Path) -> None:
         collectives.by_size(session, [1024], quick=True)
 
 
-def test_a_session_without_our_own_ranks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_without_pipekernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(groups.PYTHONS, "nonsense", groups.OURS)
     with (
         pytest.raises(groups.GroupError, match="KeyError: 'nonsense'"),
@@ -276,7 +276,7 @@ def test_a_session_without_our_own_ranks_is_an_error(monkeypatch: pytest.MonkeyP
         pass
 
 
-def test_a_system_that_is_busy_while_it_waits_is_noticed() -> None:
+def test_a_system_that_is_busy_while_it_waits_is_detected() -> None:
     class Fake:
         ranks = 2
 
@@ -290,7 +290,7 @@ def test_a_system_that_is_busy_while_it_waits_is_noticed() -> None:
     assert groups.busy_while_idle(fakes) == ["spinning"]
 
 
-def test_ours_and_gloo_give_right_sums_in_both_dtypes() -> None:
+def test_pipekernels_and_gloo_sum_correctly_in_both_dtypes() -> None:
     with groups.session(["pipekernels", "Gloo"], 2) as session:
         assert list(session) == ["pipekernels", "Gloo"]
         for dtype in collectives.DTYPES:
@@ -299,7 +299,7 @@ def test_ours_and_gloo_give_right_sums_in_both_dtypes() -> None:
             assert set(collectives.check(calls).values()) == {0}
 
 
-# ---- figures ----
+# ---- measurements and tables ----
 
 
 def test_candidates_alternate_and_may_give_several_samples() -> None:
@@ -415,7 +415,7 @@ def test_the_plot_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text().startswith("<?xml")
 
 
-def test_a_tree_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_the_environment_names_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*command: object, **options: object) -> None:
         raise FileNotFoundError("git")
 
@@ -435,7 +435,7 @@ def test_durations_have_three_digits_and_no_exponent(seconds: float, text: str) 
     assert report.duration(seconds) == text
 
 
-def test_a_marker_without_results_says_what_to_run() -> None:
+def test_a_marker_without_results_names_the_command_to_run() -> None:
     page = "<!-- bench:x -->\nold\n<!-- /bench -->"
     assert report.update(page, {"x": "new"}) == page.replace("old", "new")
     with pytest.raises(ValueError, match="make bench ARGS=x"):

@@ -1,4 +1,4 @@
-"""Benchmarks of `make gpu-check`, and what the sanitizer runs, on the CPU at tiny sizes."""
+"""Benchmarks of `make gpu-check`, and the sanitizer's programs, on the CPU with tiny sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.project
 
 
 def rendered(name: str, rows: list[timing.Row]) -> str:
-    """What becomes of a result file on a page."""
+    """The text of a result file on a page."""
     record = {
         "name": f"gpu.{name}",
         "date": "2026-01-31 12:00 UTC",
@@ -55,7 +55,7 @@ def test_every_gpu_benchmark_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", sanitized.PARTS)
-def test_what_the_sanitizer_runs_is_right(part: str, device: torch.device) -> None:
+def test_programs_for_the_sanitizer_are_correct(part: str, device: torch.device) -> None:
     sanitized.PARTS[part](device)
 
 
@@ -66,7 +66,7 @@ def test_gemms_are_measured_in_order_of_importance() -> None:
     assert set(first) == {(8, 4096), (8, 16), (8, 1), (1, 4096)}
 
 
-def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
+def test_tables_of_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
     product = sharded_gemm.Product("Llama-7B", "o_proj", 8, "forward", 256, 256, 4096, 512)
     seconds = {
         "product": 2e-4,
@@ -87,7 +87,7 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
         {
             "part": "overlap",
             "tokens": 2048,
-            "ways": {execution: harness.summary([time] * 3) for execution, time in seconds.items()},
+            "ways": {name: harness.summary([time] * 3) for name, time in seconds.items()},
             "reducing blocks": 8,
             "wrong": 0,
             "over the slower": 1.05,
@@ -95,7 +95,7 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
         },
         {"part": "overlap", "tokens": 8192, "error": "Traceback\nRuntimeError: no room"},
     ]
-    told = rendered("sharded_gemm", rows)
+    page = rendered("sharded_gemm", rows)
     for text in (
         "| Llama-7B | o_proj | 8 | forward | 256 | 606.0 | 606.0 | 600.0 | 1.01 | 1.01 | 0.50 |",
         "auto, 256 tokens and more: 1.01 (least 1.01)",
@@ -104,20 +104,20 @@ def test_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
         "| 2048 | 8 | 200 us | 100 us | 300 us | 210 us | 1.05 | 1.02 | 0 |",
         "* overlap, 8192: RuntimeError: no room",
     ):
-        assert text in told
+        assert text in page
     left_out = [
         {"part": "left out", "system": "NCCL 2.28.9"},
         {"part": "threads", "ranks": 8, "size": 1024, "type": "float32", "late": 2},
     ]
-    told = rendered("all_reduce", left_out)
-    assert "NCCL 2.28.9 is left out: it takes several" in told
-    assert "launched too slowly: 8 x 1024 float32." in told
+    page = rendered("all_reduce", left_out)
+    assert "NCCL 2.28.9 is left out: it takes several" in page
+    assert "launched too slowly: 8 x 1024 float32." in page
     pytest.importorskip("matplotlib")
     sharded_gemm.plot(rows, tmp_path / "plot.svg")
 
 
-class OneAtATime:
-    """Streams and events of a device that begins a kernel when the last one has ended."""
+class FakeStreams:
+    """Streams and events of a device that runs kernels at the same time only if ``at_once``."""
 
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once
@@ -135,14 +135,14 @@ class OneAtATime:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_checker_that_runs_one_kernel_at_a_time_is_noticed(
+def test_a_checker_that_runs_one_kernel_at_a_time_is_detected(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sanitized.torch, "cuda", OneAtATime(at_once).module())
+    monkeypatch.setattr(sanitized.torch, "cuda", FakeStreams(at_once).module())
     assert sanitized.side_by_side(torch.device("cuda")) == at_once
 
 
-def test_what_a_checker_leaves_out_is_told(
+def test_the_log_names_what_a_checker_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sanitized, "side_by_side", lambda device: False)
@@ -156,7 +156,7 @@ def test_what_a_checker_leaves_out_is_told(
 
 
 class FakeGpu:
-    """A device whose launches are ahead of it if it sleeps for at least ``needed`` cycles."""
+    """A device that must sleep ``needed`` cycles for all launches to be queued in the meantime."""
 
     def __init__(self, needed: int) -> None:
         self.slept: list[int] = []
@@ -177,7 +177,7 @@ class FakeGpu:
 
 
 @pytest.mark.parametrize(("needed", "tries"), [(1, 1), (timing.HEAD_START * 4, 2)])
-def test_device_time_is_taken_again_until_launches_were_ahead(
+def test_device_time_is_measured_again_until_launches_were_ahead(
     needed: int, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeGpu(needed)
@@ -224,11 +224,11 @@ def test_collectives_leave_time_for_ranks_that_are_processes(
     rows = list(all_reduce.run(args))
     assert [row["part"] for row in rows] == ["threads"] * 13 + ["left out"] + ["processes"] * 2
     assert {row["ranks"] for row in rows[:13]} == {2, 4, 8}
-    told = rendered("all_reduce", rows)
-    assert "17 cases of ranks that are threads are left out: there was no time for them." in told
+    page = rendered("all_reduce", rows)
+    assert "17 cases of ranks that are threads are left out: there was no time for them." in page
 
 
-def test_a_case_that_fails_is_a_row_and_in_the_table() -> None:
+def test_a_failing_case_has_a_row_and_is_in_the_table() -> None:
     def fail() -> timing.Row:
         raise ValueError("no such case")
 
@@ -249,7 +249,7 @@ def test_results_are_kept_row_by_row(
 ) -> None:
     def run(args: argparse.Namespace) -> Iterator[timing.Row]:
         yield {"x": 1}
-        raise KeyboardInterrupt  # as good as any end
+        raise KeyboardInterrupt
 
     module = SimpleNamespace(__doc__="What it does.", CONDITIONS={"a": 1}, run=run)
     monkeypatch.setenv("OUT", str(tmp_path))

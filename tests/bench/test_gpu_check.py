@@ -1,4 +1,4 @@
-"""What `make gpu-check` is made of, run here on the CPU: steps, tests in processes."""
+"""The parts of `make gpu-check`, on the CPU: steps, tests in processes, and the whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def python(code: str) -> list[str]:
 # ---- steps ----
 
 
-def test_a_step_tells_how_it_ended_and_logs_what_it_printed(log: steps.Log, tmp_path: Path) -> None:
+def test_a_step_reports_its_status_and_logs_its_output(log: steps.Log, tmp_path: Path) -> None:
     code = "import os, sys; print('out'); print(os.environ['X'], file=sys.stderr); sys.exit({})"
     good = steps.run_step("good", python(code.format(0)), {"X": "there"}, in_seconds(60), log)
     bad = steps.run_step("bad", python(code.format(3)), {"X": "y"}, in_seconds(60), log, live=False)
@@ -42,7 +42,7 @@ def test_a_step_tells_how_it_ended_and_logs_what_it_printed(log: steps.Log, tmp_
     assert (tmp_path / "log").read_text() == "\n==== good\nout\nthere\n\n==== bad\nout\ny\n"
 
 
-def test_a_step_that_hangs_says_where_and_ends_with_all_that_it_started(
+def test_a_hanging_step_says_where_and_is_killed_with_its_children(
     log: steps.Log, tmp_path: Path
 ) -> None:
     pid = tmp_path / "pid"
@@ -63,10 +63,10 @@ def test_a_step_that_hangs_says_where_and_ends_with_all_that_it_started(
     assert not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z")
 
 
-def test_a_step_is_over_though_its_output_is_held_by_what_it_left_behind(
+def test_a_step_ends_although_a_daemon_that_it_left_holds_its_output(
     log: steps.Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a session of its own, where the step's end does not reach it."""
+    """The daemon has a session of its own, so it is not killed with the step."""
     monkeypatch.setattr(steps, "PATIENCE", 1.0)
     pid = tmp_path / "pid"
     code = (
@@ -82,7 +82,7 @@ def test_a_step_is_over_though_its_output_is_held_by_what_it_left_behind(
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def test_a_step_that_cannot_be_started_is_told(log: steps.Log) -> None:
+def test_a_step_that_cannot_be_started_fails(log: steps.Log) -> None:
     outcome = steps.run_step("none", ["/no/such/program"], {}, in_seconds(60), log)
     assert outcome.status == "failed" and "/no/such/program" in outcome.note
 
@@ -131,7 +131,7 @@ def test_last(): pass
 """
 
 
-def test_what_one_test_breaks_the_others_do_not_see(
+def test_a_test_that_breaks_its_process_does_not_affect_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: steps.Log
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,9 +163,9 @@ def test_what_one_test_breaks_the_others_do_not_see(
         "test_end": "crashed",
         "test_last": "passed",
     }
-    told = cuda_tests.summary(results)
-    assert "test_some.py: 3 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in told
-    assert "  crashed: test_some.py::test_hang" in told and "test_good" not in told
+    report = cuda_tests.summary(results)
+    assert "test_some.py: 3 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in report
+    assert "  crashed: test_some.py::test_hang" in report and "test_good" not in report
     late = cuda_tests.run(pytest_command, pieces[0], in_seconds(-1), log)
     assert set(late.outcomes.values()) == {"not run"}
 
@@ -174,7 +174,7 @@ def test_what_one_test_breaks_the_others_do_not_see(
 
 
 class Calls:
-    """Stands in for the processes of all steps: which there were, and what becomes of each."""
+    """Replaces ``run_step``: records commands and environments; the steps ``failing`` fail."""
 
     def __init__(self, failing: set[str]) -> None:
         self.commands: dict[str, list[str]] = {}
@@ -233,7 +233,7 @@ def test_all_steps_are_run_for_the_gpu_at_hand(
 
 
 @pytest.mark.parametrize("failing", ["gpu.micro_batch", "memcheck", "environment"])
-def test_a_step_that_fails_stops_no_other_and_is_told(
+def test_a_failing_step_is_reported_and_does_not_stop_others(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, calls, outcomes = run_check(tmp_path, monkeypatch, failing={failing})
@@ -246,10 +246,11 @@ def test_a_step_that_fails_stops_no_other_and_is_told(
     ("outcome", "note"),
     [
         ("failed", "1 tests, 1 did not pass, 0 were skipped"),
-        ("skipped", "1 tests, 0 did not pass, 1 were skipped"),  # all of them, on a GPU
+        # Skipping all tests is a failure, as there is a GPU.
+        ("skipped", "1 tests, 0 did not pass, 1 were skipped"),
     ],
 )
-def test_tests_that_do_not_pass_stop_no_benchmark_and_are_told(
+def test_tests_that_do_not_pass_are_reported_and_stop_no_benchmark(
     outcome: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, calls, outcomes = run_check(tmp_path, monkeypatch, failing=set(), outcome=outcome)
@@ -264,9 +265,9 @@ def test_without_a_build_nothing_is_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_to_do(
+def test_without_a_gpu_it_reports_that(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(os.getcwd())  # which main() leaves
+    monkeypatch.chdir(os.getcwd())  # Restores the folder, which main() changes.
     assert check.main() == 1
     assert "sees no CUDA GPU" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The soak's own checks: that they would notice."""
+"""The soak test's own checks detect errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.project
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_one_wrong_bit_is_noticed(dtype: torch.dtype) -> None:
+def test_one_wrong_bit_is_detected(dtype: torch.dtype) -> None:
     right = torch.arange(1, 1000).to(dtype)
     check(right.clone(), right, special=False)
     check(torch.stack([right, right], 1)[:, 0], right, special=False)
@@ -35,7 +35,7 @@ def test_only_special_values_may_differ_in_the_sign_of_zero_and_the_bits_of_nan(
         check(a, b, special=False)
 
 
-def test_draws_are_the_same_for_the_same_seed_and_cover_everything() -> None:
+def test_draws_depend_only_on_the_seed_and_cover_everything() -> None:
     calls = [Call.draw(seed, 3, 1000) for seed in range(300)]
     assert calls == [Call.draw(seed, 3, 1000) for seed in range(300)]
     assert {call.operation for call in calls} == {

@@ -1,4 +1,4 @@
-"""Where the build finds its tools, and what it does in places that it does not know."""
+"""The build script: where it finds tools, stale build folders, and source distributions."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def script() -> ModuleType:
 
 
 def tool(folder: Path) -> str:
-    """An executable of the name sometool."""
+    """Create an executable named sometool; returns its path."""
     folder.mkdir(parents=True)
     (folder / "sometool").write_text("#!/bin/sh\n")
     (folder / "sometool").chmod(0o755)
     return str(folder / "sometool")
 
 
-def test_where_tools_are_looked_for(
+def test_the_order_in_which_tools_are_searched(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Last of all on PATH; first in the package, wherever pip has put it."""
+    """First in the Python package of the tool, last on PATH."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     with pytest.raises(RuntimeError, match="pip install sometool"):
@@ -57,7 +57,7 @@ def test_where_tools_are_looked_for(
     assert script.find_tool("sometool") == of_package
 
 
-def test_what_was_built_elsewhere_or_by_other_compilers_is_forgotten(
+def test_a_build_folder_of_another_path_or_compiler_is_cleared(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
@@ -78,7 +78,7 @@ def test_what_was_built_elsewhere_or_by_other_compilers_is_forgotten(
     assert keeps(here)
 
 
-def test_other_systems_are_told_so(script: ModuleType, tmp_path: Path) -> None:
+def test_other_systems_than_linux_are_refused(script: ModuleType, tmp_path: Path) -> None:
     configured = subprocess.run(
         [script.find_tool("cmake"), "-S", SCRIPT.parent.parent, "-B", tmp_path, "-G", "Ninja",
          f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}", "-DCMAKE_SYSTEM_NAME=FreeBSD"],
@@ -88,7 +88,7 @@ def test_other_systems_are_told_so(script: ModuleType, tmp_path: Path) -> None:
     assert "pipekernels needs Linux" in configured.stderr
 
 
-def test_a_source_distribution_has_all_that_builds_and_contributors_need(tmp_path: Path) -> None:
+def test_a_source_distribution_has_all_files_for_builds_and_contributors(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     root = SCRIPT.parent.parent.parent
     subprocess.run(

@@ -1,5 +1,4 @@
-"""CUDA devices that are named where torch cannot use them: an error with the remedy, from all that takes a
-device, and nothing has changed."""
+"""Naming a CUDA device that torch cannot use raises an error with the remedy, changing nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_no_cuda(name: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(_backend, "has_cuda", lambda: True)  # Of the extension, not of torch.
+    monkeypatch.setattr(_backend, "has_cuda", lambda: True)  # The extension has CUDA, not torch.
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="was built without CUDA; install a build for CUDA"):
         CALLS[name](module, device)
@@ -63,7 +62,7 @@ def test_no_cuda(name: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert module(X).shape == X.shape
 
 
-def test_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable("cpu") == torch.device("cpu") and usable("meta") == torch.device("meta")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)

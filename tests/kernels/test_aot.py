@@ -1,4 +1,4 @@
-"""Everything that the sharded GEMM's tables can choose compiles for GPUs that need not be there."""
+"""All configurations in the sharded GEMM's tables compile, for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BULK_STORE = "cp.async.bulk.tensor.2d.global.shared"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
-    """As many processes as there are cores, up to 8."""
+    """A process per core, at most 8."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=context) as pool:
         yield pool
@@ -53,17 +53,17 @@ def test_compiles_without_spills(
     assert kernel.stack == 0, f"{kernel.registers} registers and {kernel.stack} bytes of stack"
     limit = SHARED_MEMORY[case.architecture]
     if case.generation == 80:
-        limit = SHARED_MEMORY[89]  # The smallest of the GPUs that take these blocks.
+        limit = SHARED_MEMORY[89]  # The smallest of all GPUs that use these blocks.
     assert kernel.shared <= limit
-    assert kernel.scratch == 0  # Or every thread that launches would have to bring an allocator.
-    for box in kernel.boxes:  # What cuTensorMapEncodeTiled() accepts.
+    assert kernel.scratch == 0  # Each thread that launches would have to set an allocator.
+    for box in kernel.boxes:  # The limits of cuTensorMapEncodeTiled().
         assert box.rows <= 256 and box.width % 16 == 0 and box.width <= box.span
     tma = case.generation > 80 and case.variant != "odd"
     assert ("cp.async.bulk.tensor" in kernel.ptx) == tma
     if case.architecture == 90 and case.kind != "float32" and case.blocks.m >= 64:
         assert "wgmma.mma_async" in kernel.ptx
     if tma and not case.split and case.variant in LAYOUTS:
-        # Tiles are stored in the loop that loads the next one, before its barriers are given up.
+        # A tile is stored in the loop that loads the next one, before its barriers are released.
         assert kernel.ptx.rindex(BULK_STORE) < kernel.ptx.index("mbarrier.inval")
     if case.variant == "announced":
         store = kernel.ptx.rindex("st.global")
@@ -73,10 +73,10 @@ def test_compiles_without_spills(
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_what_has_the_same_signature_has_the_same_kernel(
+def test_equal_signatures_have_the_same_kernel(
     architecture: int, pool: ProcessPoolExecutor
 ) -> None:
-    """Or a kernel would be compiled while a graph is captured."""
+    """Otherwise a kernel could be compiled during the capture of a graph."""
     found = pool.submit(aot.kernels_by_signature, architecture).result(timeout=110)
     kernels: dict[Any, set[str]] = {}
     for signature, kernel in found:
@@ -85,8 +85,7 @@ def test_what_has_the_same_signature_has_the_same_kernel(
     assert all(len(same) == 1 for same in kernels.values())
 
 
-def test_shipped_tables_choose_only_what_is_compiled_here() -> None:
-    """Blocks that a measured table names are blocks of the built-in ones."""
+def test_shipped_tables_choose_only_blocks_that_are_compiled_here() -> None:
     known = {blocks for choice in BLOCKS.values() for blocks in (*choice.whole, *choice.shared)}
     for path in table.FOLDER.glob("*.json"):
         shipped = table.from_json(json.loads(path.read_text()))

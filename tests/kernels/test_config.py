@@ -1,4 +1,4 @@
-"""Which configurations of the sharded GEMM there are for a product."""
+"""The configurations of the sharded GEMM for a product."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_candidates_cover_every_product(
 
 
 def test_the_first_candidate_suits_the_product() -> None:
-    """Large tiles where there are enough of them, else programs that share tiles along a deep k."""
+    """Large tiles if there are enough of them; split-K for few tiles with a large k."""
     large = candidates(90, "bfloat16", 8192, 8192, 8192, 132)[0]
     assert large.split_k == 1 and large.blocks.m * large.blocks.n == 128 * 256
     deep = candidates(90, "bfloat16", 1, 1024, 11008, 132)[0]
@@ -38,6 +38,6 @@ def test_the_first_candidate_suits_the_product() -> None:
     assert wide.split_k == 1 and wide.blocks.m == 16
 
 
-def test_which_gpus_take_whose_blocks() -> None:
+def test_generations_of_gpus() -> None:
     capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
     assert [generation(c) for c in capabilities] == [80, 80, 80, 90, 100, 100, 80]

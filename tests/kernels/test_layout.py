@@ -1,4 +1,4 @@
-"""How operands lie in memory."""
+"""Memory layouts of operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_layouts() -> None:
     assert layout_of(rows, columns) == "grad_input"
     assert layout_of(columns, columns) == "grad_weight"
     assert layout_of(columns, rows) is None
-    assert layout_of(rows[:, 1:], rows) is None  # Not at a multiple of 16 bytes.
+    assert layout_of(rows[:, 1:], rows) is None  # Not aligned to 16 bytes.
     assert layout_of(rows[:, :60], rows[:, :60]) == "forward"
     assert layout_of(torch.empty(32, 60, dtype=torch.bfloat16), rows) is None
     assert layout_of(torch.empty(1, 60, dtype=torch.bfloat16), rows) == "forward"  # One row.

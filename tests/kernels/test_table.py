@@ -1,4 +1,4 @@
-"""Tables of measured products: their classes, and how they are kept."""
+"""Tables of measured products: shape classes and files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pipekernels.kernels.table import LAYOUTS, shape_class
 @given(st.sampled_from(KINDS), st.sampled_from(LAYOUTS), *[st.integers(1, 1 << 20)] * 3)
 def test_a_shape_class_holds_its_shapes(kind: str, layout: str, m: int, n: int, k: int) -> None:
     found = shape_class(kind, layout, m, n, k)
-    assert shape_class(*found) == found  # Its largest shape is in it.
+    assert shape_class(*found) == found  # A class is named by its largest shape.
     for size, most, tokens in zip((m, n, k), found[2:], "mnk", strict=True):
         is_tokens = tokens == ("k" if layout == "grad_weight" else "m")
         assert size <= most < size * (2 if is_tokens else 1.25) + (not is_tokens and size < 8)
 
 
-def test_what_is_saved_is_loaded_and_added_to(cache: Path) -> None:
+def test_saving_adds_to_the_saved_table(cache: Path) -> None:
     assert table.for_gpu("Some GPU") is None
-    odd = SHAPE._replace(m=50, k=61)  # Of the same class.
+    odd = SHAPE._replace(m=50, k=61)  # In the same class.
     assert table.from_json(table.to_json(measured(shape=odd))) == measured(shape=odd)
     path = table.save(measured())
     assert path.is_relative_to(cache) and path.name == "sharded-gemm-some-gpu.json"
@@ -42,7 +42,9 @@ def test_what_is_saved_is_loaded_and_added_to(cache: Path) -> None:
     assert table.for_gpu("Another GPU") is None
 
 
-def test_shipped_measurements_come_second(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_measurements_take_precedence_over_shipped_ones(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = cache / "tables"
     folder.mkdir()
     monkeypatch.setattr(table, "FOLDER", folder)
@@ -59,7 +61,8 @@ def test_shipped_measurements_come_second(cache: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("path", sorted(table.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_every_shipped_table_can_be_read(path: Path) -> None:
     measured = table.from_json(json.loads(path.read_text()))
-    assert measured.entries and path.stem == _cache.slug(measured.gpu)  # As for_gpu() looks for it.
+    assert measured.entries
+    assert path.stem == _cache.slug(measured.gpu)  # for_gpu() looks for this name.
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_every_shipped_table_can_be_read(path: Path) -> None:
         {"entries": [{"extra": 1.0}]},
     ],
 )
-def test_a_bad_file_is_ignored_with_a_warning_that_says_what_to_do(
+def test_a_bad_file_is_ignored_with_a_warning_that_names_the_remedy(
     cache: Path, change: dict[str, Any]
 ) -> None:
     path = table.save(measured())

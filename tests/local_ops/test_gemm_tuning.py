@@ -1,4 +1,4 @@
-"""Measuring the sharded GEMM against the vendor's library."""
+"""Measurements of the sharded GEMM, compared with the vendor's library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIGS = [Config(Blocks(128, 128, 64, 8, 4)), Config(Blocks(64, 128, 64, 4, 5))
 
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, for operands on the CPU."""
+    """The tuner's module, with operands on the CPU."""
     pytest.importorskip("triton", minversion="3.6")
     from pipekernels.kernels import tuner
 
@@ -65,7 +65,9 @@ def test_a_class_is_as_fast_as_the_slower_of_its_products(
         assert tuner.measure_class(shape, None, 1e-5) is None
 
 
-def test_a_product_that_fails_loses_no_other(tuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_product_does_not_affect_others(
+    tuner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = [Shape("bfloat16", "forward", m, 64, 64) for m in (16, 32, 64)]
 
     def measure(shape: Shape, library: Any, launching: float) -> table.Entry:
@@ -84,9 +86,7 @@ def test_a_product_that_fails_loses_no_other(tuner: Any, monkeypatch: pytest.Mon
     assert len(lines) == 3 and lines[1].endswith("is not measured: CUDA out of memory.")
 
 
-def test_a_configuration_that_fails_is_not_right(
-    tuner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_configuration_is_not_right(tuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     (product,) = tuner._products(Shape("float32", "forward", 64, 512, 48), 0)
     by_library(product)
@@ -100,7 +100,7 @@ def test_a_configuration_that_fails_is_not_right(
 
 
 @pytest.mark.parametrize("kind", ["float32", "tfloat32"])
-def test_the_library_rounds_as_the_kind_says_and_leaves_torch_as_it_was(
+def test_the_library_allows_tf32_as_the_kind_says_and_restores_the_setting(
     kind: str, tuner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -113,19 +113,19 @@ def test_the_library_rounds_as_the_kind_says_and_leaves_torch_as_it_was(
 
 @pytest.mark.parametrize("layout", table.LAYOUTS)
 @pytest.mark.parametrize(("least", "copies"), [(0, 1), (40_000, 5), (1 << 20, 64)])
-def test_operands_that_no_cache_holds(layout: str, least: int, copies: int, tuner: Any) -> None:
-    products = tuner._products(Shape("bfloat16", layout, 64, 32, 48), least)  # 9 KiB each
+def test_operands_exceed_the_cache(layout: str, least: int, copies: int, tuner: Any) -> None:
+    products = tuner._products(Shape("bfloat16", layout, 64, 32, 48), least)  # 9 KiB each.
     assert len(products) == copies
     for product in products:
         assert (product.a.shape, product.b.shape) == ((64, 48), (32, 48))
         assert layout_of(product.a, product.b) == layout
-    assert len({float(p.a.double().sum()) for p in products}) == copies  # Of different contents.
+    assert len({float(p.a.double().sum()) for p in products}) == copies  # Contents differ.
 
 
 @on_gpu
 @pytest.mark.usefixtures("cache")
 def test_tuning_on_a_gpu(device: torch.device) -> None:
-    """A product that was measured is taken as the table says, and both ways agree."""
+    """The saved table can be loaded, and all algorithms compute the measured products correctly."""
     from pipekernels.kernels import tuner
 
     shapes = [

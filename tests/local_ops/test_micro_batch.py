@@ -1,5 +1,7 @@
-"""Splitting into micro-batches and concatenating them: exact copies, whatever shape, stride and dtype,
-or what ``Tensor.to`` casts them to."""
+"""Splitting into micro-batches and concatenating them.
+
+Results are exact copies for all shapes, strides and dtypes; casts equal those of ``Tensor.to``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-FLOATING = DTYPES[:4]  # What can be cast.
+FLOATING = DTYPES[:4]  # These can be cast.
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -44,7 +46,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def assert_same(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Bit for bit, and contiguous."""
+    """Compare bits; ``ours`` must be contiguous."""
     assert len(ours) == len(expected)
     for a, b in zip(ours, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
@@ -53,7 +55,7 @@ def assert_same(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def assert_cast(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Bit for bit but for NaNs, which are none the worse for other bits, and contiguous."""
+    """As :func:`assert_same`, but any NaN equals any other."""
     for a, b in zip(ours, expected, strict=True):
         assert a.dtype == b.dtype and a.is_contiguous()
         a = a.cpu()
@@ -73,7 +75,7 @@ def test_every_dtype(dtype: torch.dtype, dim: int, device: torch.device) -> None
 
 @st.composite
 def layouts(draw: st.DrawFn, batch: int, dim: int, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    """How to make one tensor with ``batch`` entries in dimension ``dim``."""
+    """Arguments of :func:`lay_out`: a tensor with ``batch`` entries in dimension ``dim``."""
     dims = draw(st.integers(dim + 1, 5))
     shape = draw(st.lists(st.integers(1, 9), min_size=dims, max_size=dims))
     shape[dim] = batch
@@ -128,7 +130,7 @@ def test_any_layout(group: tuple[list[dict[str, Any]], int, int], device: torch.
     assert len(ours) == len(expected) == max(1, min(chunks, tensors[0].shape[dim]))
     for mine, theirs in zip(ours, expected, strict=True):
         assert_same(mine, theirs)
-    strided = [t.tensor_split(len(ours), dim) for t in tensors]  # views, joined again
+    strided = [t.tensor_split(len(ours), dim) for t in tensors]  # Views of the tensors.
     joined = concat_micro_batches(list(zip(*strided, strict=True)), dim)
     assert_same(joined, [t.contiguous() for t in tensors])
 
@@ -155,8 +157,10 @@ def test_casts_of_any_layout(
 
 @pytest.mark.parametrize("to", FLOATING, ids=str)
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_casts_of_runs(dtype: torch.dtype, to: torch.dtype, device: torch.device) -> None:
-    """Long and short ones, aligned and not, with any bits: subnormals and infinities too."""
+def test_casts_of_contiguous_runs(
+    dtype: torch.dtype, to: torch.dtype, device: torch.device
+) -> None:
+    """Long and short runs, aligned and not, of random bits: also subnormals and infinities."""
     x = random_tensor((9, 40, 64), dtype, device)
     for view in (x, x[:, :, 1:], x[..., :3], x.transpose(0, 1), x.transpose(1, 2)):
         for dim in (0, 1):
@@ -173,7 +177,7 @@ def test_casts_of_runs(dtype: torch.dtype, to: torch.dtype, device: torch.device
 def test_casts_round_as_torch_does(
     dtype: torch.dtype, to: torch.dtype, device: torch.device
 ) -> None:
-    """Halfway between neighbours, and so close to it that float32 rounds float64 to halfway."""
+    """Values halfway between neighbours, and so close to it that float32 cannot tell."""
     bits = random_tensor((20_000,), torch.int16 if to.itemsize == 2 else torch.int32, "cpu")
     low, high = bits.view(to).double(), (bits + 1).view(to).double()
     middle = (low + high) / 2
@@ -183,7 +187,9 @@ def test_casts_round_as_torch_does(
 
 
 @pytest.mark.parametrize("shape", [(1024, 700), (700, 1024), (33, 5, 4099)])
-def test_large_enough_for_threads(shape: tuple[int, ...], device: torch.device) -> None:
+def test_tensors_large_enough_for_several_threads(
+    shape: tuple[int, ...], device: torch.device
+) -> None:
     x = random_tensor(shape, torch.float32, device)
     for view in (x, x.transpose(0, 1), x[1:, 1:]):
         for dim in (0, 1):
@@ -206,7 +212,7 @@ def test_more_micro_batches_than_one_launch_holds(device: torch.device) -> None:
     assert_same([p[1] for p in mixed], list(index.split(1)))
 
 
-def test_more_elements_than_32_bits_count(device: torch.device) -> None:
+def test_more_elements_than_32_bits_can_count(device: torch.device) -> None:
     rows = 2**31 // 1024 + 3 if device.type == "cuda" else 67
     x = torch.randint(0, 255, (rows, 1024), dtype=torch.uint8, device=device)
     for dim in (0, 1):
@@ -241,7 +247,7 @@ def test_copies_are_ordered_on_the_current_stream(device: torch.device) -> None:
     x = torch.zeros(64, 1000, device=device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)  # some 50 ms
+        torch.cuda._sleep(100_000_000)  # About 50 ms.
         x.fill_(1)
         whole = concat_micro_batches(split_micro_batches(x, 4, 1), 1)
     torch.cuda.current_stream(device).wait_stream(side)
@@ -286,7 +292,7 @@ def test_gradients_where_only_some_tensors_need_one(device: torch.device) -> Non
     parts = split_micro_batches([y, x, index], 2)
     assert [t.requires_grad for t in parts[0]] == [False, True, False]
     weight = torch.randn(3, 2, device=device)
-    (parts[0][1] * weight).sum().backward()  # the second micro-batch takes no part in the loss
+    (parts[0][1] * weight).sum().backward()  # The loss does not use the second micro-batch.
     assert x.grad is not None
     assert torch.equal(x.grad, torch.cat([weight, torch.zeros(2, 2, device=device)]))
 
@@ -365,7 +371,7 @@ def test_modes_and_the_profiler_see_the_operations(needs_grad: bool) -> None:
         assert name in seen and name in profiled
 
 
-def test_fake_tensors_made_of_real_ones() -> None:
+def test_real_tensors_in_fake_mode() -> None:
     x = torch.randn(5, 2)
     with FakeTensorMode(allow_non_fake_inputs=True):
         parts = split_micro_batches(x, 2)
@@ -400,11 +406,12 @@ def test_fake_tensors_need_no_memory() -> None:
     parts = split_micro_batches(x, 3, dim=1)
     assert [p.shape for p in parts] == [(1 << 20, 349526), (1 << 20, 349525), (1 << 20, 349525)]
     assert concat_micro_batches(parts, dim=1).shape == x.shape  # type: ignore[union-attr]
-    assert split_micro_batches(x, 3, dtype=torch.float16)[0].dtype == torch.float16  # type: ignore[union-attr]
+    halves = split_micro_batches(x, 3, dtype=torch.float16)
+    assert all(part.dtype == torch.float16 for part in halves)
 
 
 def test_tensors_that_dlpack_does_not_describe() -> None:
-    """The extension reads them by their attributes: subclasses, and all tensors before torch 2.10."""
+    """Subclasses, and before torch 2.10 all tensors: the extension reads their attributes."""
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(5))]
     parts = split_micro_batches(parameters, 2)
     assert all(type(part) is Tensor for row in parts for part in row)

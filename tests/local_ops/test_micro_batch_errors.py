@@ -1,4 +1,4 @@
-"""What splitting and concatenating refuse, and what they say about it."""
+"""Errors of splitting into micro-batches and concatenating them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_cast_errors(tensor: Tensor, dtype: Any, message: str) -> None:
         concat_micro_batches([tensor], dtype=dtype)
 
 
-def test_elements_that_are_not_aligned_are_not_cast() -> None:
+def test_unaligned_elements_cannot_be_cast() -> None:
     x = torch.frombuffer(bytearray(17), dtype=torch.float32, offset=1)
     assert torch.equal(torch.cat(split_micro_batches(x, 2)), x)
     with pytest.raises(ValueError, match=re.escape("not aligned to its elements; clone() it")):
@@ -96,7 +96,7 @@ def test_elements_that_are_not_aligned_are_not_cast() -> None:
         ([], [4], "0 tensors"),
     ],
 )
-def test_the_extension_refuses_what_does_not_fit(
+def test_the_extension_refuses_inconsistent_sizes(
     wholes: list[int], parts: list[int], message: str
 ) -> None:
     arguments = [[torch.zeros(size) for size in sizes] for sizes in (wholes, parts)]
@@ -112,14 +112,14 @@ def test_the_extension_casts_only_between_floating_types() -> None:
 
 
 def test_tensors_without_memory_of_their_own() -> None:
-    """Those that torch wraps around others go through the dispatcher, which unwraps them."""
+    """Tensor wrappers work, as the dispatcher unwraps them; tensors with freed memory raise."""
     x = torch.arange(8.0)
 
-    def there_and_back(x: Tensor) -> Tensor:
+    def split_and_concat(x: Tensor) -> Tensor:
         return concat_micro_batches(split_micro_batches(x, 3))
 
-    assert torch.func.functionalize(there_and_back)(x).equal(x)
-    assert there_and_back(torch._efficientzerotensor(4)).equal(torch.zeros(4))
+    assert torch.func.functionalize(split_and_concat)(x).equal(x)
+    assert split_and_concat(torch._efficientzerotensor(4)).equal(torch.zeros(4))
     freed = torch.ones(8, 4)
     views = [freed, freed[2:], freed[:, 1:], nn.Parameter(freed)[2:]]
     freed.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""Copies to another device: values, gradients, what may be overwritten when."""
+"""``p2p_copy``: values, gradients, and when source and result may be overwritten."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = [
 
 @pytest.fixture
 def gpu(device: torch.device) -> Iterator[torch.device]:
-    """A CUDA device: a recorded one, and a real one."""
+    """A CUDA device: a fake one, then a real one."""
     if device.type == "cuda":
         yield torch.device("cuda", torch.cuda.current_device())
         return
@@ -33,19 +33,19 @@ def gpu(device: torch.device) -> Iterator[torch.device]:
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    raw = torch.arange(torch.Size(shape).numel()).view(shape) % 7
-    return raw.to(dtype)
+    return (torch.arange(torch.Size(shape).numel()).view(shape) % 7).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0,), (), (5,), (3, 70), (2, 3, 5, 7)])
-def test_there_and_back(gpu: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_to_a_gpu_and_back(gpu: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = values(dtype, shape)
     there = p2p_copy(x, gpu)
     assert there.device == gpu and there.dtype == dtype and there.shape == x.shape
-    assert torch.equal(p2p_copy(there, "cpu").view(torch.uint8) if dtype.itemsize == 1 and x.dim()
-                       else p2p_copy(there, "cpu"),
-                       x.view(torch.uint8) if dtype.itemsize == 1 and x.dim() else x)  # fmt: skip
+    back = p2p_copy(there, "cpu")
+    if dtype.itemsize == 1 and x.dim():  # torch.equal() does not support float8.
+        back, x = back.view(torch.uint8), x.view(torch.uint8)
+    assert torch.equal(back, x)
 
 
 def layouts() -> dict[str, torch.Tensor]:
@@ -65,13 +65,13 @@ def test_any_strides(gpu: torch.device, name: str) -> None:
     x = layouts()[name]
     there = p2p_copy(x, gpu)
     assert torch.equal(p2p_copy(there, "cpu"), x)
-    if name in ("transposed", "channels last", "a part"):  # dense
+    if name in ("transposed", "channels last", "a part"):  # These are dense.
         assert there.stride() == x.stride()
     back = p2p_copy(there.transpose(0, 1)[::2], "cpu")
     assert torch.equal(back, x.transpose(0, 1)[::2])
 
 
-def test_large_tensors_pass_the_slots_in_pieces(gpu: torch.device) -> None:
+def test_large_tensors_are_copied_through_the_slots_in_pieces(gpu: torch.device) -> None:
     x = torch.arange(edge.SLOT_BYTES // 8 * 5 + 3)
     y = torch.arange(edge.SLOT_BYTES + 1).to(torch.uint8)
     there = p2p_copy([x, y, x], gpu)
@@ -79,7 +79,7 @@ def test_large_tensors_pass_the_slots_in_pieces(gpu: torch.device) -> None:
     assert torch.equal(x_there, x) and torch.equal(y_there, y) and torch.equal(again, x)
 
 
-def test_what_was_copied_may_be_overwritten(gpu: torch.device) -> None:
+def test_source_and_result_may_be_overwritten(gpu: torch.device) -> None:
     x = torch.ones(1000)
     there = p2p_copy(x, gpu)
     x.zero_()
@@ -97,7 +97,7 @@ def test_it_is_differentiable(gpu: torch.device) -> None:
     torch.testing.assert_close(grad, 2 * x.detach(), rtol=0, atol=1e-12)
 
 
-def test_a_tensor_that_is_there_is_returned_itself() -> None:
+def test_a_tensor_already_on_the_device_is_returned_itself() -> None:
     x, y = torch.ones(2), torch.ones(3)
     assert p2p_copy(x, "cpu") is x
     moved = p2p_copy([x, y.to("meta")], "meta")

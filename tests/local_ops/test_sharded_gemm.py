@@ -1,4 +1,4 @@
-"""The product of a linear layer: values, gradients, traces, and which execution it is computed."""
+"""``sharded_gemm``: values, gradients, compilation, and the choice of the algorithm."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_forward_and_gradients(device: torch.device, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_registered_operation(device: torch.device, dtype: torch.dtype) -> None:
-    """What ``torch.compile`` traces, and double backward, whichever execution the product is taken."""
+    """``torch.library.opcheck``, and double backward."""
     case = Case.make(dtype, device, 5, 4, 6)
     operation = torch.ops.pipekernels.sharded_gemm
     rest = (None, None, None, "auto")
@@ -149,7 +149,7 @@ def test_the_kernel_in_the_interpreter() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-# ---- which execution ----
+# ---- the choice of the algorithm ----
 
 
 def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> Config | None:
@@ -158,15 +158,17 @@ def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> 
     return None if chosen is None else chosen.config
 
 
-def test_auto_takes_triton_where_it_was_measured_to_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_triton_where_it_was_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pretend_gpu(monkeypatch, None)
     assert choice("auto") is None
     pretend_gpu(monkeypatch, measured())
     assert choice("auto") == CONFIG
     assert choice("cublas") is None
-    assert choice("auto", torch.float16) is None  # Of which nothing is known,
-    assert choice("auto", k=128) is None
-    assert choice("auto", k=60) is None  # and odd addresses are not what was measured.
+    assert choice("auto", torch.float16) is None  # Not measured.
+    assert choice("auto", k=128) is None  # Not measured.
+    assert choice("auto", k=60) is None  # Not aligned as the measured product was.
     assert choice("auto", torch.float64) is None
     pretend_gpu(monkeypatch, measured(speedup=1.0))
     assert choice("auto") is None
@@ -174,7 +176,7 @@ def test_auto_takes_triton_where_it_was_measured_to_win(monkeypatch: pytest.Monk
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -184,7 +186,7 @@ class OnGpu(torch.Tensor):
 def test_auto_leaves_short_products_to_the_library_unless_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of which kernel is loaded before, and none in a capture."""
+    """A capture can use Triton only if an earlier call has loaded the kernel."""
     pytest.importorskip("triton", minversion="3.6")
     from pipekernels.kernels import launch as launching
 
@@ -207,12 +209,12 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
         return done
 
     pretend_gpu(monkeypatch, measured(seconds=1e-5))
-    assert calls(captured=True) == ["library"]  # It is too late to load it.
+    assert calls(captured=True) == ["library"]  # The kernel is not loaded.
     assert calls(captured=False) == ["triton", "library"]
     assert calls(captured=False) == ["library"]
     assert calls(captured=True) == ["triton"]
     apart = torch.empty(64, 128, dtype=torch.bfloat16)[:, :64]
-    assert calls(captured=True, to=apart) == ["library"]  # It takes another kernel.
+    assert calls(captured=True, to=apart) == ["library"]  # It needs another kernel.
     assert calls(captured=False, algorithm="triton") == ["triton"]
     pretend_gpu(monkeypatch, measured(seconds=1e-3))
     assert calls(captured=False) == ["triton"]
@@ -221,33 +223,35 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     assert calls(captured=True) == ["library"]
 
 
-def test_what_the_library_computes_costs_no_operation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """But the first time, when the kernel is loaded, and in a capture, when the host has time."""
+def test_products_for_the_library_skip_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except the first time, when the kernel is loaded, and in captures, which may take longer."""
     captured: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captured))
     monkeypatch.setattr(module, "_short", set())
 
-    def through(dtype: torch.dtype = torch.bfloat16, rows: int = 64) -> bool:
+    def calls_operation(dtype: torch.dtype = torch.bfloat16, rows: int = 64) -> bool:
         x, weight = (torch.empty(size, 64, dtype=dtype).as_subclass(OnGpu) for size in (rows, 64))
         return module._may_be_triton(x.view(-1, 1, 64), weight, dtype, "auto")
 
     pretend_gpu(monkeypatch, None)
-    assert not through()
+    assert not calls_operation()
     pretend_gpu(monkeypatch, measured())
-    assert through() and through()
-    assert not through(torch.float64) and not through(torch.float16) and not through(rows=0)
-    assert not through(rows=65)  # Of another class.
+    assert calls_operation() and calls_operation()
+    assert (
+        not calls_operation(torch.float64)
+        and not calls_operation(torch.float16)
+        and not calls_operation(rows=0)
+    )
+    assert not calls_operation(rows=65)  # In another shape class.
     pretend_gpu(monkeypatch, measured(speedup=1.0))
-    assert not through()
+    assert not calls_operation()
     pretend_gpu(monkeypatch, measured(seconds=1e-5))
-    assert [through(), through()] == [True, False]
+    assert [calls_operation(), calls_operation()] == [True, False]
     captured.append(True)
-    assert through()
+    assert calls_operation()
 
 
-def test_triton_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, None)
     assert choice("triton") == candidates(90, "bfloat16", 64, 64, 64, 132)[0]
     assert choice("triton", k=60) == Config(BLOCKS[90, "bfloat16"].odd)
@@ -270,7 +274,7 @@ def test_triton_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     ("version", "serves"),
     [("3.6.0", True), ("3.10.1+git", True), ("4.0rc1", True), ("3.5.1", False), (None, False)],
 )
-def test_an_old_triton_is_none(
+def test_an_old_triton_is_not_used(
     version: str | None, serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: version)
@@ -278,7 +282,7 @@ def test_an_old_triton_is_none(
     assert module.has_triton.__wrapped__() == serves
 
 
-def test_auto_takes_triton_for_float8_that_the_library_does_not_take(
+def test_auto_takes_triton_for_float8_that_the_library_does_not_support(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_gpu(monkeypatch, None)
@@ -292,9 +296,9 @@ def test_auto_takes_triton_for_float8_that_the_library_does_not_take(
 
 
 def gpu_products() -> list[tuple[str, str, str]]:
-    """Kinds and layouts, and which of the generation's blocks.
+    """Kind, layout, and which of the generation's blocks.
 
-    Float8 has no gradients; in float16 they are the same code as in bfloat16.
+    Float8 has no gradients; those of float16 have the same code as those of bfloat16.
     """
     found = []
     for kind in KINDS:
@@ -308,7 +312,7 @@ def gpu_products() -> list[tuple[str, str, str]]:
 def test_every_configuration_on_a_gpu(
     kind: str, layout: str, which: str, device: torch.device
 ) -> None:
-    """Against float64, and as accurate as the vendor's library."""
+    """Errors obey the bound, and are about those of the vendor's library at most."""
     from pipekernels.kernels.launch import Product, launch
 
     own = module.gpu_of(device)
@@ -326,7 +330,7 @@ def test_every_configuration_on_a_gpu(
             )
             config = Config(block, split_k=3 if which == "shared" else 1)
             results = []
-            # Each is a kernel to be compiled. Only a forward has terms to add.
+            # Each of these compiles a kernel. Only a forward has terms to add.
             for residual in (None, case.residual)[: 2 if layout == "forward" else 1]:
                 bias = None if residual is None else case.bias
                 out = torch.full_like(case.residual, float("nan"))
@@ -335,7 +339,7 @@ def test_every_configuration_on_a_gpu(
                 added = [] if bias is None else [bias, case.residual]
                 check(out, case.x, case.weight, *added, tf32=tf32)
                 results.append(out)
-            # Where the library splits float32 sums, as it may, they have other errors.
+            # The library may split float32 sums, which changes their errors.
             if dtype.itemsize < 4 and layout_of(case.x, case.weight) is not None:
                 library = torch.empty_like(out)
                 module.gemm_into(library, case.x, case.weight, algorithm="cublas")
@@ -349,7 +353,7 @@ def test_every_configuration_on_a_gpu(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("m", [1, 1000])
 def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Forward and gradients by the operation, the same bits every time, compiled and captured."""
+    """Forward and gradients have the same bits every time, compiled and captured too."""
     case = Case.make(dtype, device, m, 520, 1024)
 
     def step(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -364,7 +368,7 @@ def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> No
     for _ in range(5):
         assert all(torch.equal(y, z) for y, z in zip(step(*leaves), first, strict=True))
 
-    # The code generator takes its time, and is not to be tested here but once.
+    # Inductor is slow, and need not be tested more than once here.
     backend = "inductor" if (m, dtype) == (1000, torch.bfloat16) else "aot_eager"
     forward = torch.compile(
         lambda x, w, b: sharded_gemm(x, w, b, algorithm="triton"), fullgraph=True, backend=backend
@@ -376,7 +380,7 @@ def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> No
 
     static = [t.detach().clone() for t in leaves]
     graphs, outputs = [], []
-    for _ in range(2):  # Both from one stream; replayed, they run at the same time.
+    for _ in range(2):  # Both are captured on one stream, but replayed on two at the same time.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs.append(sharded_gemm(*static, algorithm="triton"))

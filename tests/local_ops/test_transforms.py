@@ -1,5 +1,4 @@
-"""Forward-mode differentiation and the transforms of ``torch.func`` over operations and pipes: right, or
-an error."""
+"""Forward-mode derivatives and ``torch.func`` over operations and pipes: correct, or an error."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def tensor(*shape: int) -> Tensor:
 
 
 def by_micro_batches(x: Tensor) -> Tensor:
-    """Tensors without a derivative, and of another dtype, are split beside ``x``."""
+    """``in_one`` by micro-batches, which also hold tensors that are not differentiated."""
     rows = split_micro_batches([x, torch.arange(len(x)), torch.ones(len(x), 2)], 3)
     whole, *_ = concat_micro_batches([(part.sin(), index, ones) for part, index, ones in rows])
     return whole.cos()
@@ -64,12 +63,12 @@ TRANSFORMS: dict[str, Callable[[Function], Any]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch has no batching rule for some dual op.
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_micro_batches_are_transformed_as_the_whole(name: str) -> None:
+def test_transforms_through_micro_batches_equal_those_of_the_whole(name: str) -> None:
     transform = TRANSFORMS[name]
     torch.testing.assert_close(transform(by_micro_batches), transform(in_one), rtol=0, atol=1e-12)
 
 
-def test_vmap_over_some_of_the_tensors() -> None:
+def test_vmap_over_one_of_two_tensors() -> None:
     x, y = tensor(3, 4, 2), tensor(5, 2)
     parts = vmap(lambda a, b: split_micro_batches([a, b], 2, -1), in_dims=(0, None))(x, y)
     for (a, b), c, d in zip(parts, x.split(1, -1), y.split(1, -1), strict=True):
@@ -99,7 +98,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Communicator], Tensor]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("vmap over")])
 @pytest.mark.parametrize("operation", COLLECTIVES)
-def test_collectives_refuse_to_be_differentiated_otherwise(operation: str, name: str) -> None:
+def test_collectives_refuse_all_transforms_but_vmap(operation: str, name: str) -> None:
     def function(x: Tensor) -> Tensor:
         return COLLECTIVES[operation](x, comm)
 

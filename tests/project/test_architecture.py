@@ -1,5 +1,7 @@
-"""The rules that keep the rooms apart: who may import whom, how large a room may be, and what csrc must not
-know. docs/design.md has the list of rooms."""
+"""Rules of the architecture: allowed imports, sizes of rooms, and what csrc must not include.
+
+docs/design.md lists the rooms.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pipekernels"
 CSRC = ROOT / "csrc"
 
-# Every room, and the rooms that it may import. Rooms below those named here may be imported too: an arrow
-# is followed on.
+# Every room, and the rooms that it may import; what those may import, it may import too.
 MAY_IMPORT = {
     "_version": set(),
     "_torch_private": set(),
@@ -67,12 +68,11 @@ MAY_IMPORT = {
     "cli": {"", "comm.tuning"},
     "__main__": {"cli"},
 }
-# Their modules are rooms of their own, or stand in one.
-DIVIDED = {"comm", "pipeline"}
+DIVIDED = {"comm", "pipeline"}  # Packages that consist of several rooms.
 
 
 def module_of(path: Path) -> str:
-    """Dotted name below ``pipekernels``; that of the package itself is empty."""
+    """Dotted name below ``pipekernels``; empty for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -81,8 +81,7 @@ FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute names of every module that ``path`` imports, or part of one; those for type checking and
-    those in functions too."""
+    """Absolute names of all imports of ``path``, also in functions and for type checking."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -110,8 +109,8 @@ def room_of(module: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first in DIVIDED and rest else first
 
 
-def below(room: str) -> set[str]:
-    """``room`` and all that its arrows lead to."""
+def importable(room: str) -> set[str]:
+    """``room`` and all rooms that it may import, also indirectly."""
     found: set[str] = set()
     stack = [room]
     while stack:
@@ -121,14 +120,14 @@ def below(room: str) -> set[str]:
     return found
 
 
-def test_arrows_between_rooms_lead_one_way() -> None:
+def test_rooms_import_each_other_in_no_circle() -> None:
     for room, others in MAY_IMPORT.items():
-        assert not any(room in below(other) for other in others), room
+        assert not any(room in importable(other) for other in others), room
 
 
 @pytest.mark.parametrize("module", FILES, ids=lambda name: name or "pipekernels")
-def test_imports_follow_the_arrows(module: str) -> None:
-    assert {room_of(name) for name in imported(module)} <= below(room_of(module))
+def test_imports_are_allowed(module: str) -> None:
+    assert {room_of(name) for name in imported(module)} <= importable(room_of(module))
     others = {name.split(".")[0] for name in imports(FILES[module])}
     assert "triton" not in others or room_of(module) == "kernels"
     assert module == "_backend" or not any("._C" in name for name in imports(FILES[module]))
@@ -143,12 +142,12 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 
 @pytest.mark.parametrize("module", FILES, ids=lambda name: name or "pipekernels")
-def test_nothing_is_read_that_could_be_code(module: str) -> None:
-    """What other processes write may come from anybody who reaches a store, a port or a file first."""
+def test_no_data_is_executed_as_code(module: str) -> None:
+    """Stores, ports and files may hold data that an attacker wrote."""
     path = FILES[module]
     assert not {name.split(".")[0] for name in imports(path)} & {"pickle", "marshal", "shelve"}
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):  # As dist.all_gather_object() and torch.load().
+        if isinstance(node, ast.Attribute):  # Such as dist.all_gather_object() and torch.load().
             assert not node.attr.endswith(("_object", "_object_list")), ast.unparse(node)
             assert ast.unparse(node) != "torch.load"
         assert not (isinstance(node, ast.Name) and node.id in ("eval", "exec"))
@@ -158,18 +157,11 @@ def test_the_extension_is_loaded_in_one_place_only() -> None:
     assert [name for name, p in FILES.items() if "pipekernels._C" in p.read_text()] == ["_backend"]
 
 
-# What torch means for those who derive from its classes or walk modules, see _torch_private.py; and
-# what is public of named tuples and locks, despite its underscore.
+# Names that torch intends for subclasses and for code that traverses modules, see
+# _torch_private.py; and names of named tuples and locks that are public despite the underscore.
 NOT_PRIVATE = {
-    *(
-        "_modules",
-        "_parameters",
-        "_buffers",
-        "_apply",
-        "_forward_pre_hooks",
-        "_load_from_state_dict",
-    ),
-    *("_version", "_replace", "_asdict", "_fields", "_is_owned"),
+    *("_modules", "_parameters", "_buffers", "_apply", "_forward_pre_hooks"),
+    *("_load_from_state_dict", "_version", "_replace", "_asdict", "_fields", "_is_owned"),
 }
 
 
@@ -178,7 +170,7 @@ def is_private(name: str) -> bool:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """The attributes that a module of the package gives its own classes and objects."""
+    """The names that a module defines, and the attributes that it sets."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -188,14 +180,16 @@ def defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, (ast.AnnAssign, ast.Assign)):
             targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
             found |= {target.id for target in targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Dict):  # As for setattr().
+        elif isinstance(node, ast.Dict):  # Its keys may be passed to setattr().
             found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
     return found
 
 
 def private_names_of_torch(tree: ast.Module, own: set[str]) -> set[str]:
-    """Imports from torch with a private part, attributes of what is imported from torch, and private
-    attributes of any object that are not among ``own``."""
+    """Private imports from torch, private attributes of these imports, and of other objects.
+
+    The names in ``own`` are the package's; attributes of other objects may have them.
+    """
     found, torchs = set(), set()
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -212,7 +206,7 @@ def private_names_of_torch(tree: ast.Module, own: set[str]) -> set[str]:
     return found
 
 
-def test_private_names_of_torch_are_in_one_place_only() -> None:
+def test_private_names_of_torch_are_in_one_module_only() -> None:
     trees = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
     del trees["_torch_private"]
     own = set().union(*map(defined, trees.values()))
@@ -232,12 +226,12 @@ def test_private_names_of_torch_are_in_one_place_only() -> None:
         "def f(group):\n    group._shutdown()",
     ],
 )
-def test_private_names_of_torch_are_seen(code: str) -> None:
+def test_private_names_of_torch_are_detected(code: str) -> None:
     assert private_names_of_torch(ast.parse(code), own={"_own"})
     assert not private_names_of_torch(ast.parse("self._own + layer._modules"), own={"_own"})
 
 
-def test_the_list_of_rooms_is_the_tree() -> None:
+def test_the_design_page_lists_all_rooms() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     listed = re.findall(r"^\| `pipekernels/(\S*?)/?` \|", page, re.MULTILINE)
     folders = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("__init__.py")}
@@ -245,13 +239,13 @@ def test_the_list_of_rooms_is_the_tree() -> None:
     assert sorted(listed) == sorted((folders - {"."}) | files)
 
 
-def test_every_room_says_what_lives_there() -> None:
+def test_every_module_has_a_docstring() -> None:
     for module, path in FILES.items():
         assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "_version.py", module
 
 
 @pytest.mark.parametrize("top", ["pipekernels", "tests", "bench", "demo"])
-def test_rooms_and_files_are_of_a_size_to_be_read(top: str) -> None:
+def test_rooms_and_files_are_small(top: str) -> None:
     for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
         files = list(folder.glob("*.py")) if folder.name != "results" else []
         assert len(files) <= 17, f"{folder} has {len(files)} files"
@@ -263,7 +257,7 @@ def sources() -> list[Path]:
     return [p for p in CSRC.rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"}]
 
 
-def test_csrc_knows_no_torch_and_python_in_the_bindings_only() -> None:
+def test_csrc_includes_no_torch_and_python_in_the_bindings_only() -> None:
     assert sources()
     for folder in {path.parent for path in sources()}:
         assert len([path for path in sources() if path.parent == folder]) <= 17, folder

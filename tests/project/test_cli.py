@@ -1,4 +1,4 @@
-"""``pipekernels info`` works everywhere and says what is missing."""
+"""The command line: ``pipekernels info``, its output and its errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_info_names_versions_build_and_devices() -> None:
     assert "Python" in lines and "triton" in lines and "CPU" in lines
 
 
-def test_info_without_the_extension_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_without_the_extension_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> dict[str, str]:
         raise ImportError("pipekernels._C cannot be loaded. Build it with `pip install .`")
 
@@ -39,7 +39,9 @@ def test_info_without_the_extension_says_how_to_get_it(monkeypatch: pytest.Monke
     assert "missing" in report and "! pipekernels._C cannot be loaded" in report
 
 
-def test_gpus_without_a_cuda_build_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_mentions_gpus_that_the_build_does_not_support(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(_backend, "build_info", lambda: {"compiler": "x", "cuda": False})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -58,7 +60,7 @@ def test_without_a_command_it_shows_its_help(capsys: pytest.CaptureFixture[str])
     assert "usage: pipekernels" in shown.out and "tune" in shown.out and shown.err == ""
 
 
-def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0
@@ -66,7 +68,9 @@ def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["info"], ["--help"], []])
-def test_output_that_cannot_be_written_is_no_bug(arguments: list[str]) -> None:
+def test_output_that_cannot_be_written_is_an_error_without_a_traceback(
+    arguments: list[str],
+) -> None:
     command = [sys.executable, "-m", "pipekernels", *arguments]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
@@ -85,7 +89,7 @@ def test_output_that_cannot_be_written_is_no_bug(arguments: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
-def test_measurements_that_cannot_be_kept_are_an_error(
+def test_measurements_that_cannot_be_saved_are_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tuner, "measure", lambda quick: Tuning({2: 4096}, "today"))
@@ -100,7 +104,7 @@ def test_measurements_that_cannot_be_kept_are_an_error(
 def test_tuning_for_no_time_is_an_error(
     seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "tune", lambda **options: pytest.fail("it was begun"))
+    monkeypatch.setattr(cli, "tune", lambda **options: pytest.fail("tuning has begun"))
     with pytest.raises(SystemExit):
         cli.main(["tune", "--seconds", seconds])
     assert "--seconds must be a positive, finite number" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The demonstration runs to its end, in small."""
+"""The demo runs with small sizes and refuses bad arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_small_demo(tmp_path: Path) -> None:
         (["--width", "30"], "--width must be a multiple of 4 heads, got 30"),
     ],
 )
-def test_arguments_that_train_nothing(
+def test_arguments_that_would_train_nothing(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tqdm")

@@ -1,4 +1,4 @@
-"""The programs of docs/migration.md, as they are after the move."""
+"""The programs of docs/migration.md, as they are after the migration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | 
 
 
 def programs(title: str) -> list[str]:
-    """The Python programs of a section; of diffs, what they have in the end."""
+    """The Python programs of a section; for diffs, the new version."""
     found = []
     blocks = re.findall(r"^```(diff|python)\n(.*?)^```", SECTIONS[title], re.MULTILINE | re.DOTALL)
     for language, body in blocks:
@@ -51,16 +51,16 @@ def test_every_section_has_a_program() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(pipekernels(?:\.\w+)+)`", PAGE))))
-def test_names_that_others_turn_into(name: str) -> None:
+def test_new_names_exist(name: str) -> None:
     assert pkgutil.resolve_name(name)
 
 
-# An SPMD program needs ranks; test_spmd.py has them.
+# An SPMD program needs ranks; test_spmd.py runs it.
 OF_A_PIPE = [title for title in SECTIONS if title not in ("SPMD pipelines", "Row-parallel layers")]
 
 
 @pytest.mark.parametrize("title", OF_A_PIPE)
-def test_programs_give_what_the_plain_model_gives(title: str, tmp_path: Path) -> None:
+def test_programs_compute_what_the_plain_model_computes(title: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4).double() for _ in range(4)]
     names: dict[str, Any] = dict(zip("abcd", layers, strict=True))
@@ -71,7 +71,7 @@ def test_programs_give_what_the_plain_model_gives(title: str, tmp_path: Path) ->
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
 
 
-def test_a_row_parallel_layer_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
+def test_a_row_parallel_layer_computes_what_the_plain_one_computes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(5, 3).double()
     names = {"linear": linear, "input": torch.randn(4, 5, dtype=torch.float64)}

@@ -1,7 +1,7 @@
-"""The public names and their signatures do not change unnoticed.
+"""The public names and their signatures are those in ``public_names.txt``.
 
-``public_names.txt`` lists them. A change is a decision: it has a line in CHANGELOG.md, and the list is
-written anew by ``python tests/project/test_public_names.py``.
+A change must be deliberate: give it a line in CHANGELOG.md, and write the list again by ``python
+tests/project/test_public_names.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.project
 
 LIST = Path(__file__).parent / "public_names.txt"
-# In the order in which a name is looked for: what stands in two of them is described in the first.
+# An object that is in several of these is described in the first.
 MODULES = [
     "pipekernels",
     "pipekernels.balance",
@@ -32,12 +32,12 @@ MODULES = [
     "pipekernels.tensor_parallel",
 ]
 
-# Classes whose objects users get from a method, and do not make: their constructors are ours.
-MADE_BY_OTHERS = {"Communicator", "Timeline"}
+# Users get instances of these classes from methods; the constructors are private.
+PRIVATE_CONSTRUCTORS = {"Communicator", "Timeline"}
 
 
 def names_of(module: ModuleType) -> list[str]:
-    """What ``from module import *`` gives; where nothing says, what is defined in it."""
+    """The names in ``__all__``; without it, the public names that the module defines."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
         return sorted(listed)
@@ -49,7 +49,7 @@ def names_of(module: ModuleType) -> list[str]:
 
 
 def signature_of(value: Any) -> str:
-    """Names, kinds and defaults of the parameters; annotations are not part of the promise."""
+    """Names, kinds and defaults of the parameters, without annotations."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -72,7 +72,9 @@ def lines_of(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, ModuleType):
         yield f"{name}: module"
     elif inspect.isclass(value):
-        yield f"{name}: class" + ("" if value.__name__ in MADE_BY_OTHERS else signature_of(value))
+        yield f"{name}: class" + (
+            "" if value.__name__ in PRIVATE_CONSTRUCTORS else signature_of(value)
+        )
         for member, found in sorted(members_of(value).items()):
             if isinstance(found, property):
                 yield f"{name}.{member}: property"

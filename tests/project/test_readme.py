@@ -1,4 +1,4 @@
-"""README's programs and references."""
+"""README's programs, links, commands and names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_programs_run_one_after_the_other() -> None:
             if "plan_pipeline" in program:
                 names |= {"model": nn.Sequential(*layers), "sample": x}
             exec(program, names)  # noqa: S102
-            # What the next ones go on with.
+            # The following programs use this pipe.
             names["pipe"] = names.get("pipe", names["model"])
     finally:
         dist.destroy_process_group()
@@ -45,7 +45,7 @@ def test_programs_run_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/migration.md"])
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_exist(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     assert links or page == "docs/migration.md"
     for link in links:

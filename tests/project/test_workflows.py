@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md, the workflows and the hooks say of commands, markers and files is so."""
+"""Commands, markers and files that CONTRIBUTING.md, the workflows and the hooks name exist."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def parsed(path: Path) -> Any:
-    import yaml  # Here, so that tests of other subjects can be chosen where there is none.
+    import yaml  # Imported here: the other tests must be collected where PyYAML is missing.
 
     return yaml.safe_load(path.read_text())
 
 
 def commands(path: Path) -> list[str]:
-    """The lines that a workflow runs."""
+    """The shell lines of a workflow."""
     steps = [step for job in parsed(path)["jobs"].values() for step in job["steps"]]
     return [line for step in steps for line in step.get("run", "").splitlines()]
 
 
-def assert_exist(text: str) -> None:
-    """Every make target and every script of .ci in ``text``, of which there is one at least."""
+def assert_commands_exist(text: str) -> None:
+    """``text`` names at least one make target or script of .ci, and all of these exist."""
     targets = set(re.findall(r"(?:^ *|`)make ([a-z][\w-]*)", text, re.MULTILINE))
     scripts = set(re.findall(r"(?<![\w/])\.ci/\w+", text))
     assert targets or scripts
@@ -45,32 +45,32 @@ def assert_exist(text: str) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_run_what_there_is(path: Path) -> None:
+def test_commands_of_workflows_exist(path: Path) -> None:
     workflow = parsed(path)
-    assert True in workflow  # YAML takes the key 'on' for a boolean.
+    assert True in workflow  # YAML reads the key 'on' as a boolean.
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
         assert 0 < job["timeout-minutes"] <= 90
     if path.stem == "wheels":
         assert any("cibuildwheel" in line for line in commands(path))
     else:
-        assert_exist("\n".join(commands(path)))
+        assert_commands_exist("\n".join(commands(path)))
 
 
-def test_there_is_a_workflow_of_each_kind() -> None:
+def test_names_of_workflows() -> None:
     names = [path.stem for path in WORKFLOWS]
     assert names == ["check", "cuda-check", "gate", "versions", "wheels"]
 
 
-def test_hooks_run_what_there_is() -> None:
+def test_commands_of_hooks_exist() -> None:
     for repository in parsed(ROOT / ".pre-commit-config.yaml")["repos"]:
         assert repository["repo"] == "local"
         for hook in repository["hooks"]:
-            assert_exist(hook["entry"])
+            assert_commands_exist(hook["entry"])
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])
-def test_issue_forms_ask_for_something(name: str) -> None:
+def test_issue_forms_have_required_fields(name: str) -> None:
     form = parsed(ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml")
     assert any(field.get("validations", {}).get("required") for field in form["body"])
     assert name != "bug" or "pipekernels info" in str(form["body"])
@@ -78,7 +78,7 @@ def test_issue_forms_ask_for_something(name: str) -> None:
 
 def test_commands_of_the_pages_exist() -> None:
     for page in ("CONTRIBUTING.md", ".github/pull_request_template.md", ".ci/run"):
-        assert_exist((ROOT / page).read_text())
+        assert_commands_exist((ROOT / page).read_text())
 
 
 def test_files_of_the_guide_exist() -> None:

@@ -1,4 +1,4 @@
-"""Row- and column-parallel linears against nn.Linear: values and gradients."""
+"""Row- and column-parallel linear layers compared with nn.Linear: values and gradients."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from pipekernels.tensor_parallel.functional import reduce_from_ranks, row_linear
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-# 13 and 7 are divided by no world size but 1; the rows are by all, as reduce_scatter wants it.
+# No world size but 1 divides 13 or 7. All divide the rows, as reduce_scatter requires.
 IN, OUT, ROWS = 13, 7, 12
 
 
-def close(value: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> None:
-    """Compare a sharded product with the float64 one.
+def assert_within_bound(value: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> None:
+    """Compare a sharded product with one in float64.
 
-    Each product accumulates ``terms`` terms, over all ranks, in at least float32 (float64 for
-    float64), and is rounded to its dtype at most three times: a rank's partial sum, the sum over
-    ranks, and the sum with the bias. ``exact`` has roundings of its own, in float64.
+    Error model: a product accumulates ``terms`` terms over all ranks, in at least float32 (float64
+    for float64), and is rounded to its dtype at most three times: each rank's partial sum, the sum
+    over ranks, and the sum with the bias. ``exact`` itself has rounding errors of float64.
     """
     unit = torch.finfo(value.dtype).eps / 2
     accumulator = min(unit, torch.finfo(torch.float32).eps / 2)
@@ -69,7 +69,7 @@ class Case:
         self.grad_bias = exact.bias.grad if bias else None
         self.rows = self.grad.numel() // OUT
 
-        # The same products of absolute values, on which the error bounds are relative.
+        # The same products of absolute values; error bounds are relative to these.
         absolute = copy.deepcopy(exact).requires_grad_(False)
         for parameter in absolute.parameters():
             parameter.abs_()
@@ -113,10 +113,10 @@ def test_row_parallel(
         x = input_part(case.x).clone().requires_grad_()
         y = layer(x)
         assert y.dtype == dtype
-        close(y, output_part(case.y), output_part(case.y_magnitude), IN + world_size)
+        assert_within_bound(y, output_part(case.y), output_part(case.y_magnitude), IN + world_size)
         y.backward(output_part(case.grad))
-        close(x.grad, input_part(case.grad_x), input_part(case.grad_x_magnitude), OUT)
-        close(
+        assert_within_bound(x.grad, input_part(case.grad_x), input_part(case.grad_x_magnitude), OUT)
+        assert_within_bound(
             layer.weight.grad,
             part(case.grad_weight, 1, comm),
             part(case.grad_weight_magnitude, 1, comm),
@@ -124,7 +124,7 @@ def test_row_parallel(
         )
         if bias:
             terms = case.rows + world_size
-            close(layer.bias.grad, case.grad_bias, case.grad_bias_magnitude, terms)
+            assert_within_bound(layer.bias.grad, case.grad_bias, case.grad_bias_magnitude, terms)
 
     run_threads(world_size, on(device, on_rank))
 
@@ -147,10 +147,10 @@ def test_column_parallel(
         x = case.x.clone().requires_grad_()
         y = layer(x)
         assert y.dtype == dtype
-        close(y, output_part(case.y), output_part(case.y_magnitude), IN)
+        assert_within_bound(y, output_part(case.y), output_part(case.y_magnitude), IN)
         y.backward(output_part(case.grad))
-        close(x.grad, case.grad_x, case.grad_x_magnitude, OUT + world_size)
-        close(
+        assert_within_bound(x.grad, case.grad_x, case.grad_x_magnitude, OUT + world_size)
+        assert_within_bound(
             layer.weight.grad,
             part(case.grad_weight, 0, comm),
             part(case.grad_weight_magnitude, 0, comm),
@@ -158,14 +158,15 @@ def test_column_parallel(
         )
         if bias:
             exact, magnitude = case.grad_bias, case.grad_bias_magnitude
-            close(layer.bias.grad, part(exact, 0, comm), part(magnitude, 0, comm), case.rows)
+            assert_within_bound(
+                layer.bias.grad, part(exact, 0, comm), part(magnitude, 0, comm), case.rows
+            )
 
     run_threads(world_size, on(device, on_rank))
 
 
-def test_what_the_rust_layer_documents() -> None:
-    """Rust's RowParallelLinear: Y_t = X_t W_t, then an all-reduce; grad_X_t = grad_Y W_t^T, with no
-    collective, so that a rank whose peers have left can go through its backward."""
+def test_the_backward_of_a_row_parallel_layer_needs_no_peers() -> None:
+    """Documented by Rust's RowParallelLinear: grad_X_t = grad_Y W_t^T, without a collective."""
     case = Case(torch.float64)
     barrier = CollectiveBarrier(2)
 
@@ -178,11 +179,11 @@ def test_what_the_rust_layer_documents() -> None:
     with ThreadPoolExecutor(2) as ranks:
         (layer, x, y), (other, _, same) = ranks.map(forward, range(2))
     assert torch.equal(y, same)
-    close(y, case.y, case.y_magnitude, IN + 2)
+    assert_within_bound(y, case.y, case.y_magnitude, IN + 2)
     other.comm.close()
     y.backward(case.grad)
     expected = case.grad @ layer.weight
-    close(x.grad, expected, case.grad.abs() @ layer.weight.abs(), 2 * OUT)
+    assert_within_bound(x.grad, expected, case.grad.abs() @ layer.weight.abs(), 2 * OUT)
     assert torch.equal(torch.cat([layer.weight, other.weight], 1), case.linear.weight)
     assert torch.equal(layer.bias, case.linear.bias)
 
@@ -198,12 +199,12 @@ def test_any_number_of_dimensions_and_no_rows(shape: tuple[int, ...], device: to
         for layer, x in zip((column, row), inputs, strict=True):
             x.requires_grad_()
             y = layer(x)
-            close(y, case.y, case.y_magnitude, IN + 2)
+            assert_within_bound(y, case.y, case.y_magnitude, IN + 2)
             y.backward(case.grad)
             assert x.grad.shape == x.shape
             assert layer.weight.grad.shape == layer.weight.shape
-        close(inputs[0].grad, case.grad_x, case.grad_x_magnitude, OUT + 2)
-        close(row.bias.grad, case.grad_bias, case.grad_bias_magnitude, case.rows + 2)
+        assert_within_bound(inputs[0].grad, case.grad_x, case.grad_x_magnitude, OUT + 2)
+        assert_within_bound(row.bias.grad, case.grad_bias, case.grad_bias_magnitude, case.rows + 2)
 
     run_threads(2, on(device, on_rank))
 
@@ -216,14 +217,14 @@ def test_non_contiguous_input(device: torch.device) -> None:
         column = ColumnParallelLinear.from_linear(case.linear, comm, gather_output=True)
         strided = case.x.t().contiguous().t()
         for y in (row(part(strided, -1, comm)), column(strided)):
-            close(y, case.y, case.y_magnitude, IN + 2)
+            assert_within_bound(y, case.y, case.y_magnitude, IN + 2)
 
     run_threads(2, on(device, on_rank))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_column_then_row_is_the_plain_pair(world_size: int, device: torch.device) -> None:
-    """Whole output features of the first layer are whole input features of the second."""
+    """The pair needs no communication in between: shards of its hidden features correspond."""
     torch.manual_seed(0)
     up, down = (nn.Linear(*size).to(device).double() for size in ((5, IN), (IN, 6)))
     x = torch.randn(ROWS, 5, dtype=torch.float64).to(device).requires_grad_()
@@ -244,14 +245,14 @@ def test_column_then_row_is_the_plain_pair(world_size: int, device: torch.device
     run_threads(world_size, on(device, on_rank))
 
 
-def test_the_oracle_is_the_plain_layer() -> None:
+def test_the_reference_equals_the_plain_layer() -> None:
     case = Case(torch.float64)
     weights = list(case.linear.weight.tensor_split(3, 1))
     y = reference.row_parallel_linear(list(case.x.tensor_split(3, 1)), weights, case.linear.bias)
-    close(y.detach(), case.y, case.y_magnitude, IN + 3)
+    assert_within_bound(y.detach(), case.y, case.y_magnitude, IN + 3)
     weights, biases = (list(p.tensor_split(3)) for p in (case.linear.weight, case.linear.bias))
     parts = reference.column_parallel_linear(case.x, weights, biases)
-    close(torch.cat(parts, -1).detach(), case.y, case.y_magnitude, IN)
+    assert_within_bound(torch.cat(parts, -1).detach(), case.y, case.y_magnitude, IN)
 
 
 def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
@@ -260,33 +261,29 @@ def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
     def on_rank(comm: Communicator) -> None:
         x = part(case.x, -1, comm)
         y, bias = RowParallelLinear.from_linear(case.linear, comm, skip_bias_add=True)(x)
-        close(y + bias, case.y, case.y_magnitude, IN + 2)
+        assert_within_bound(y + bias, case.y, case.y_magnitude, IN + 2)
         partial = RowParallelLinear.from_linear(
             case.linear, comm, reduce="none", skip_bias_add=True
         )
         y, bias = partial(x)
-        close(reduce_from_ranks(y, comm) + bias, case.y, case.y_magnitude, IN + 2)
+        assert_within_bound(reduce_from_ranks(y, comm) + bias, case.y, case.y_magnitude, IN + 2)
         column = ColumnParallelLinear.from_linear(
             case.linear, comm, gather_output=True, skip_bias_add=True
         )
         y, bias = column(case.x)
-        close(y + bias, case.y, case.y_magnitude, IN)
+        assert_within_bound(y + bias, case.y, case.y_magnitude, IN)
         (y + bias).backward(case.grad)
         grad = part(case.grad_bias, 0, comm)
-        close(column.bias.grad, grad, part(case.grad_bias_magnitude, 0, comm), ROWS)
-        # With the rows scattered, the bias handed out still gets its whole gradient.
+        assert_within_bound(column.bias.grad, grad, part(case.grad_bias_magnitude, 0, comm), ROWS)
+        # With scattered rows, the returned bias still gets the gradient of all rows.
         scattered = RowParallelLinear.from_linear(
             case.linear, comm, reduce="reduce_scatter", skip_bias_add=True
         )
         y, bias = scattered(x)
         (y + bias).backward(part(case.grad, 0, comm))
-        close(scattered.bias.grad, case.grad_bias, case.grad_bias_magnitude, ROWS + 2)
-        assert (
-            RowParallelLinear(IN, OUT, False, comm=comm, skip_bias_add=True, device=device)(
-                x.float()
-            )[1]
-            is None
-        )
+        assert_within_bound(scattered.bias.grad, case.grad_bias, case.grad_bias_magnitude, ROWS + 2)
+        unbiased = RowParallelLinear(IN, OUT, False, comm=comm, skip_bias_add=True, device=device)
+        assert unbiased(x.float())[1] is None
 
     run_threads(2, on(device, on_rank))
 
@@ -295,10 +292,10 @@ def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("rows", [0, 1, 130, 1100])
-def test_every_way_to_a_row_parallel_product(
+def test_every_algorithm_of_a_row_parallel_product(
     rows: int, world_size: int, device: torch.device
 ) -> None:
-    """Overlapped with its all-reduce, Triton's product has the same bits; others are as close."""
+    """All obey the error bound; "overlapped" and "triton" have the same bits."""
     torch.manual_seed(0)
     k, n = 64 * world_size, 520
     full = [torch.randn(size, dtype=torch.bfloat16).to(device) for size in ((rows, k), (n, k))]
@@ -312,9 +309,9 @@ def test_every_way_to_a_row_parallel_product(
                 t.contiguous().requires_grad_()
                 for t in (part(full[0], 1, comm), part(full[1], 1, comm))
             ]
-            for _ in range(3):  # The first time with the kernel's compilation.
+            for _ in range(3):  # The first call compiles the kernel.
                 y = row_linear(x, weight, comm, algorithm=algorithm)
-            close(y, exact, magnitude, k + world_size)
+            assert_within_bound(y, exact, magnitude, k + world_size)
             grad = torch.ones_like(y)
             results[algorithm] = y, *torch.autograd.grad(y, leaves, grad)
         for ours, other in zip(results["overlapped"], results["triton"], strict=True):
@@ -323,7 +320,7 @@ def test_every_way_to_a_row_parallel_product(
     run_threads(world_size, on(device, on_rank))
 
 
-def test_ways_that_are_not_there() -> None:
+def test_unknown_and_unavailable_algorithms() -> None:
     (comm,) = Communicator.threads(1)
     x, weight = torch.ones(4, 4), torch.ones(4, 4)
     with pytest.raises(ValueError, match="auto, triton, cublas, overlapped, got 'gemm'"):
@@ -335,7 +332,7 @@ def test_ways_that_are_not_there() -> None:
         row_linear(meta, meta, comm, scatter=True, algorithm="overlapped")
 
 
-def test_layers_without_memory_tell_shapes() -> None:
+def test_layers_on_meta_compute_shapes() -> None:
     (comm,) = Communicator.threads(1)
     x = torch.ones(3, IN, device="meta")
     for kind in (RowParallelLinear, ColumnParallelLinear):
@@ -357,7 +354,7 @@ def test_autocast_and_no_grad(device: torch.device) -> None:
         with torch.autocast(device.type, torch.bfloat16):
             y = pair(x)
         assert y.dtype == torch.bfloat16
-        # Both results round the hidden features, each partial sum and each sum once more.
+        # Both results round the hidden features, each partial sum, and each sum.
         magnitude = (x.abs() @ up.weight.abs().t() + up.bias.abs()) @ down.weight.abs().t()
         bound = 2 * gamma(8, 2**-8) * (magnitude + down.bias.abs())
         assert ((y.float() - expected.float()).abs() <= bound).all()
@@ -369,9 +366,9 @@ def test_autocast_and_no_grad(device: torch.device) -> None:
     run_threads(2, on(device, on_rank))
 
 
-def test_modes_see_the_operation_and_change_nothing(device: torch.device) -> None:
+def test_modes_see_the_operation_and_bits_stay_the_same(device: torch.device) -> None:
     class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -409,7 +406,7 @@ def test_checkpointing(use_reentrant: bool, device: torch.device) -> None:
 
 
 class SmallMLP:
-    """A plain MLP and an input that the seed decides."""
+    """A plain MLP and an input, from a fixed seed."""
 
     def __init__(self, device: str = "cpu") -> None:
         torch.manual_seed(0)
@@ -450,12 +447,12 @@ def mlp_on_rank(comm: Communicator, compiled: bool, device: str) -> bytes:
     if device == "cuda":
         if not compiled:
             check_captured(sharded, x.detach(), y)
-        comm.barrier()  # Raises what went wrong on the device.
+        comm.barrier()  # Raises errors of the device.
     return y.detach().cpu().numpy().tobytes()
 
 
 def check_captured(module: nn.Module, x: Tensor, expected: Tensor) -> None:
-    """A CUDA graph of ``module`` gives the same bits, with whatever input there is when it runs."""
+    """A CUDA graph of ``module`` gives the same bits for the input at the time of its replay."""
     static = torch.zeros_like(x)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
@@ -478,8 +475,8 @@ def test_processes(compiled: bool, device: torch.device) -> None:
 
 def ddp_on_rank(world: Communicator) -> None:
     """Two replicas of a model, each on two ranks; DDP averages the gradients over Gloo."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # These share a replica,
-    peers = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # and these a part of the model.
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # The ranks of each replica.
+    peers = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # The ranks with the same shards.
     replica, shard = divmod(world.rank, 2)
     plain = SmallMLP()
     plain().square().mean().backward()

@@ -1,4 +1,4 @@
-"""Row- and column-parallel linears as modules: initialisation, state, copies, errors."""
+"""Row- and column-parallel linear layers as modules: initialisation, state, copies, errors."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def test_full_state_dict_round_trip(world_size: int, device: torch.device) -> No
             model.load_state_dict(wrong)
 
     run_threads(world_size, on(device, on_rank))
-    assert state["0.weight"].shape == (IN, 5)  # Loading leaves the caller's dict alone.
+    assert state["0.weight"].shape == (IN, 5)  # Loading does not change the caller's dict.
 
 
-def test_a_hook_that_replaces_parts_is_refused() -> None:
+def test_a_state_dict_hook_that_replaces_shards_is_refused() -> None:
     def halve(module: nn.Module, state: dict[str, Any], *rest: Any) -> None:
         state["0.weight"] = state["0.weight"].half()
 
@@ -108,7 +108,7 @@ def test_a_hook_that_replaces_parts_is_refused() -> None:
     assert full_state_dict(model)["0.weight"].shape == (6, 4)
 
 
-def test_the_full_state_has_the_keys_that_wrappers_give_it() -> None:
+def test_the_full_state_of_wrapped_layers_has_the_unwrapped_keys() -> None:
     full = nn.Sequential(nn.Linear(5, IN), nn.Linear(IN, 4))
 
     def on_rank(comm: Communicator) -> None:
@@ -143,7 +143,7 @@ def fsdp_on_rank(world: Communicator) -> None:
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on CPUs"
 )
-def test_the_full_state_of_layers_that_fsdp_shards_once_more() -> None:
+def test_the_full_state_of_layers_that_fsdp_shards_again() -> None:
     run_processes(4, fsdp_on_rank)
 
 
@@ -162,7 +162,7 @@ def test_from_linear_keeps_dtype_mode_and_frozen_parameters() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_deepcopy_shares_the_communicator_and_pickling_says_what_to_do() -> None:
+def test_deepcopy_shares_the_communicator_and_pickling_names_the_remedy() -> None:
     (comm,) = Communicator.threads(1)
     layer = RowParallelLinear(4, 6, comm=comm)
     clone = copy.deepcopy(nn.Sequential(layer))[0]
@@ -174,7 +174,7 @@ def test_deepcopy_shares_the_communicator_and_pickling_says_what_to_do() -> None
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy])
-def test_a_copy_of_a_compiled_layer_has_a_forward_of_its_own(duplicate: Any) -> None:
+def test_a_copy_of_a_compiled_layer_does_not_use_the_originals_graph(duplicate: Any) -> None:
     (comm,) = Communicator.threads(1)
     layer = ColumnParallelLinear(4, 6, comm=comm)
     layer.compile(backend="eager")
@@ -236,7 +236,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
         column(torch.tensor(1.0))
     with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64.*\.to"):
         row(torch.ones(2, 3, dtype=torch.float64))
-    for kind in (RowParallelLinear, ColumnParallelLinear):  # A device that autocast does not know.
+    for kind in (RowParallelLinear, ColumnParallelLinear):  # Autocast does not support meta.
         with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64"):
             kind(2, 2, comm=one, device="meta")(torch.ones(2, dtype=torch.float64, device="meta"))
     with pytest.raises(ValueError, match="is on cpu but its input on meta"):
@@ -247,7 +247,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
             scatter(torch.ones(shape))
 
 
-def test_layers_whose_weight_is_computed_are_not_taken_for_shards() -> None:
+def test_layers_with_a_computed_weight_have_no_full_state() -> None:
     comm, _ = Communicator.threads(2)
     for change in (
         nn.utils.parametrizations.weight_norm,
@@ -270,7 +270,7 @@ def test_a_shallow_copy_shares_everything() -> None:
     assert clone.comm is comm
 
 
-def test_autocast_leaves_integers_to_fail_as_in_a_full_layer() -> None:
+def test_under_autocast_integers_fail_as_in_a_full_layer() -> None:
     (comm,) = Communicator.threads(1)
     for layer in (RowParallelLinear(4, 6, comm=comm), nn.Linear(4, 6)):
         with torch.autocast("cpu"), pytest.raises(RuntimeError, match="same dtype"):
@@ -283,7 +283,7 @@ def keep_sums(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_selective_checkpointing_can_keep_what_the_ranks_have_summed(dtype: torch.dtype) -> None:
+def test_selective_checkpointing_can_keep_the_sums_over_ranks(dtype: torch.dtype) -> None:
     (comm,) = Communicator.threads(1)
     layers = nn.Sequential(RowParallelLinear(4, 6, comm=comm), nn.Tanh())
     contexts = partial(create_selective_checkpoint_contexts, keep_sums)
@@ -292,7 +292,7 @@ def test_selective_checkpointing_can_keep_what_the_ranks_have_summed(dtype: torc
         expected = layers(x)
         kept = checkpoint(layers, x, use_reentrant=False, context_fn=contexts)
     assert kept.dtype == dtype and torch.equal(kept, expected)
-    comm.close()  # The recomputation sums nothing.
+    comm.close()  # The recomputation must not reduce over ranks.
     grads = [torch.autograd.grad(y.sum(), layers[0].weight)[0] for y in (expected, kept)]
     assert torch.equal(*grads)
 

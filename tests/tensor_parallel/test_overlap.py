@@ -1,4 +1,4 @@
-"""When a product is overlapped with its all-reduce, and how."""
+"""The choice and the model of products that are overlapped with their all-reduce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pipekernels.tensor_parallel import overlap
 
 
 @given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0), st.integers(1, 50))
-def test_two_machines_one_behind_the_other(gemm: float, reduce: float, row_blocks: int) -> None:
+def test_overlapped_time_is_that_of_a_two_stage_pipeline(
+    gemm: float, reduce: float, row_blocks: int
+) -> None:
     end = 0.0
     for block in range(1, row_blocks + 1):
         end = max(end, gemm * block / row_blocks) + reduce / row_blocks
@@ -33,7 +35,7 @@ def test_the_all_reduce_model() -> None:
 @given(
     st.integers(1, 16384), st.floats(1e-5, 1e-2), st.integers(2, 8), st.sampled_from([2, 16, 132])
 )
-def test_plans(m: int, seconds: float, ranks: int, sms: int) -> None:
+def test_best_overlap(m: int, seconds: float, ranks: int, sms: int) -> None:
     link = overlap.LINK_MODELS[90]
     size = m * 8192 * 2
     found = overlap.best_overlap(m, size, CONFIG, seconds, seconds, ranks=ranks, sms=sms, link=link)
@@ -48,7 +50,7 @@ def test_plans(m: int, seconds: float, ranks: int, sms: int) -> None:
     assert found.plain_seconds == seconds + reduce
 
 
-def test_only_measured_products_that_gain_are_overlapped(
+def test_auto_overlaps_only_measured_products_that_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capturing: list[bool] = []
@@ -73,7 +75,7 @@ def test_only_measured_products_that_gain_are_overlapped(
     capturing.clear()
     for algorithm, ranks in (("auto", 1), ("cublas", 2), ("triton", 2)):
         assert overlap.choose_overlap(a, b, out, ranks, algorithm) is None
-    # A product much shorter than the reduction hides little of it, and few blocks reduce slowly.
+    # A product much shorter than the reduction hides little of it, and few blocks reduce slower.
     pretend_gpu(monkeypatch, measured(seconds=2e-5, shape=shape))
     assert overlap.choose_overlap(a, b, out, 8, "auto") is None
     assert overlap.choose_overlap(a, b, out, 8, "overlapped") is not None

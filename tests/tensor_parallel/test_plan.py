@@ -1,4 +1,4 @@
-"""Whole models made tensor-parallel by their layers' names."""
+"""``tensor_parallelize``: whole models, sharded by the names of their layers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_transformer_is_the_one_that_it_was(world_size: int, device: torch.device) -> None:
+def test_a_sharded_transformer_equals_the_plain_one(world_size: int, device: torch.device) -> None:
     plain = model().to(device)
     copies = [copy.deepcopy(plain) for _ in range(world_size)]  # Threads share torch's generator.
     state = copy.deepcopy(plain.state_dict())
@@ -87,7 +87,7 @@ def test_a_transformer_is_the_one_that_it_was(world_size: int, device: torch.dev
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layers_without_a_partner(world_size: int, device: torch.device) -> None:
-    """Their neighbours see all features, so that the number of heads is not divided."""
+    """These layers take and return all features, so the number of heads stays the same."""
     plan = {
         "*_proj": "column_gather_output",
         "*.down": "row_split_input",
@@ -118,7 +118,7 @@ def test_layers_without_a_partner(world_size: int, device: torch.device) -> None
     run_threads(world_size, on(device, on_rank))
 
 
-def test_a_layer_with_two_names_stays_one() -> None:
+def test_a_layer_with_two_names_is_sharded_once() -> None:
     (comm,) = Communicator.threads(1)
     layer = nn.Linear(4, 4)
     twice = nn.Sequential(layer, nn.ReLU(), layer)
@@ -129,10 +129,10 @@ def test_a_layer_with_two_names_stays_one() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
-def test_encoders_of_pytorch_call_their_layers_in_evaluation_mode_too(
+def test_sharded_layers_of_torchs_encoders_are_called_in_evaluation_mode_too(
     training: bool, masked: bool
 ) -> None:
-    """There they give all weights to one kernel otherwise, which would take a part for the whole."""
+    """Torch's fast path would pass the shards to a fused kernel as if they were full weights."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     plain = nn.TransformerEncoder(layer, 2).double().train(training)
@@ -195,7 +195,7 @@ def adapted(linear: nn.Linear) -> nn.Linear:
         (overridden, "a forward of its own"),
     ],
 )
-def test_a_layer_that_is_more_than_its_weight_and_bias_is_refused(
+def test_a_layer_with_more_than_a_weight_and_a_bias_is_refused(
     change: Callable[[nn.Linear], nn.Linear], what: str
 ) -> None:
     (comm,) = Communicator.threads(1)
@@ -250,7 +250,7 @@ def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:
         ),
     ],
 )
-def test_ranks_whose_models_differ_learn_it(
+def test_different_models_raise_on_all_ranks(
     change: Callable[[nn.Sequential], object], message: str
 ) -> None:
     models = [model(), model(), model()]
@@ -266,7 +266,7 @@ def test_ranks_whose_models_differ_learn_it(
     run_threads(3, on_rank)
 
 
-def test_ranks_may_differ_in_what_is_not_sharded_and_have_weights_later() -> None:
+def test_ranks_may_differ_in_unsharded_layers_and_load_weights_later() -> None:
     models, state = [model(), model()], model().state_dict()
     nn.init.ones_(models[1][0].weight)
     models[1][1].to("meta")

@@ -1,4 +1,4 @@
-"""State of models and their optimizers: gathered, and taken by any world size."""
+"""Full state of models and optimizers: gathered from the ranks, loaded with any world size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model() -> nn.Sequential:
 
 
 def grouped(make: Make, module: nn.Module) -> Optimizer:
-    """An optimizer with two groups, in another order than that of the parameters."""
+    """An optimizer with two groups, whose order is not that of the parameters."""
     named = dict(module.named_parameters())
     norm = [named.pop("2.bias"), named.pop("2.weight")]
     return make([{"params": norm, "weight_decay": 0.1}, {"params": list(named.values())}])
@@ -60,7 +60,7 @@ def train(module: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 2), (3, 1)])
-def test_training_goes_on_with_another_world_size(
+def test_training_continues_with_another_world_size(
     make: Make, before: int, after: int, device: torch.device
 ) -> None:
     plain = model().to(device)
@@ -97,7 +97,7 @@ def test_training_goes_on_with_another_world_size(
     torch.testing.assert_close(state["state"], given["state"], rtol=0, atol=0)
 
 
-def test_models_without_shards_take_it_too_and_torch_takes_the_form() -> None:
+def test_unsharded_models_and_torch_can_load_the_full_state() -> None:
     plain, (comm,) = model(), Communicator.threads(1)
     sharded = tensor_parallelize(copy.deepcopy(plain), PLAN, comm)
     x = torch.randn(8, 5, dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_models_without_shards_take_it_too_and_torch_takes_the_form() -> None:
         assert list(written["state"]) == list(plain.state_dict())
 
 
-def test_what_is_returned_are_copies() -> None:
+def test_returned_states_are_copies() -> None:
     tied = nn.ModuleDict({"a": nn.LayerNorm(4), "b": nn.LayerNorm(4)})
     tied["b"].weight = tied["a"].weight
     for parameter in tied.parameters():
@@ -199,5 +199,5 @@ def fsdp_on_rank(world: Communicator, x: Tensor) -> None:
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on CPUs"
 )
-def test_layers_that_fsdp_shards_once_more() -> None:
+def test_layers_that_fsdp_shards_again() -> None:
     run_processes(4, fsdp_on_rank, torch.randn(8, 5, dtype=torch.float64))
