@@ -1,4 +1,4 @@
-"""Pipe as its users see it: results and gradients."""
+"""Results and gradients of a pipe."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_equals_the_unwrapped_module(balance: list[int], mode: str, place: torch
 def test_same_bits_as_a_one_thread_loop(
     batch: int, mode: str, execution: str, two_threads: None
 ) -> None:
-    """Two intra-op threads over two lanes are one thread per lane, inline too."""
+    """Two lanes share the two intra-op threads: each uses one, inline too."""
     module = mlp(32, torch.float32)
     reference = copy.deepcopy(module)
     pipe = on_cpu(module, [2, 3], chunks=4, checkpoint=mode)
@@ -97,7 +97,7 @@ def test_same_bits_as_a_one_thread_loop(
     assert_same_gradients(pipe, reference, rtol=0, atol=0)
 
 
-def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(place: torch.device) -> None:
+def test_autograd_grad_does_not_change_grad_and_hooks_run_once(place: torch.device) -> None:
     module = mlp()
     reference = copy.deepcopy(module)
     pipe = on(place, module, [2, 3], chunks=4)
@@ -116,7 +116,7 @@ def test_autograd_grad_leaves_grad_alone_and_hooks_fire_once(place: torch.device
     assert calls == ["hook", "accumulated"]
 
 
-def test_a_layer_knows_what_it_runs_for(place: torch.device) -> None:
+def test_is_checkpointing_and_is_recomputing(place: torch.device) -> None:
     seen: list[tuple[bool, bool]] = []
 
     class Asks(nn.Module):
@@ -200,7 +200,7 @@ def test_retain_graph_and_a_second_backward(place: torch.device) -> None:
 def test_double_backward_says_that_it_is_not_supported() -> None:
     pipe = on_cpu(mlp(), [2, 3], chunks=2)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    # Not when it comes to the second one: gradients without a graph would just be left out of it.
+    # The first backward must raise: its result has no graph, so a second one might raise nothing.
     with pytest.raises(RuntimeError, match="a pipe can be differentiated once only"):
         torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
 
@@ -222,7 +222,7 @@ def test_several_backwards_at_once_are_refused(execution: str) -> None:
 
 
 class Pair(nn.Module):
-    """A tuple in, a tuple out: one tensor with a gradient, an integer one, one nobody differentiates."""
+    """Takes and returns a tuple: a tensor with a gradient, and one of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_output_that_nobody_differentiates(mode: str, place: torch.device) -> None:
+def test_an_output_that_the_loss_does_not_use(mode: str, place: torch.device) -> None:
     pipe = on(place, nn.Sequential(nn.Linear(3, 3), Two()), [1, 1], chunks=2, checkpoint=mode)
     used, unused = pipe(torch.randn(4, 3))
     assert unused.requires_grad
@@ -275,7 +275,7 @@ def test_an_output_that_nobody_differentiates(mode: str, place: torch.device) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_layers_in_place_aliases_and_stages_without_parameters(
+def test_in_place_layers_identities_and_stages_without_parameters(
     mode: str, place: torch.device
 ) -> None:
     def build() -> nn.Sequential:
@@ -296,8 +296,8 @@ class AddInPlace(nn.Module):
         return x.add_(1).mul_(2)
 
 
-def test_a_stage_that_returns_what_it_is_given(place: torch.device) -> None:
-    """A layer that might write to it is given a copy of its own, with a custom function's graph."""
+def test_a_stage_that_returns_its_input(place: torch.device) -> None:
+    """A layer that might write to its input gets a copy, whose graph has a custom function."""
 
     class Same(nn.Module):
         def forward(self, x):
@@ -367,7 +367,7 @@ def test_autocast_reaches_lanes_and_recomputation(checkpoint: str, place: torch.
     output.float().sum().backward()
     expected.float().sum().backward()
     # The loop casts each weight once for both micro-batches and adds their gradients in bfloat16;
-    # the pipe adds them in float32: one bfloat16 rounding of a sum of two apart.
+    # the pipe adds them in float32. These differ by one rounding of a sum of two to bfloat16.
     for p, q in zip(pipe.parameters(), reference.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         bound = 2**-7 * (q.grad.abs() + q.grad.abs().max())
@@ -375,8 +375,8 @@ def test_autocast_reaches_lanes_and_recomputation(checkpoint: str, place: torch.
 
 
 @pytest.mark.parametrize("rows", [3, 1])
-def test_rows_other_than_the_batch(rows: int, place: torch.device) -> None:
-    """The last stage may flatten [batch, tokens, width]: its micro-batches bring more rows."""
+def test_outputs_with_more_rows_than_the_batch(rows: int, place: torch.device) -> None:
+    """The last stage flattens [batch, tokens, width] to [batch * tokens, width]."""
 
     class Flatten(nn.Module):
         def forward(self, x):
@@ -390,7 +390,7 @@ def test_rows_other_than_the_batch(rows: int, place: torch.device) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> None:
-    """Autograd does not see through the pipe that an output is a view of anything."""
+    """Autograd cannot know that an output of a pipe is a view, so it must not be one."""
 
     class Views(nn.Linear):
         def forward(self, x):
@@ -419,7 +419,7 @@ def test_an_empty_batch(place: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8)])
-def test_micro_batches_are_as_many_as_the_split_gives(batch: int, chunks: int) -> None:
+def test_sizes_of_micro_batches(batch: int, chunks: int) -> None:
     pipe = on_cpu(mlp(), [2, 3], chunks=chunks)
     sizes: list[int] = []
     pipe[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
@@ -429,7 +429,7 @@ def test_micro_batches_are_as_many_as_the_split_gives(batch: int, chunks: int) -
     assert len(sizes) == min(batch, chunks) and max(sizes) - min(sizes) <= 1
 
 
-def test_nothing_of_a_run_survives_its_output() -> None:
+def test_a_run_is_freed_with_its_output() -> None:
     pipe = on_cpu(mlp(), [2, 3], chunks=2)
     gc.disable()
     try:
@@ -441,7 +441,7 @@ def test_nothing_of_a_run_survives_its_output() -> None:
         gc.enable()
 
 
-def test_an_input_overwritten_before_it_is_needed_again(place: torch.device) -> None:
+def test_an_input_overwritten_before_its_recomputation(place: torch.device) -> None:
     pipe = on(place, mlp(), [2, 3], chunks=2, checkpoint="always")
     x = torch.randn(4, 6, dtype=torch.float64)
     loss = pipe(x).sum()

@@ -1,4 +1,4 @@
-"""Pipe as an object: attributes, copies, and the errors of bad arguments and inputs.
+"""Attributes of a pipe, copies, and errors of bad arguments and inputs.
 
 The attributes and errors are those that fairscale documents for its ``Pipe``.
 """
@@ -47,7 +47,7 @@ def test_attributes_and_sequence_protocol() -> None:
         pipe[1:3]
 
 
-def test_state_dict_maps_to_the_modules_own_keys() -> None:
+def test_state_dict_has_the_modules_keys_after_a_prefix() -> None:
     module = mlp()
     keys = list(module.state_dict())
     pipe = on_cpu(module, [2, 3])
@@ -56,7 +56,7 @@ def test_state_dict_maps_to_the_modules_own_keys() -> None:
     assert list(again.state_dict()) == keys and list(again) == list(pipe)
 
 
-def test_state_dicts_that_do_not_fit_say_how_they_would() -> None:
+def test_errors_of_other_state_dicts_name_the_remedy() -> None:
     module = mlp()
     x = torch.randn(3, 6, dtype=torch.float64)
     expected = module(x)
@@ -80,7 +80,7 @@ def test_state_dicts_that_do_not_fit_say_how_they_would() -> None:
     assert other.load_state_dict(other.state_dict()).missing_keys == []
 
 
-def test_a_pipe_without_layers_passes_its_input_on() -> None:
+def test_a_pipe_without_layers_returns_its_input() -> None:
     for pipe in (Pipe(nn.Sequential()), Pipe(nn.Sequential(), [], devices=["cpu"], chunks=4)):
         assert (len(pipe), pipe.balance, pipe.devices) == (0, [], [])
         x = torch.ones(3, 2)
@@ -107,7 +107,7 @@ class NamedMode(str, Enum):
 @pytest.mark.parametrize("chunks", [4.0, np.int64(4), np.float32(4), Fraction(4), torch.tensor(4)])
 @pytest.mark.parametrize("checkpoint", [Mode.ALWAYS, NamedMode.NEVER])
 def test_whole_numbers_and_modes_of_other_types(chunks: Any, checkpoint: Any) -> None:
-    """As fairscale's Pipe, which calls int() and str()."""
+    """Accepted, as by fairscale's Pipe, which calls int() and str()."""
     pipe = on_cpu(mlp(), [2, 3], chunks=chunks, checkpoint=checkpoint)
     assert (type(pipe.chunks), pipe.chunks) == (int, 4)
     assert (type(pipe.checkpoint), pipe.checkpoint) == (str, checkpoint.value)
@@ -115,7 +115,7 @@ def test_whole_numbers_and_modes_of_other_types(chunks: Any, checkpoint: Any) ->
 
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_keep_their_modes(training: bool) -> None:
-    """One may be frozen, as BatchNorm often is, or alone in training."""
+    """One layer may be in another mode than the rest, as a frozen BatchNorm."""
     layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.Dropout())
     module = nn.Sequential(*layers).train(training)
     for layer in (module[1], module[2][1]):
@@ -139,7 +139,7 @@ def test_balance_and_devices_by_default() -> None:
         assert len(pipe.balance) == min(5, torch.get_num_threads())
 
 
-def test_moving_is_denied_and_casting_allowed() -> None:
+def test_moving_is_refused_and_casting_allowed() -> None:
     pipe = on_cpu(mlp(), [2, 3])
     x = torch.zeros(1)
     for move in (
@@ -225,7 +225,7 @@ def test_bad_arguments(arguments: dict, error: type[Exception], message: str) ->
 
 @pytest.mark.parametrize("bad", ["text", 3, [], (), {"x": 1}, None, NoChunk(torch.zeros(1))])
 def test_inputs_without_tensors(bad: object) -> None:
-    """As fairscale's Pipe: a TypeError for an input that is no tensor or tensors."""
+    """They raise a TypeError, as in fairscale's Pipe."""
     with pytest.raises(TypeError, match="input must be a tensor or a"):
         on_cpu(mlp(), [2, 3])(bad)
     with pytest.raises(TypeError, match="input must be a tensor or a .* without any tensor"):

@@ -1,4 +1,4 @@
-"""A pipe together with what its users wrap around it or put into it."""
+"""Pipes with features of torch around and inside them: compilation, DDP, autocast, hooks, modes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train_with_ddp(comm: Communicator) -> None:
     reference(x).square().mean().backward()
     pipe = Pipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=3)
     ddp = nn.parallel.DistributedDataParallel(pipe)
-    for _ in range(2):  # DDP rebuilds its buckets after the first.
+    for _ in range(2):  # DDP rebuilds its buckets after the first iteration.
         pipe.zero_grad()
         ddp(x.chunk(comm.world_size)[comm.rank]).square().mean().backward()
         assert_same_gradients(pipe, reference)
@@ -94,7 +94,7 @@ def test_grad_scaler(place: torch.device) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_pipes_leave_nothing_behind(execution: str) -> None:
+def test_a_thousand_pipes_leak_nothing(execution: str) -> None:
     alive = weakref.WeakSet()
     threads = 0
     for i in range(1000):
@@ -112,7 +112,7 @@ def test_a_thousand_pipes_leave_nothing_behind(execution: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_backward_in_autocast(checkpoint: str) -> None:
-    """It is autocast whatever thread runs it; the forward that it repeats is not."""
+    """The backward is under autocast on every thread; the recomputed forward is not."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     x, grads = torch.randn(8, 8), []
@@ -137,7 +137,7 @@ def test_a_backward_in_autocast(checkpoint: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_forward_in_autocast(checkpoint: str) -> None:
-    """Micro-batches that shared the cast of a parameter would sum up its gradient in bfloat16."""
+    """Micro-batches that shared the cast parameter would sum its gradients in bfloat16."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     x, grads = torch.randn(64, 8), []
@@ -160,7 +160,7 @@ def test_a_forward_in_autocast(checkpoint: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
 
 
-def test_what_watches_the_caller_sees_everything(execution: str) -> None:
+def test_modes_profilers_and_hooks_of_the_caller_see_all_operations(execution: str) -> None:
     module = mlp().float()
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     x = torch.randn(6, 4)
@@ -197,7 +197,7 @@ def test_what_watches_the_caller_sees_everything(execution: str) -> None:
 
 
 class Normalised(nn.Linear):
-    """Gives its weight new values in new memory, and reads what its owner has noted there."""
+    """Replaces its weight's data, and reads an attribute of the parameter."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.weight.data = self.weight.data / self.weight.data.norm()
@@ -205,7 +205,7 @@ class Normalised(nn.Linear):
 
 
 class MakesTensors(nn.Module):
-    """Notes where tensors are made that name no device."""
+    """Records the device of tensors that are made without naming one."""
 
     def __init__(self, made: list[torch.device]) -> None:
         super().__init__()
@@ -229,11 +229,11 @@ def test_the_default_device_is_that_of_the_caller(execution: str, checkpoint: st
         made.clear()
         with device:
             output = pipe(x)
-        output.backward(torch.ones(4, 2))  # Recomputes as the forward was.
+        output.backward(torch.ones(4, 2))  # A recomputation has the forward's default device.
         assert made == [device] * (4 if checkpoint == "never" else 8)
 
 
-def test_denormals_are_flushed_where_the_caller_has_them_flushed(execution: str) -> None:
+def test_lanes_flush_denormals_as_the_caller(execution: str) -> None:
     class Half(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / 2
@@ -252,7 +252,7 @@ def test_denormals_are_flushed_where_the_caller_has_them_flushed(execution: str)
             assert (value == 0).all() if flush else (value > 0).all()
 
 
-def test_parameters_that_a_layer_changes_and_marks(execution: str) -> None:
+def test_a_layer_that_replaces_parameter_data_and_reads_its_attributes(execution: str) -> None:
     module = nn.Sequential(Normalised(3, 3), nn.Linear(3, 3)).double()
     module[0].weight.gain = 2.0
     reference = copy.deepcopy(module)
@@ -271,7 +271,7 @@ def test_parameters_that_a_layer_changes_and_marks(execution: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_what_was_frozen_in_the_forward(checkpoint: str, place: torch.device) -> None:
+def test_parameters_frozen_in_the_forward(checkpoint: str, place: torch.device) -> None:
     module = mlp().to(place)
     reference = copy.deepcopy(module)
     pipe = Pipe(module, [2, 2], devices=[place] * 2, chunks=2, checkpoint=checkpoint)
@@ -304,8 +304,8 @@ def test_a_parameter_replaced_before_the_backward(execution: str) -> None:
 
 
 @pytest.mark.compile
-def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.WarningsRecorder) -> None:
-    """What is around a pipe is compiled, and layers that are compiled stay so."""
+def test_a_compiled_program_has_one_graph_break_per_call(recwarn: pytest.WarningsRecorder) -> None:
+    """Code around a pipe is compiled, compiled layers stay compiled, and there is no warning."""
     torch._dynamo.reset()
     counters.clear()
     around, inside = CompileCounter(), CompileCounter()
@@ -328,14 +328,14 @@ def test_a_compiled_program_has_one_quiet_break_per_call(recwarn: pytest.Warning
     loss(x).backward()
     torch.testing.assert_close(step(x), expected.detach(), rtol=0, atol=1e-12)
     assert_same_gradients(module, reference)
-    # Compiled layers may have breaks of their own, under the modes that watch a first run.
-    named = ("Pipe.", "torch/_compile.py")  # In torch 2.6 by the file of what keeps it out.
+    # Compiled layers may have other breaks, due to the modes that watch the first pass.
+    named = ("Pipe.", "torch/_compile.py")  # Torch 2.6 names the file of torch.compiler.disable.
     breaks = [n for why, n in counters["graph_break"].items() if any(map(why.__contains__, named))]
     assert breaks == [1, 1]
-    assert around.frame_count == 4  # Before and after the pipe, in both.
-    old = torch.__version__.startswith("2.6.")  # What is called from a break is not compiled there.
+    assert around.frame_count == 4  # Before and after the pipe, in both programs.
+    old = torch.__version__.startswith("2.6.")  # It compiles nothing that a graph break calls.
     assert inside.frame_count > 0 or old
-    # Dynamo has one about Python 3.13.0.
+    # Dynamo warns of Python 3.13.0.
     assert not [w for w in recwarn.list if "Consider upgrading to Python" not in str(w.message)]
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward|skip function forward"):
         torch.compile(pipe, fullgraph=True)(x)
@@ -371,7 +371,7 @@ def test_a_weight_with_sparse_and_dense_gradients(sparse_first: bool) -> None:
     torch.testing.assert_close(embedding.weight.grad.to_dense(), expected.to_dense())
 
 
-def test_cached_parametrizations_are_refused_where_graphs_are_made() -> None:
+def test_cached_parametrizations_are_refused_with_gradients() -> None:
     module = mlp()
     nn.utils.parametrizations.weight_norm(module[0])
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2)
@@ -388,7 +388,7 @@ def test_cached_parametrizations_are_refused_where_graphs_are_made() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_work_in_place_that_begins_later(checkpoint: str, execution: str) -> None:
+def test_in_place_operations_that_begin_later(checkpoint: str, execution: str) -> None:
     module = mlp()
     pipe = Pipe(module, [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -411,7 +411,7 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("first", [lambda: nn.ReLU(inplace=True), Overwriting])
 @pytest.mark.parametrize("wants_grad", [False, True])
-def test_a_first_layer_in_place_leaves_the_input_as_it_is(
+def test_an_in_place_first_layer_does_not_change_the_input(
     first: Callable[[], nn.Module], wants_grad: bool, checkpoint: str, execution: str
 ) -> None:
     module = nn.Sequential(first(), *mlp())
@@ -433,7 +433,7 @@ def test_a_first_layer_in_place_leaves_the_input_as_it_is(
         torch.testing.assert_close(x.grad, y.grad)
 
 
-def test_a_failed_backward_leaves_nothing_to_the_next(execution: str) -> None:
+def test_a_failed_backward_does_not_affect_the_next(execution: str) -> None:
     fails = True
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
@@ -444,7 +444,7 @@ def test_a_failed_backward_leaves_nothing_to_the_next(execution: str) -> None:
     class Hooked(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
-            if x[0, 0] == 1:  # The first micro-batch, whose backward is the last.
+            if x[0, 0] == 1:  # The first micro-batch; its backward is the last one.
                 y.register_hook(hook)
             return y
 
@@ -463,7 +463,7 @@ def test_a_failed_backward_leaves_nothing_to_the_next(execution: str) -> None:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_channels_last_stays(dims: int, execution: str) -> None:
+def test_channels_last_is_kept(dims: int, execution: str) -> None:
     convolution = nn.Conv2d if dims == 2 else nn.Conv3d
     order = torch.channels_last if dims == 2 else torch.channels_last_3d
     module = nn.Sequential(convolution(3, 4, 3), nn.ReLU()).to(memory_format=order)

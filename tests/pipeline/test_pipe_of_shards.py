@@ -1,5 +1,4 @@
-"""Pipes whose layers are sharded over ranks: every rank runs a pipe of its own, and their collectives
-have to meet in the same order."""
+"""Pipes of sharded layers: each rank has a pipe, and all call collectives in the same order."""
 
 from __future__ import annotations
 
@@ -40,18 +39,18 @@ def by_torch(comm: Communicator) -> nn.Sequential:
 
 
 def piped(layers: nn.Sequential, comm: Communicator) -> Pipe:
-    """On each rank another way, as ranks that measure may choose."""
+    """Each rank has another execution, as ranks that measure may choose different ones."""
     execution = ("inline", "threads")[comm.rank]
     return Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6, execution=execution)
 
 
-def after_it_was_made(comm: Communicator) -> nn.Sequential:
+def by_pipekernels_in_a_pipe(comm: Communicator) -> nn.Sequential:
     pipe = piped(model(), comm)
     plan = {f"partitions.*.{i}": "row" if i % 2 else "column" for i in range(6)}
     return tensor_parallelize(pipe, plan, comm)
 
 
-def of_this_rank(grad: Tensor) -> Tensor:
+def local(grad: Tensor) -> Tensor:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
@@ -75,7 +74,7 @@ def pipe_on_rank(
         torch.testing.assert_close(loss, expected)
         for i, layer in enumerate(pipe):
             own = plain[i].weight.grad.tensor_split(2, dim=i % 2)[comm.rank]
-            torch.testing.assert_close(of_this_rank(layer.weight.grad), own)
+            torch.testing.assert_close(local(layer.weight.grad), own)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def pipe_on_rank(
         (by_pipekernels, "1f1b"),
         (by_pipekernels, "zb-h1"),
         (by_torch, None),
-        (after_it_was_made, None),
+        (by_pipekernels_in_a_pipe, None),
     ],
 )
 def test_a_pipe_of_sharded_layers(

@@ -1,4 +1,4 @@
-"""Random models under every schedule equal themselves unwrapped."""
+"""Random models in a pipe, with every schedule, equal the unwrapped models."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ BLOCKS = {
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
-    """A model and a balance of it. BatchNorm normalises by its running statistics: micro-batches
-    have others than the mini-batch."""
+    """A model and a balance of it.
+
+    BatchNorm is in evaluation mode, as micro-batches have other statistics than the mini-batch.
+    """
     torch.manual_seed(draw(st.integers(0, 2**16)))
     layers: list[nn.Module] = []
     open_skips: list[Namespace] = []
@@ -107,7 +109,7 @@ def test_equals_the_unwrapped_module(
     execution, device, model, batch, chunks, checkpoint, schedule
 ) -> None:
     if device.type != "cpu" and execution != "inline":
-        pytest.skip("one thread issues what stages on CUDA devices do")
+        pytest.skip("one thread issues the work of all stages on CUDA devices")
     module, balance = model
     reference = copy.deepcopy(module).to(device)
     pipe = Pipe(

@@ -1,5 +1,7 @@
-"""Pipelines of stage objects: the behaviour that the generic ``PipelineParallel<B: Backend>`` of
-Rust documents (stages with layers added one by one, GPipe's micro-batches), and what goes beyond.
+"""Pipelines of stage objects.
+
+The interface is that of Rust's generic ``PipelineParallel<B: Backend>`` (stages to which layers are
+added one by one, GPipe's micro-batches), with extensions.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def test_the_documented_example() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_forward_and_gradients_are_those_of_the_stages_in_a_row(
+def test_forward_and_gradients_equal_those_of_the_stages_as_a_sequential(
     checkpoint: str, place: torch.device
 ) -> None:
     reference = nn.Sequential(*copy.deepcopy(stages()))
@@ -131,7 +133,7 @@ def test_stages_run_where_their_layers_are() -> None:
         PipelineParallel([on(0, linear("cpu"), linear("meta"))], 2)
 
 
-def test_a_tuple_travels_between_stages() -> None:
+def test_tuples_between_stages() -> None:
     class Both(nn.Module):
         def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
             x, y = pair
@@ -146,7 +148,7 @@ def test_a_tuple_travels_between_stages() -> None:
         pipeline("text")
 
 
-def test_it_is_a_pipe() -> None:
+def test_a_pipeline_is_a_pipe() -> None:
     pipeline = PipelineParallel(stages(), 4, checkpoint="except_last")
     assert isinstance(pipeline, pipekernels.Pipe)
     assert (pipeline.balance, pipeline.chunks) == ([2, 1, 2], 4)
@@ -171,7 +173,7 @@ def test_a_stage_of_a_pipeline_takes_no_more_layers() -> None:
     with pytest.raises(RuntimeError, match="stage 1 is part of a pipeline"):
         given[1].add_layer(nn.ReLU())
     assert len(given[1].layers) == 1
-    PipelineParallel(given, 3)  # but of another pipeline it may be a part
+    PipelineParallel(given, 3)  # It may become part of another pipeline.
 
 
 def test_layers_of_a_stage_that_change_later() -> None:
@@ -196,7 +198,7 @@ def test_layers_of_a_stage_that_change_later() -> None:
 
 
 @pytest.mark.parametrize("bad", [nn.functional.relu, None, "Linear"])
-def test_layers_that_are_no_modules(bad: Any) -> None:
+def test_layers_that_are_not_modules(bad: Any) -> None:
     with pytest.raises(TypeError, match="layer must be an nn.Module, not "):
         PipelineStage(0).add_layer(bad)
 
@@ -224,10 +226,10 @@ def test_bad_pipelines(indices: list[int], num_micro_batches: Any, message: str)
     with pytest.raises(ValueError, match=message):
         PipelineParallel(given, num_micro_batches)
     for stage in given:
-        stage.add_layer(nn.ReLU())  # a failed pipeline has not taken them
+        stage.add_layer(nn.ReLU())  # The stage is not part of a pipeline, as that failed.
 
 
-def test_stages_that_are_none() -> None:
+def test_arguments_that_are_not_stages() -> None:
     with pytest.raises(TypeError, match=r"stages\[1\] must be a PipelineStage, not Linear"):
         PipelineParallel([PipelineStage(0), nn.Linear(1, 1)], 2)
     with pytest.raises(ValueError, match="checkpoint is 'sometimes'"):
@@ -260,7 +262,9 @@ def with_a_hook_on_its_layers(stage: PipelineStage) -> PipelineStage:
 
 
 @pytest.mark.parametrize("change", [hooked, scaled, with_more, with_a_hook_on_its_layers])
-def test_what_is_not_in_a_layer_is_refused(change: Callable[[PipelineStage], Any]) -> None:
+def test_stages_with_behaviour_outside_of_their_layers_are_refused(
+    change: Callable[[PipelineStage], Any],
+) -> None:
     with pytest.raises(TypeError, match="of its own"):
         PipelineParallel([change(PipelineStage(0).add_layer(nn.Linear(2, 2)))], 2)
     with pytest.raises(TypeError, match="stage 0 has a forward"):

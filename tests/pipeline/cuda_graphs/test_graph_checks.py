@@ -1,4 +1,4 @@
-"""What CUDA graphs of a pipe cannot repeat, and captures that fail."""
+"""Stages that cannot be captured in CUDA graphs, and captures that fail."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Counts(nn.Module):
 
 
 class Replaces(nn.Module):
-    """Its buffer."""
+    """Replaces its buffer in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Elsewhere(nn.Module):
 
 
 class Brings(nn.Module):
-    """A tensor from another device."""
+    """Copies a tensor from another device."""
 
     def forward(self, x):
         if x.is_cuda:
@@ -143,10 +143,10 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_runs_without_what_cannot_be_captured(
+def test_stages_that_cannot_be_captured_run_without_graphs(
     name: str, device: torch.device, record: Record
 ) -> None:
-    """A warning says once which stage and why; the other stages have graphs."""
+    """One warning names the stage and the reason; the other stages have graphs."""
     make, why = REFUSED[name]
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), *make(), nn.Linear(WIDTH, WIDTH)]
@@ -157,19 +157,19 @@ def test_runs_without_what_cannot_be_captured(
     x, y = data(device)
     if name == "all hooks":
         everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         random.seed(0)
         ours = train(pipe, x, y, record)
     if name == "all hooks":
         everywhere.remove()
         assert_equal(ours, train(other, x, y))
-        assert [str(w.message).partition(": ")[2] for w in told] == [why] * 3
+        assert [str(w.message).partition(": ")[2] for w in caught] == [why] * 3
         assert slots(pipe) == [0] * 3
         return
     random.seed(0)
     assert_equal(ours, train(other, x, y))
-    messages = sorted(str(w.message) for w in told if "CUDA graphs" in str(w.message))
+    messages = sorted(str(w.message) for w in caught if "CUDA graphs" in str(w.message))
     assert messages[0].startswith(f"stage 1 runs without CUDA graphs: {why}")
     expected = ["stage 2 runs without CUDA graphs: it is given a Thing"] * ("object" in name)
     assert messages[1:] == expected
@@ -178,7 +178,7 @@ def test_runs_without_what_cannot_be_captured(
 
 
 class Own(torch.Tensor):
-    """Might do anything."""
+    """A subclass, whose operations may do anything."""
 
 
 UNFIT: list[tuple[Callable[[], torch.Tensor], str]] = [
@@ -189,7 +189,9 @@ UNFIT: list[tuple[Callable[[], torch.Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("make", "why"), UNFIT)
-def test_what_does_not_enter_or_leave(make: Callable[[], torch.Tensor], why: str) -> None:
+def test_tensors_that_may_not_enter_or_leave_a_graph(
+    make: Callable[[], torch.Tensor], why: str
+) -> None:
     cpu = torch.device("cpu")
     for fine in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.bool)):
         assert graph_checks.unfit(Activation((fine,), (False,), LONE), cpu) is None
@@ -198,7 +200,7 @@ def test_what_does_not_enter_or_leave(make: Callable[[], torch.Tensor], why: str
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
-def test_layers_whose_tensors_are_elsewhere_or_special(kind: str) -> None:
+def test_layers_with_tensors_on_other_devices_or_of_subclasses(kind: str) -> None:
     def layout_with(tensor: torch.Tensor) -> graph_checks.Layout:
         layer = nn.Tanh()
         if kind == "parameter":
@@ -214,7 +216,7 @@ def test_layers_whose_tensors_are_elsewhere_or_special(kind: str) -> None:
     assert layout_with(torch.ones(2).as_subclass(Own)).why_not == "Tanh has a Own"
 
 
-def test_a_seed_on_the_cpu_is_no_random_number() -> None:
+def test_a_seed_on_the_cpu_is_not_a_random_number() -> None:
     watch = graph_checks._Watch(torch.device("meta"))
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     assert torch.Tag.nondeterministic_seeded in attention.tags
@@ -224,7 +226,7 @@ def test_a_seed_on_the_cpu_is_no_random_number() -> None:
     assert drawn == "random numbers are drawn on another device (rand)"
 
 
-def test_tensors_that_are_not_cut_up(device: torch.device, record: Record) -> None:
+def test_unsplit_tensors(device: torch.device, record: Record) -> None:
     class Times(nn.Module):
         def forward(self, x, mask):
             return x * mask
@@ -246,13 +248,13 @@ def test_tensors_that_are_not_cut_up(device: torch.device, record: Record) -> No
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_indices_and_sparse_gradients(sparse: bool, device: torch.device, record: Record) -> None:
-    """An input of integers is as good as any; a gradient that is not strided is refused."""
+    """Inputs of integers can be captured, sparse gradients cannot."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(10, WIDTH, sparse=sparse), nn.Linear(WIDTH, WIDTH))
     module = module.to(device=device, dtype=torch.float64)
     other = pipe_of(copy.deepcopy(module), [1, 1], device, cuda_graphs=False)
     pipe = pipe_of(module, [1, 1], device)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(STEPS):
             record.spoil()
@@ -261,14 +263,14 @@ def test_indices_and_sparse_gradients(sparse: bool, device: torch.device, record
                 of(indices).square().sum().backward()
             grads = [[p.grad.to_dense() for p in of.parameters()] for of in (pipe, other)]
             assert_equal(*grads)
-    messages = [str(w.message) for w in told if "CUDA graphs" in str(w.message)]
+    messages = [str(w.message) for w in caught if "CUDA graphs" in str(w.message)]
     why = "stage 0 runs without CUDA graphs: a gradient has layout torch.sparse_coo"
     assert messages == [why] * sparse
     assert min(slots(pipe)[sparse:]) >= 2 and slots(pipe)[0] * sparse == 0
 
 
 def test_deferred_batch_norm_counts_every_micro_batch(device: torch.device, record: Record) -> None:
-    """It counts in Python, so it is refused while it trains; and only then."""
+    """It counts in Python while it trains, so it can be captured in evaluation mode only."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(
         device=device, dtype=torch.float64
     )
@@ -288,7 +290,7 @@ def test_deferred_batch_norm_counts_every_micro_batch(device: torch.device, reco
 
 
 class Fails(torch.autograd.Function):
-    """Cannot be captured: in the forward, or in the backward. No watch sees it."""
+    """Raises during a capture of its forward or backward, which no earlier check detects."""
 
     @staticmethod
     def forward(ctx, x, record, backward):
@@ -305,7 +307,7 @@ class Fails(torch.autograd.Function):
     def check(x, record, here):
         if here and record.capturing:
             if x.is_cuda:
-                torch.cuda.current_stream().synchronize()  # which breaks the capture
+                torch.cuda.current_stream().synchronize()  # Invalidates the capture.
             raise RuntimeError("no capture, please\nfurther lines")
 
 
@@ -314,7 +316,7 @@ class Failing(nn.Module):
         super().__init__()
         self.arguments = record, backward
         self.before = nn.Linear(WIDTH, WIDTH)
-        self.after = nn.Linear(WIDTH, WIDTH)  # Has its gradients when a backward fails.
+        self.after = nn.Linear(WIDTH, WIDTH)  # It has gradients when a backward fails.
 
     def forward(self, x):
         return self.after(F.dropout(Fails.apply(self.before(x), *self.arguments), 0.3))
@@ -325,8 +327,10 @@ class Failing(nn.Module):
 def test_a_capture_that_fails(
     schedule: str | None, backward: bool, device: torch.device, record: Record
 ) -> None:
-    """No step is lost, stages that are captured afterwards are none the worse, nor is what the device
-    does without graphs: random numbers, above all."""
+    """No step is lost, later captures work, and so does the device without graphs.
+
+    Random numbers, above all, stay correct.
+    """
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), Failing(record, backward), nn.Dropout(0.2), nn.Tanh()]
     module = nn.Sequential(*layers).to(device=device, dtype=torch.float64)
@@ -336,8 +340,8 @@ def test_a_capture_that_fails(
     layers = [nn.Linear(WIDTH, WIDTH), Failing(record, backward), nn.Dropout(0.2), nn.Tanh()]
     module = nn.Sequential(*layers).to(device=device, dtype=torch.float64)
     pipe = pipe_of(module, [1] * 4, device)
-    told = "stage 1 runs without CUDA graphs" + (": no capture, please$" * (device.type == "cpu"))
-    with pytest.warns(RuntimeWarning, match=told):
+    message = "stage 1 runs without CUDA graphs" + ": no capture, please$" * (device.type == "cpu")
+    with pytest.warns(RuntimeWarning, match=message):
         ours = train(pipe, x, y, record, schedule)
     assert_equal(ours, others)
     counts = slots(pipe)
@@ -348,7 +352,7 @@ def test_a_capture_that_fails(
 
 
 class Flattens(nn.Linear):
-    """Gives a parameter that it has not seen other memory, as cuDNN's recurrent layers do."""
+    """Moves a new parameter to other memory, as cuDNN's recurrent layers do."""
 
     seen: ClassVar[dict[int, nn.Parameter]] = {}
 
@@ -360,7 +364,7 @@ class Flattens(nn.Linear):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_layer_that_gives_its_parameters_other_memory(
+def test_a_layer_that_moves_its_parameters_to_other_memory(
     grad: bool, device: torch.device, record: Record
 ) -> None:
     torch.manual_seed(0)
@@ -368,7 +372,7 @@ def test_a_layer_that_gives_its_parameters_other_memory(
     module = module.to(device=device, dtype=torch.float64)
     plain, (x, _) = copy.deepcopy(module), data(device)
     pipe = pipe_of(module, [1, 1], device)
-    told = "stage 1 runs without CUDA graphs: a layer gives its parameters other memory"
+    message = "stage 1 runs without CUDA graphs: a layer gives its parameters other memory"
 
     def run() -> None:
         for _ in range(STEPS):
@@ -379,7 +383,7 @@ def test_a_layer_that_gives_its_parameters_other_memory(
                     output.square().sum().backward()
             record.spoil()
 
-    with torch.set_grad_enabled(grad), pytest.warns(RuntimeWarning, match=told):
+    with torch.set_grad_enabled(grad), pytest.warns(RuntimeWarning, match=message):
         run()
     Flattens.seen.clear()
     assert_equal(list(module.state_dict().values()), list(plain.state_dict().values()))
@@ -392,10 +396,10 @@ def test_a_layer_that_gives_its_parameters_other_memory(
 @pytest.mark.parametrize(
     "name", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"]
 )
-def test_what_a_broken_capture_leaves_behind(
+def test_a_broken_capture_is_cleaned_up(
     name: str, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls to torch, with both names of one: CUDA itself is not there."""
+    """Checks the calls of torch's functions, one of which has two names; CUDA is faked."""
     calls: list[Any] = []
 
     class CudaGraph:
@@ -408,7 +412,7 @@ def test_what_a_broken_capture_leaves_behind(
 
     @contextmanager
     def capturing(graph: Any, pool: Any, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        assert capture_error_mode == "thread_local", "other threads go on"
+        assert capture_error_mode == "thread_local", "other threads may use CUDA"
         calls.append(("begin", pool))
         try:
             yield

@@ -1,4 +1,4 @@
-"""Who may use the memory of CUDA graphs, and when; what keeps it apart."""
+"""Slots: when the memory of CUDA graphs may be used, and what isolates it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pipekernels.pipeline.cuda_graphs import stage_graphs as graphs
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.pipeline.stage.checkpoint import MODES
 
-# ---- who may use what, and when ----
+# ---- when graphs and their memory may be used ----
 
 
 def test_parameters_must_not_change_before_the_backward(
@@ -56,13 +56,14 @@ def test_parameters_must_not_change_before_the_backward(
         loss.backward()
     loss = pipe(x).sum()
     for parameter in pipe.parameters():
-        parameter.data = parameter.data.clone().fill_(float("nan"))  # not what the graphs use
+        # The graphs use the former memory.
+        parameter.data = parameter.data.clone().fill_(float("nan"))
     loss.backward()
     assert all(p.grad.isfinite().all() for p in pipe.parameters())
 
 
-def test_who_gets_no_turn_runs_without_graphs(device: torch.device, record: Record) -> None:
-    """Forwards, and backwards of forwards that were replayed."""
+def test_a_pass_without_a_turn_runs_without_graphs(device: torch.device, record: Record) -> None:
+    """Forwards, and backwards of replayed forwards."""
     module, balance = model(device)
     other = pipe_of(copy.deepcopy(module), balance, device, cuda_graphs=False)
     pipe = pipe_of(module, balance, device)
@@ -86,7 +87,7 @@ def test_who_gets_no_turn_runs_without_graphs(device: torch.device, record: Reco
 
 
 def test_two_captures_at_a_time(device: torch.device, record: Record) -> None:
-    """The second waits for another mini-batch."""
+    """During a capture, another pipe captures nothing; it captures in a later mini-batch."""
     module, balance = model(device)
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
@@ -100,7 +101,7 @@ def test_two_captures_at_a_time(device: torch.device, record: Record) -> None:
 def test_a_backward_without_a_turn_waits_for_a_capture(
     device: torch.device, record: Record
 ) -> None:
-    """Autograd would issue it on the stream that is being captured."""
+    """Otherwise autograd would run it on the stream that is being captured."""
     module, balance = model(device)
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
@@ -155,7 +156,7 @@ def test_threads_take_turns(device: torch.device, record: Record) -> None:
         assert_equal(result, expected)
 
 
-def test_most_slots_and_signatures(
+def test_limits_of_slots_and_signatures(
     device: torch.device, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "LIMIT", 4)
@@ -182,9 +183,9 @@ def test_most_slots_and_signatures(
         pipe[0].p = 0.1 * i
         pipe(x)
     pipe[0].p = 0.5
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as caught:
         pipe(x)
-    messages = sorted(str(warning.message).partition(": ")[2] for warning in told)
+    messages = sorted(str(warning.message).partition(": ")[2] for warning in caught)
     assert messages == [
         "its layers have had 4 different settings",
         "its layers' tensors or attributes are others in every mini-batch",
@@ -194,7 +195,7 @@ def test_most_slots_and_signatures(
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("error:stage")
-def test_what_was_dropped_does_not_count(
+def test_dropped_slots_do_not_count_towards_the_limit(
     device: torch.device, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "LIMIT", 2)
@@ -209,7 +210,7 @@ def test_what_was_dropped_does_not_count(
         assert slots(pipe) == [1] * 4
 
 
-def test_copies_have_graphs_of_their_own(device: torch.device, record: Record) -> None:
+def test_copies_have_separate_graphs(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
@@ -223,7 +224,7 @@ def test_copies_have_graphs_of_their_own(device: torch.device, record: Record) -
 
 
 def references_to_slots(pipe: Pipe) -> list[weakref.ref]:
-    """Some: a test of what becomes of slots is one of slots that there were."""
+    """Weak references to all slots, of which there must be some."""
     found = [
         weakref.ref(slot) for stage in pipe._engine.stages.graphs.values() for slot in stage.slots()
     ]
@@ -231,7 +232,7 @@ def references_to_slots(pipe: Pipe) -> list[weakref.ref]:
     return found
 
 
-def test_a_dropped_pipe_keeps_nothing(device: torch.device, record: Record) -> None:
+def test_a_dropped_pipe_frees_its_slots(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
@@ -244,7 +245,7 @@ def test_a_dropped_pipe_keeps_nothing(device: torch.device, record: Record) -> N
     assert all(slot() is None for slot in kept)
 
 
-def test_memory_of_parameters_that_were_replaced(device: torch.device, record: Record) -> None:
+def test_replaced_parameters_free_the_slots(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipe = pipe_of(module, balance, device)
     x, y = data(device)
@@ -263,20 +264,20 @@ def test_on_the_cpu_nothing_is_captured() -> None:
     train(pipe, x, y)
 
 
-# ---- what keeps memory apart ----
+# ---- what isolates memory ----
 
 CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"
 
 
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watch sees the CPU's tensors beneath those of a recorded machine."""
+    """Disables watches: they would see the CPU tensors behind the fake devices."""
     watch = graph_checks._Watch(torch.device(CPU))
     monkeypatch.setattr(graphs, "watched", lambda stage, device: nullcontext(watch))
 
 
 def steps_in_machine(devices: list[str], schedule: str | None, checkpoint: str) -> None:
-    """Some steps under streams that change from step to step; nothing may race."""
+    """Train with current streams that change from step to step; there must be no race."""
     module, balance = model(torch.device(CPU))
     plain = pipe_of(copy.deepcopy(module), balance, torch.device(CPU), cuda_graphs=False)
     x, y = data(torch.device(CPU))
@@ -308,7 +309,7 @@ def steps_in_machine(devices: list[str], schedule: str | None, checkpoint: str) 
             with torch.no_grad():
                 for parameter in pipe.parameters():
                     parameter -= 0.1 * parameter.grad
-            # The caller's part: gradients were made on these streams.
+            # The caller must order these streams: gradients were computed on the default streams.
             for stream, place in zip(streams, places, strict=True):
                 stream.wait_event(made.default(place).record_event())
             pipe.zero_grad()
@@ -349,35 +350,35 @@ def test_every_placement_is_ordered(devices: list[str], checkpoint: str, unwatch
 
 
 @contextmanager
-def out_of_order(self: ops_graphs.Recorder) -> Iterator[bool]:
+def turn_without_waiting(self: ops_graphs.Recorder) -> Iterator[bool]:
     yield True
 
 
-def captured_anyhow(self: ops_graphs.Recorder, work: Any, pool: Any) -> Any:
+def capture_without_waiting(self: ops_graphs.Recorder, work: Any, pool: Any) -> Any:
     return ops_graphs._record(work, self._stream, pool)
 
 
 @pytest.mark.filterwarnings("error:stage")
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [("turn", out_of_order), ("capture", captured_anyhow)],
+    [("turn", turn_without_waiting), ("capture", capture_without_waiting)],
     ids=["turns", "captures"],
 )
-def test_the_order_is_needed(
+def test_waiting_for_turns_and_captures_is_needed(
     name: str, broken: Any, unwatched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops_graphs.Recorder, name, broken)
     with pytest.raises(Race):
-        two_streams(torch.device(GPU))
+        run_on_two_streams(torch.device(GPU))
 
 
 @pytest.mark.filterwarnings("error:stage")
 def test_two_streams(unwatched: None) -> None:
-    two_streams(torch.device(GPU))
+    run_on_two_streams(torch.device(GPU))
 
 
-def two_streams(place: torch.device) -> None:
-    """One pipe, under a stream and another that does not wait for it."""
+def run_on_two_streams(place: torch.device) -> None:
+    """Call one pipe on two streams in turn, neither of which waits for the other."""
     module, balance = model(torch.device(CPU))
     with machine() as made, recorded(made) as record, torch.no_grad():
         pipe = Pipe(module, balance, devices=[GPU] * 4, chunks=2, cuda_graphs=True)
@@ -386,24 +387,24 @@ def two_streams(place: torch.device) -> None:
         others = [made.new(place), made.new(place)]
         for stream in others:
             stream.wait_event(made.default(place).record_event())
-        for step in range(2 * STEPS):
-            with made.using(others[step % 2]):
+        for stream in others * STEPS:
+            with made.using(stream):
                 pipe(x)
         assert record.replays
         made.synchronize()
 
 
-def gives_back(lease: Any, slot: Any) -> None:
+def lease_without_reference(lease: Any, slot: Any) -> None:
     lease.slot = slot
 
 
-def keeps_aliases(task: Any, grads: Any) -> None:
+def accumulate_without_copying(task: Any, grads: Any) -> None:
     for alias, grad in zip(task._aliases, grads, strict=True):
         if grad is not None:
             alias.grad = grad if alias.grad is None else alias.grad.add_(grad)
 
 
-def counted(memory: Any, values: Any) -> None:
+def write_and_count_versions(memory: Any, values: Any) -> None:
     with torch.no_grad():
         for place, value in zip(memory, values, strict=True):
             place.copy_(value)
@@ -419,12 +420,12 @@ def all_cases() -> None:
     with recorded() as record:
         test_graphs.test_equals_the_unwrapped_model("1f1b", "never", device, record)
     with recorded() as record:
-        test_who_gets_no_turn_runs_without_graphs(device, record)
+        test_a_pass_without_a_turn_runs_without_graphs(device, record)
     with recorded() as record:
         test_parameters_must_not_change_before_the_backward(device, record)
 
 
-def test_what_a_slot_does_is_enough() -> None:
+def test_slots_isolate_memory() -> None:
     all_cases()
 
 
@@ -432,15 +433,15 @@ def test_what_a_slot_does_is_enough() -> None:
     ("owners", "name", "broken"),
     [
         ([graphs, graph_slots], "copies_of", tuple),
-        ([graphs.GraphedTask], "_accumulate", keeps_aliases),
-        ([graphs], "write", counted),
+        ([graphs.GraphedTask], "_accumulate", accumulate_without_copying),
+        ([graphs], "write", write_and_count_versions),
         ([graphs], "StageParameters", SharedVersions),
-        ([graph_slots.Lease], "__init__", gives_back),
+        ([graph_slots.Lease], "__init__", lease_without_reference),
         ([ops_graphs], "new_pool", lambda: 0),
     ],
     ids=["copies", "gradients", "writes", "versions", "leases", "pools"],
 )
-def test_what_a_slot_does_is_needed(
+def test_every_isolation_of_a_slot_is_needed(
     owners: list[Any], name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for owner in owners:

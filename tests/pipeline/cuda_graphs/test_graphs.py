@@ -1,7 +1,7 @@
-"""``Pipe(cuda_graphs=True)``: the same results as without, whatever is captured or replayed.
+"""``Pipe(cuda_graphs=True)``: the same results as without graphs, in captures and replays.
 
-On the CPU graphs are recorded ones (``support/cuda/recorded_graphs.py``), whose memory is spoilt whenever nobody
-should depend on it.
+On the CPU, graphs are fakes (``support/cuda/recorded_graphs.py``); their memory is spoilt whenever
+nothing may depend on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.context import default_device
 from pipekernels.skip import pop, skippable, stash
 
-# ---- what is captured ----
+# ---- results and captures ----
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -43,8 +43,10 @@ from pipekernels.skip import pop, skippable, stash
 def test_equals_the_unwrapped_model(
     schedule: str | None, checkpoint: str, device: torch.device, record: Record
 ) -> None:
-    """Micro-batches are of two sizes, and several are in flight. The plain model is given
-    micro-batches, as a row's index is part of what it computes."""
+    """Micro-batches have two sizes, and several are in flight.
+
+    The plain model gets micro-batches, too, as its results depend on a row's index in them.
+    """
     module, balance = model(device)
     plain = copy.deepcopy(module)
     x, y = data(device)
@@ -87,7 +89,7 @@ def test_random_numbers_are_those_without_graphs(
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_running_statistics(checkpoint: str, device: torch.device, record: Record) -> None:
-    """Neither warming up nor capturing counts as a step."""
+    """Warm-ups and captures must not update them."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()).to(
         device=device, dtype=torch.float64
     )
@@ -103,7 +105,7 @@ def test_running_statistics(checkpoint: str, device: torch.device, record: Recor
 def test_layers_that_change_their_buffers(
     checkpoint: str, device: torch.device, record: Record
 ) -> None:
-    """A replay shows in no version counter."""
+    """Replays do not increment the version counters of buffers."""
     layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
     module = nn.Sequential(*layers).to(device=device, dtype=torch.float64)
     other = pipe_of(copy.deepcopy(module), [2, 1], device, checkpoint="never", cuda_graphs=False)
@@ -114,7 +116,7 @@ def test_layers_that_change_their_buffers(
     assert_equal(list(pipe.buffers()), list(other.buffers()))
 
 
-def test_captured_in_the_third_step(device: torch.device, record: Record) -> None:
+def test_captures_are_in_the_third_step(device: torch.device, record: Record) -> None:
     module, balance = model(device)
     pipe = pipe_of(module, balance, device, chunks=1)
     x, y = data(device)
@@ -122,7 +124,7 @@ def test_captured_in_the_third_step(device: torch.device, record: Record) -> Non
         train(pipe, x, y, record, steps=1)
         assert slots(pipe) == [int(step >= CAPTURED)] * 4
     train(pipe, x, y, record, "gpipe")
-    assert slots(pipe) == [1] * 4, "the loop's graphs serve the schedule"
+    assert slots(pipe) == [1] * 4, "train_step uses the graphs of forward and backward"
 
 
 def test_one_loss_of_several_forwards_and_a_second_backward(
@@ -144,7 +146,7 @@ def test_one_loss_of_several_forwards_and_a_second_backward(
     for _ in range(STEPS):
         record.spoil()
         assert_equal(grads(pipe), grads(other))
-    # Three micro-batches of each long input were in flight twice at a time, and one short one.
+    # Two inputs of three micro-batches were in flight at once, and one of one micro-batch.
     assert slots(pipe) == [7] * 4
 
 
@@ -189,7 +191,7 @@ def test_gradients_accumulate_over_steps(device: torch.device, record: Record) -
     assert_equal([p.grad for p in pipe.parameters()], [p.grad for p in other.parameters()])
 
 
-# ---- what changes from step to step ----
+# ---- changes from step to step ----
 
 
 def shorter(pipe: Pipe, x: torch.Tensor) -> Any:
@@ -223,7 +225,7 @@ def less_dropout(pipe: Pipe, x: torch.Tensor) -> Any:
 
 
 class Sine(nn.ReLU):
-    """Has the attributes of what it is put in place of."""
+    """Has the same attributes as the layer that it replaces."""
 
     def forward(self, x):
         return x.sin_()
@@ -294,11 +296,10 @@ class Scaled(nn.Module):
     ],
     ids=lambda change: change.__name__,
 )
-def test_what_changes_later(
+def test_changes_after_some_steps(
     change: Callable[[Pipe, torch.Tensor], Any], device: torch.device, record: Record
 ) -> None:
-    """After some steps something changes, and for some steps more the pipe does what one without graphs
-    does; then, with what it was before."""
+    """Results equal those without graphs: before a change, after it, and with the former input."""
     dtype = torch.float32 if change in (autocast, without_autocast_cache) else torch.float64
     module, balance = model(device, dropout=0.3)
     scaled = Scaled().to(device)
@@ -331,9 +332,9 @@ def test_what_changes_later(
         for i in range(count):
             record.spoil()
             results = [step(p, *given, i) for p, given in zip(pipes, changed, strict=True)]
-            # The operations are the same, but on a GPU libraries may choose other kernels for them;
-            # and with a cache, micro-batches that go through autograd at once have their gradients
-            # of a weight summed before they are cast.
+            # The operations are the same, but on a GPU libraries may choose other kernels. And with
+            # autocast's cache, the micro-batches of one backward share the cast weight, so that
+            # their gradients are summed in bfloat16.
             exact = device.type == "cpu" and change is not autocast
             for a, b in zip(*results, strict=True):
                 bound = 0.0 if exact else 64 * unit * max(1.0, b.abs().max().item())
@@ -352,20 +353,20 @@ def test_what_changes_later(
 
 
 class Asks(nn.Module):
-    """Multiplies by a number of its own for each way that torch is set."""
+    """Multiplies by a number that is different for each combination of torch's settings."""
 
     known: ClassVar[dict[Any, int]] = {}
 
     def forward(self, x):
         kinds = ("cpu", "cuda")
-        told = (
+        current = (
             torch.get_default_dtype(),
             default_device(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_cache_enabled(),
             *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
         )
-        return x * self.known.setdefault(told, 1 + len(self.known))
+        return x * self.known.setdefault(current, 1 + len(self.known))
 
 
 @contextmanager
@@ -388,7 +389,7 @@ def deterministic() -> Iterator[None]:
 
 
 def test_settings_of_torch(device: torch.device, record: Record) -> None:
-    """Each is another pass; none is captured again when it comes back."""
+    """Each setting has graphs of its own, which are used again when the setting returns."""
     Asks.known.clear()
     pipe = pipe_of(nn.Sequential(Asks(), nn.Tanh()), [1, 1], device, chunks=1)
     x, _ = data(device)
@@ -414,7 +415,7 @@ def test_settings_of_torch(device: torch.device, record: Record) -> None:
 
 
 class Numbers(nn.Module):
-    """Gives the next layer a number beside the tensor."""
+    """Passes a tensor and a number to the next layer."""
 
     number = 1.0
 
@@ -427,8 +428,8 @@ class Times(nn.Module):
         return value["x"] * value["times"]
 
 
-def test_inputs_that_take_turns(device: torch.device, record: Record) -> None:
-    """Of another dtype, with another number beside, or empty."""
+def test_alternating_inputs(device: torch.device, record: Record) -> None:
+    """Of two dtypes, with two numbers, and empty."""
     pipe = pipe_of(nn.Sequential(Numbers(), Times()), [1, 1], device, chunks=1)
     x, _ = data(device)
     for step, given in enumerate([x, x.float(), x[:0]] * 2 * CAPTURED):
@@ -457,8 +458,8 @@ class PopsBoth(nn.Module):
         return x + (2 * a if b is None else 3 * b)
 
 
-def test_skips_that_take_turns(device: torch.device, record: Record) -> None:
-    """A stage is given as many tensors of the same shapes, which mean something else."""
+def test_alternating_skips(device: torch.device, record: Record) -> None:
+    """A stage gets tensors of equal number and shapes, but for different skips."""
     pipe = pipe_of(nn.Sequential(StashesOne(), nn.Tanh(), PopsBoth()), [1, 1, 1], device)
     x, _ = data(device)
     for step in range(4 * CAPTURED):

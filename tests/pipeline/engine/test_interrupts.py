@@ -1,4 +1,4 @@
-"""Whatever a pass is doing when Ctrl-C ends it, nothing of it stays behind."""
+"""Ctrl-C at any point of a pass: all state is restored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_interrupt_after_any_operation(
     interrupts.sweep(interrupts.Case(*arguments), OPERATIONS, seed=0)
 
 
-def test_an_interrupt_where_a_step_lets_others_in(one_thread: None) -> None:
+def test_an_interrupt_while_a_step_releases_its_lock(one_thread: None) -> None:
     case = interrupts.Case("devices", False, "train_step")
     functions = (_Unlocked.__enter__, _Unlocked.__exit__, _Unlocked.lock_again)
     codes = {function.__code__ for function in functions}
@@ -53,13 +53,13 @@ def test_signals_at_any_time() -> None:
 
 
 def test_contexts_in_a_function_that_restores() -> None:
-    """All places in contexts of each kind, while the traceback keeps generators from ending."""
+    """At all places in context managers of each kind; the traceback keeps generators suspended."""
     open_: list[int] = []
     changed: list[int] = []
 
     @contextmanager
     def late() -> Iterator[None]:
-        """As torch has some, to put a mode back in the end."""
+        """Enters after it has begun to restore, as some context managers of torch do."""
         try:
             open_.append(1)
             yield
@@ -72,7 +72,7 @@ def test_contexts_in_a_function_that_restores() -> None:
             changed.append(1)
             with entered(HookWatch()), HookWatch(), torch.no_grad(), late():
                 torch.ones(1)
-            # Popped, as torch does meanwhile where a mode calls a function in Python.
+            # Torch pops a mode temporarily while the mode calls a Python function.
             with entered(HookWatch()), _pop_mode_temporarily():
                 pass
 
@@ -87,7 +87,7 @@ def test_contexts_in_a_function_that_restores() -> None:
         assert not open_ and not changed and torch.is_grad_enabled()
         assert torch._C._len_torch_function_stack() == 0
         if kept is not None:
-            kept = KeyboardInterrupt()  # The traceback goes.
+            kept = KeyboardInterrupt()  # Drops the traceback.
         assert not open_ and torch._C._len_torch_function_stack() == 0
     assert at > 50
 
@@ -118,11 +118,11 @@ def test_an_interrupt_of_a_destructor_is_not_lost() -> None:
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    at_its_end = at_end(work)
+    destructor = at_end(work)
     assert not calls
     deadline = time.monotonic() + 60
     with pytest.raises(KeyboardInterrupt):
-        del at_its_end
+        del destructor
         while time.monotonic() < deadline:
             time.sleep(0.01)
     assert len(calls) == 2

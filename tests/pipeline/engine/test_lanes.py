@@ -1,4 +1,4 @@
-"""Lanes: failures reach the caller, interrupts end a run, and no thread keeps a process alive."""
+"""Lanes: exceptions, interrupts, threads, forks, and the caller's context."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Fails(nn.Module):
 
 
 class Calls(nn.Module):
-    """Calls what it was given, beside passing its input on."""
+    """Adds to its input the results of the modules in ``called``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.called: list[nn.Module] = []  # In a list: not a layer of this one.
+        self.called: list[nn.Module] = []  # A list, so that they are not submodules.
 
     def forward(self, x):
         for module in self.called:
@@ -59,7 +59,7 @@ class Calls(nn.Module):
 
 
 @pytest.mark.timeout(60)
-def test_a_layer_cannot_call_the_pipe_that_it_is_in(execution: str) -> None:
+def test_a_layer_cannot_call_its_own_pipe(execution: str) -> None:
     calls = Calls()
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), calls), [1, 1], devices=["cpu"] * 2, chunks=2)
     other = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
@@ -75,7 +75,7 @@ def test_a_layer_cannot_call_the_pipe_that_it_is_in(execution: str) -> None:
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_exception_reaches_the_caller_and_the_pipe_works_on(
+def test_an_exception_reaches_the_caller_and_the_pipe_stays_usable(
     when: str, stage: int, execution: str
 ) -> None:
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
 
 
 @pytest.mark.processes
-def test_the_interpreter_exits_and_lanes_are_few() -> None:
+def test_the_interpreter_exits_and_pipes_share_threads() -> None:
     out = finish(
         run_script(
             """
@@ -223,8 +223,8 @@ def test_two_threads_may_use_one_pipe() -> None:
     assert right == [True] * 60
 
 
-def test_a_backward_beside_training_steps(place: torch.device) -> None:
-    """On a CUDA device both need the one thread that autograd has for it."""
+def test_backwards_and_training_steps_at_the_same_time(place: torch.device) -> None:
+    """On a CUDA device both need autograd's one thread for it."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
     pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=[place] * 3, chunks=4)
     x, weight = torch.randn(8, 4), pipe[0].weight
@@ -244,8 +244,8 @@ def test_a_backward_beside_training_steps(place: torch.device) -> None:
     assert right == [True] * 20
 
 
-def test_a_forward_in_the_midst_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CUDA device, where the step lets others in while it waits for autograd's thread."""
+def test_a_forward_during_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CUDA device, a step releases the lock while it waits for autograd's thread."""
 
     class WithoutStreams(Transport):
         def __init__(self, devices: list[torch.device]) -> None:
@@ -283,7 +283,7 @@ def test_a_forward_in_the_midst_of_a_training_step(monkeypatch: pytest.MonkeyPat
         assert torch.equal(grad, other) and torch.equal(parameter.grad, other)
 
 
-def test_lanes_really_run_at_the_same_time() -> None:
+def test_lanes_run_at_the_same_time() -> None:
     class Sleep(nn.Module):
         def forward(self, x):
             time.sleep(0.02)
@@ -303,7 +303,7 @@ def test_lanes_really_run_at_the_same_time() -> None:
     assert len(overlaps) >= 4
 
 
-def test_intra_op_threads_are_given_back() -> None:
+def test_intra_op_threads_are_restored() -> None:
     before = torch.get_num_threads()
     with pytest.raises(KeyError), intra_op_threads(before + 1):
         assert torch.get_num_threads() == before + 1
@@ -315,12 +315,13 @@ def test_lanes_see_the_callers_context(execution: str) -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
     seen: list[tuple[int, bool]] = []
 
-    class Look(nn.Module):
+    class SeesContext(nn.Module):
         def forward(self, x):
             seen.append((variable.get(), torch.is_autocast_cache_enabled()))
             return x
 
-    pipe = Pipe(nn.Sequential(Look(), Look()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    layers = nn.Sequential(SeesContext(), SeesContext())
+    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
     token = variable.set(5)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         pipe(torch.ones(2, 2))
@@ -330,7 +331,7 @@ def test_lanes_see_the_callers_context(execution: str) -> None:
 
 @pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])
 def test_lanes_share_the_intra_op_threads(chunks: int, share: int, execution: str) -> None:
-    """Among those that can be at work at once: no more than there are micro-batches."""
+    """At most as many lanes as there are micro-batches run at once, and share the threads."""
     seen: list[int] = []
 
     class Count(nn.Module):
@@ -346,7 +347,7 @@ def test_lanes_share_the_intra_op_threads(chunks: int, share: int, execution: st
     assert seen == [share] * 3 * chunks
 
 
-def test_ctrl_c_while_work_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_work_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     submit, calls = lanes._Worker.submit, []
 
     def interrupted(self: lanes._Worker, *args: Any) -> None:

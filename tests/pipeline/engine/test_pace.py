@@ -1,61 +1,64 @@
-"""The choice between the ways follows the clock, also when it changes."""
+"""The choice of the execution follows measured times, also when they change."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pipekernels.pipeline.engine.pace import COST, RARELY, RECENT, Pace, Way
+from pipekernels.pipeline.engine.pace import COST, RARELY, RECENT, Pace
 
-WAYS: list[Way] = ["inline", "threads", "split"]
+EXECUTIONS: list[Any] = ["inline", "threads", "split"]
 
 
-def drive(pace: Pace, passes: int, seconds: dict[Way, float]) -> list[Way]:
-    ways = []
+def run_passes(pace: Pace, passes: int, seconds: dict[Any, float]) -> list[str]:
+    """The executions that ``pace`` chooses for so many passes."""
+    chosen = []
     for _ in range(passes):
-        way = pace.choose("key", WAYS)
-        pace.record("key", way, seconds[way])
-        ways.append(way)
-    return ways
+        execution = pace.choose("key", EXECUTIONS)
+        pace.record("key", execution, seconds[execution])
+        chosen.append(execution)
+    return chosen
 
 
 def test_the_first_pass_warms_up_inline_and_is_not_counted() -> None:
     pace = Pace()
-    assert pace.is_new("key") and pace.choose("key", WAYS) == "inline"
-    assert pace.is_new("key") and pace.choose("key", WAYS) == "inline"  # None has ended so far.
-    assert pace.choose("other", WAYS[::-1]) == "inline"
+    assert pace.is_new("key") and pace.choose("key", EXECUTIONS) == "inline"
+    assert pace.is_new("key") and pace.choose("key", EXECUTIONS) == "inline"  # None has ended.
+    assert pace.choose("other", EXECUTIONS[::-1]) == "inline"
     pace.record("key", "inline", 1e-9)
     assert not pace.is_new("key")
-    ways = drive(pace, 3 * RECENT, {"inline": 2.0, "threads": 1.0, "split": 1.5})
-    assert all(ways.count(way) == RECENT for way in WAYS)
-    assert pace.choose("key", WAYS) == "threads"
+    chosen = run_passes(pace, 3 * RECENT, {"inline": 2.0, "threads": 1.0, "split": 1.5})
+    assert all(chosen.count(execution) == RECENT for execution in EXECUTIONS)
+    assert pace.choose("key", EXECUTIONS) == "threads"
 
 
-def test_only_the_possible_ways_are_tried() -> None:
+def test_only_possible_executions_are_tried() -> None:
     pace = Pace()
     for _ in range(100):
-        way = pace.choose("key", ["inline", "threads"])
-        assert way in ("inline", "threads")
-        pace.record("key", way, {"inline": 2.0, "threads": 1.0}[way])
+        execution = pace.choose("key", ["inline", "threads"])
+        assert execution in ("inline", "threads")
+        pace.record("key", execution, {"inline": 2.0, "threads": 1.0}[execution])
 
 
-@pytest.mark.parametrize("fastest", WAYS)
+@pytest.mark.parametrize("fastest", EXECUTIONS)
 @pytest.mark.parametrize("ratio", [1.05, 2.0, 10.0])
-def test_the_fastest_way_is_kept_and_trials_are_cheap(fastest: Way, ratio: float) -> None:
+def test_the_fastest_execution_is_kept_and_trials_are_cheap(fastest: str, ratio: float) -> None:
     pace = Pace()
-    seconds = {way: 1.0 if way == fastest else ratio for way in WAYS}
-    drive(pace, 1 + 3 * RECENT, seconds)
+    seconds = {execution: 1.0 if execution == fastest else ratio for execution in EXECUTIONS}
+    run_passes(pace, 1 + 3 * RECENT, seconds)
     passes = 10_000
-    ways = drive(pace, passes, seconds)
-    for slower in WAYS:
+    chosen = run_passes(pace, passes, seconds)
+    for slower in EXECUTIONS:
         if slower != fastest:
-            trials = ways.count(slower)
+            trials = chosen.count(slower)
             assert 1 <= trials <= passes / RARELY
             assert trials * (ratio - 1) <= passes * COST
 
 
-def test_a_choice_made_under_load_is_mended() -> None:
+def test_a_choice_made_under_load_is_corrected() -> None:
     pace = Pace()
-    drive(pace, 1 + 3 * RECENT, {"inline": 1.0, "threads": 1.5, "split": 1.5})
-    ways = drive(pace, 200, {"inline": 1.0, "threads": 0.6, "split": 0.8})
-    assert ways[0] == "inline" and ways[-1] == "threads"
-    assert ways.count("inline") <= max(RARELY, 0.5 / COST) + 5
+    run_passes(pace, 1 + 3 * RECENT, {"inline": 1.0, "threads": 1.5, "split": 1.5})
+    chosen = run_passes(pace, 200, {"inline": 1.0, "threads": 0.6, "split": 0.8})
+    assert chosen[0] == "inline" and chosen[-1] == "threads"
+    assert chosen.count("inline") <= max(RARELY, 0.5 / COST) + 5

@@ -1,4 +1,4 @@
-"""How many activations a pipe holds, counted while it runs."""
+"""The numbers of activations that a pipe holds, and the lifetime of its tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Live:
 
 
 class Held(nn.Module):
-    """A linear layer that notes how many of its activations are alive."""
+    """A linear layer that counts its live activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Held(nn.Module):
 
         def pack(tensor: torch.Tensor) -> Saved:
             saved = Saved(tensor)
-            if not token:  # One of them stands for the micro-batch.
+            if not token:  # Count the first saved tensor of each micro-batch.
                 token.append(saved)
                 self.live.add(1)
                 weakref.finalize(saved, self.live.add, -1)
@@ -66,7 +66,7 @@ class Held(nn.Module):
 def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: torch.device) -> None:
     stages = [Held() for _ in limits]
     pipe = Pipe(nn.Sequential(*stages), [1] * 3, devices=[place] * 3, chunks=9, checkpoint="never")
-    with pipe.timeline():  # Stages stay apart on one thread, too.
+    with pipe.timeline():  # Prevents that stages are fused.
         pipe.train_step(
             torch.randn(18, 4), None, torch.sum, schedule=schedule, loss_reduction="sum"
         )
@@ -77,7 +77,7 @@ def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: to
 
 
 def peaks(checkpoint: str, place: torch.device) -> list[int]:
-    """Of each stage, the most micro-batches whose activations it held at once."""
+    """Per stage, the most micro-batches whose activations it held at once."""
     stages = [Held() for _ in range(3)]
     pipe = Pipe(
         nn.Sequential(*stages), [1] * 3, devices=[place] * 3, chunks=9, checkpoint=checkpoint
@@ -91,7 +91,7 @@ def peaks(checkpoint: str, place: torch.device) -> list[int]:
 def test_checkpointing_holds_one_micro_batch_at_a_time(place: torch.device) -> None:
     assert peaks("never", place) == [9, 9, 9]
     assert peaks("always", place) == [1, 1, 1]
-    # The last micro-batch's activations stay while the others' forwards run, and it goes first.
+    # Only the last micro-batch keeps its activations, and its backward is the first.
     assert peaks("except_last", place) == [1, 1, 1]
 
 
@@ -107,15 +107,15 @@ def test_outputs_are_written_in_place(place: torch.device, monkeypatch: pytest.M
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[MiniBatch]]]:
-    """Of all pipes, while nobody looks for reference cycles."""
+    """All mini-batches of all pipes; the garbage collector is disabled meanwhile."""
     found: list[weakref.ref[MiniBatch]] = []
 
-    class Noted(MiniBatch):
+    class Recorded(MiniBatch):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)  # type: ignore[arg-type]
             found.append(weakref.ref(self))
 
-    monkeypatch.setattr(engine, "MiniBatch", Noted)
+    monkeypatch.setattr(engine, "MiniBatch", Recorded)
     gc.disable()
     yield found
     gc.enable()
@@ -128,16 +128,16 @@ def run_twice(schedule: str, place: torch.device) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_what_a_mini_batch_needs_goes_with_it(
+def test_a_mini_batch_is_freed_at_once(
     schedule: str, place: torch.device, runs: list[weakref.ref[MiniBatch]]
 ) -> None:
-    """And not some time later, as what is in a reference cycle would."""
+    """It is in no reference cycle, which would be freed later."""
     run_twice(schedule, place)
     assert [run() for run in runs] == [None, None]
 
 
-def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[MiniBatch]]) -> None:
-    """In which the pipe looks for random numbers that a lane could not keep apart."""
+def test_the_first_mini_batch_is_freed_at_once(runs: list[weakref.ref[MiniBatch]]) -> None:
+    """The first pass also looks for random numbers that need one thread."""
     run_twice("1f1b", torch.device("cpu"))
     assert [run() for run in runs] == [None, None]
 
@@ -145,7 +145,7 @@ def test_what_the_first_mini_batch_needs_goes_with_it(runs: list[weakref.ref[Min
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("when", ["forward", "backward", "forward of a step", "backward of a step"])
-def test_what_a_failed_mini_batch_needs_goes_with_its_exception(
+def test_a_failed_mini_batch_is_freed_with_its_exception(
     when: str,
     checkpoint: str,
     error: type[BaseException],
@@ -190,7 +190,7 @@ def test_what_a_failed_mini_batch_needs_goes_with_its_exception(
 def test_an_output_keeps_nothing_else_after_its_backward(
     dim: int, checkpoint: str, execution: str
 ) -> None:
-    """As the loss of an epoch does that is summed up with its graph."""
+    """For example, if losses are summed over an epoch with their graphs."""
     pipe = Pipe(
         nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2,
         checkpoint=checkpoint, batch_dim=dim,
@@ -206,7 +206,7 @@ def test_an_output_keeps_nothing_else_after_its_backward(
         assert torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == 2
 
 
-def test_what_is_not_cut_is_not_kept_beyond_the_forward(execution: str) -> None:
+def test_unsplit_inputs_are_not_kept_after_the_forward(execution: str) -> None:
     class Cache:
         pass
 

@@ -1,4 +1,4 @@
-"""``Pipe.train_step`` under every schedule against the unwrapped model."""
+"""``Pipe.train_step`` with every schedule, compared with the unwrapped model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from pipekernels.pipeline.engine import mini_batch
 from pipekernels.pipeline.schedule.program import SCHEDULES
 
-LANES: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
-LANES["interleaved"]["lanes"] = 2
+OPTIONS: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
+OPTIONS["interleaved"]["lanes"] = 2
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -52,29 +52,29 @@ def test_equals_the_unwrapped_model(
     expected = F.mse_loss(plain(x), y)
     expected.backward()
     piped = model()
-    loss = pipe_of(piped, chunks, checkpoint).train_step(x, y, F.mse_loss, **LANES[schedule])
+    loss = pipe_of(piped, chunks, checkpoint).train_step(x, y, F.mse_loss, **OPTIONS[schedule])
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
     for a, b in zip(gradients(piped), gradients(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bits_do_not_depend_on_the_way(schedule: str) -> None:
+def test_bits_do_not_depend_on_the_execution(schedule: str) -> None:
     x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
     results = []
     for execution in ("inline", "threads"):
         piped = model()
         pipe = pipe_of(piped, execution=execution)
-        loss = pipe.train_step(x, y, F.mse_loss, **LANES[schedule])
+        loss = pipe.train_step(x, y, F.mse_loss, **OPTIONS[schedule])
         results.append([loss, *gradients(piped)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_a_mean_over_valid_tokens() -> None:
-    """As the docstring of ``train_step`` has it."""
+    """The example in the docstring of ``train_step``."""
     x, y = torch.randn(8, 2, 5, dtype=torch.float64), torch.randint(3, (8, 2))
-    y[:2], y[5, 1] = -100, -100  # A micro-batch without any, one with less than the others.
+    y[:2], y[5, 1] = -100, -100  # One micro-batch has no valid tokens, another one too few.
     plain, piped = model(), model()
     expected = F.cross_entropy(plain(x).mT, y)
     expected.backward()
@@ -201,7 +201,7 @@ def test_a_loss_with_parameters_and_tuples_of_targets(place: torch.device) -> No
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_dropout_repeats_with_the_seed_whatever_the_way() -> None:
+def test_dropout_depends_on_the_seed_and_not_on_the_execution() -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     results = []
     for execution in ("inline", "threads"):
@@ -217,8 +217,8 @@ def test_dropout_repeats_with_the_seed_whatever_the_way() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("options", LANES.values(), ids=LANES)
-def test_random_numbers_of_the_loss_do_not_depend_on_the_way(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_random_numbers_of_the_loss_do_not_depend_on_the_execution(options: dict[str, Any]) -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     drawn: set[float] = set()
 
@@ -254,9 +254,9 @@ def test_deferred_batch_norm_is_committed_once(place: torch.device) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lanes_run_their_program_in_order(schedule: str) -> None:
     with (pipe := pipe_of(model(), execution="threads")).timeline() as timeline:
-        pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **LANES[schedule])
+        pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **OPTIONS[schedule])
     (phase,) = timeline.phases
-    assert phase.lanes == LANES[schedule].get("lanes", 4)
+    assert phase.lanes == OPTIONS[schedule].get("lanes", 4)
     for lane, actions in enumerate(phase.program.lanes):
         ran = [e.action for e in phase.events if phase.program.lane_of[e.action.stage] == lane]
         assert ran == list(actions)
@@ -276,9 +276,9 @@ def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch
         return F.mse_loss(output, target)
 
     with pytest.raises(ArithmeticError, match="no loss today"):
-        pipe.train_step(x, y, failing, **LANES[schedule])
+        pipe.train_step(x, y, failing, **OPTIONS[schedule])
     assert all(p.grad is None for p in module.parameters())
-    pipe.train_step(x, y, F.mse_loss, **LANES[schedule])
+    pipe.train_step(x, y, F.mse_loss, **OPTIONS[schedule])
     expected = model()
     F.mse_loss(expected(x), y).backward()
     for a, b in zip(gradients(module), gradients(expected), strict=True):
@@ -314,14 +314,14 @@ def test_bad_arguments(
 
 
 class Precise(nn.Linear):
-    """Stays out of autocast, and so should its backward."""
+    """Disables autocast; its backward must be without autocast, too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
             return super().forward(input.float())
 
 
-def test_backwards_do_without_the_callers_autocast() -> None:
+def test_backwards_are_not_in_the_callers_autocast() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Precise(8, 8), Precise(8, 8))
     x = torch.randn(8, 8)
@@ -335,7 +335,7 @@ def test_backwards_do_without_the_callers_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             pipe.train_step(x, None, lambda y: y.square().sum(), loss_reduction="sum")
         for a, b in zip(gradients(module), expected, strict=True):
-            torch.testing.assert_close(a, b)  # in float32; bfloat16 has 8 bits
+            torch.testing.assert_close(a, b)  # In float32; bfloat16 has 8 bits.
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -370,7 +370,7 @@ def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
         module = model().float()
         module[3] = Late()
         late = pipe_of(module, execution=execution)
-        late.train_step(x, y, partial(penalised, late), **LANES[schedule])
+        late.train_step(x, y, partial(penalised, late), **OPTIONS[schedule])
         results.append(gradients(module))
     torch.testing.assert_close(results[0], gradients(plain))
     for other in results[1:]:
@@ -391,7 +391,7 @@ def test_the_loss_of_one_micro_batch_uses_the_parameters(schedule: str, penalise
 
     plain, pipe = model(), pipe_of(model())
     loss(plain, plain(x), x).backward()
-    pipe.train_step(x, x, partial(loss, pipe), loss_reduction="sum", **LANES[schedule])
+    pipe.train_step(x, x, partial(loss, pipe), loss_reduction="sum", **OPTIONS[schedule])
     torch.testing.assert_close(gradients(pipe), gradients(plain))
 
 
@@ -425,7 +425,7 @@ def test_a_loss_that_trains_nothing(frozen: bool) -> None:
 
     with pytest.raises(RuntimeError, match="no loss requires a gradient"):
         pipe.train_step(torch.ones(4, 2), None, torch.sum if frozen else detached)
-    scale = torch.ones((), requires_grad=True)  # Something else to train; and not in all parts.
+    scale = torch.ones((), requires_grad=True)  # Trained instead, by one micro-batch of two.
     losses = iter([lambda y: y.detach().sum(), lambda y: y.detach().sum() * scale])
     pipe.train_step(
         torch.ones(4, 2), None, lambda y: next(losses)(y), schedule="gpipe", loss_reduction="sum"

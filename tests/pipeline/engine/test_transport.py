@@ -1,6 +1,6 @@
-"""Pipes across devices: nothing is read before it is there, or overwritten while it is read.
+"""Pipes across devices: no tensor is read before it is complete, or overwritten while it is read.
 
-The CUDA devices are recorded ones (``support/cuda/recorded_streams.py``), in one test the real ones.
+The CUDA devices are fakes (``support/cuda/recorded_streams.py``), except in one test.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WIDTH = 3
 
 
 class Late(nn.Module):
-    """What it makes on a GPU is there a millisecond after the launch, or two."""
+    """On a GPU, delays its result by one or two milliseconds."""
 
     def forward(self, x):
         if x.is_cuda:
@@ -52,10 +52,10 @@ class Late(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes to what it is given, and to what it has made, and returns integers as well."""
+    """Writes to its input, and also returns integers."""
 
     def forward(self, x):
-        index = torch.arange(len(x))  # on the CPU, wherever the stage is
+        index = torch.arange(len(x))  # Always on the CPU.
         return x.mul_(1.5), index
 
 
@@ -72,7 +72,7 @@ def model(stages: int) -> tuple[nn.Sequential, list[int]]:
     for stage in range(stages):
         before = len(layers) if stage else 0
         layers += [Late(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), InPlace()]
-        if stage < stages - 1:  # a pair travels
+        if stage < stages - 1:  # The stage returns InPlace's pair.
             balance.append(len(layers) - before)
         layers.append(First())
     layers.append(Pop().isolate(skip))
@@ -88,8 +88,7 @@ def run(
     home: str,
     machine: AbstractContextManager[Machine | None],
 ) -> None:
-    """Two steps on inputs at ``home``, with an optimizer's update between them, against the plain
-    model."""
+    """Compare two training steps, with inputs on ``home``, with those of the plain model."""
     plain, balance = model(len(devices))
     piped = copy.deepcopy(plain)
     x, y = torch.randn(2, 9, WIDTH, dtype=torch.float64)
@@ -116,7 +115,7 @@ def run(
                 for parameter in pipe.parameters():
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
-            at.mul_(1.25)  # what the pipe was given may be overwritten now
+            at.mul_(1.25)  # The caller may overwrite the pipe's input now.
             del given, loss
         if made is not None:
             made.poll()
@@ -168,7 +167,7 @@ def test_numbers_of_micro_batches(chunks: int, home: str, peers: bool) -> None:
     ids=" ".join,
 )
 def test_real_devices(devices: list[str], schedule: str | None, device: torch.device) -> None:
-    """The same with what is there; each GPU is late with all that it makes."""
+    """The same on the machine's devices; results on GPUs are delayed."""
     if device.type == "cpu":
         devices = [CPU] * len(devices)
     elif OTHER in devices and torch.cuda.device_count() < 2:
@@ -197,10 +196,10 @@ def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) 
     ],
     ids=["arrivals", "users", "buffers", "sources"],
 )
-def test_what_the_edge_does_is_needed(
+def test_every_synchronization_of_an_edge_is_needed(
     owner: type, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record finds a race when any of it is left out."""
+    """The fake detects a race if one of them is removed."""
     with machine() as made:
         forward_and_backward(made, [GPU, OTHER])
     monkeypatch.setattr(owner, name, broken)
@@ -211,7 +210,7 @@ def test_what_the_edge_does_is_needed(
 @pytest.mark.parametrize("devices", [[CPU, GPU], [GPU, OTHER]], ids=" ".join)
 def test_slots_are_not_overwritten(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class Free(edge._Slot):
-        free = property(lambda self: streams.DONE, lambda self, event: None)  # type: ignore[assignment]
+        free = property(lambda self: streams.DONE, lambda self, event: None)
 
         def __init__(self) -> None:
             self.memory = edge.pinned_empty((edge.SLOT_BYTES,), (1,), torch.uint8)
@@ -224,8 +223,11 @@ def test_slots_are_not_overwritten(devices: list[str], monkeypatch: pytest.Monke
 
 
 def test_copies_overlap_what_both_sides_compute() -> None:
-    """A copy does not wait for the target's work on the micro-batches before, nor the source's work
-    on the next one for the copy; and between GPUs the thread waits for nothing."""
+    """Copies run beside the computation on both devices, and the thread does not wait.
+
+    A copy does not wait for the target's work on earlier micro-batches, and the source's work on
+    the next micro-batch does not wait for the copy.
+    """
     chunks = 6
     first, last = torch.device(GPU), torch.device(OTHER)
     with machine() as made, torch.no_grad():
@@ -266,7 +268,7 @@ def test_copies_overlap_what_both_sides_compute() -> None:
 @pytest.mark.parametrize("devices", [[GPU, GPU], [GPU, OTHER], [GPU, CPU, OTHER]], ids=" ".join)
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_a_caller_with_streams_of_its_own(devices: list[str], checkpoint: str) -> None:
-    """The forward is called under other streams than the backward."""
+    """The forward and the backward are called with different current streams."""
     module, balance = model(len(devices))
     with machine() as made:
         pipe = Pipe(module, balance, devices=devices, chunks=3, checkpoint=checkpoint)
@@ -284,7 +286,7 @@ def test_a_caller_with_streams_of_its_own(devices: list[str], checkpoint: str) -
             for parameter in pipe.parameters():
                 parameter -= parameter.grad
             given -= given.grad
-        # The caller's part: the gradients were made on these streams.
+        # The caller must order these streams: gradients were computed on the default streams.
         for stream, place in zip(mine, places, strict=True):
             stream.wait_event(made.default(place).record_event())
         del output, grad, given
@@ -310,7 +312,7 @@ def test_outputs_of_one_pipe_in_one_loss_and_a_second_backward() -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
 
 
-def test_edges_keep_nothing_of_a_dropped_pipe() -> None:
+def test_edges_keep_no_tensors_of_a_dropped_pipe() -> None:
     with machine() as made:
         module, balance = model(2)
         pipe = Pipe(module, balance, devices=[GPU, OTHER], chunks=3, checkpoint="never")
@@ -326,7 +328,7 @@ def test_edges_keep_nothing_of_a_dropped_pipe() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_device_maps(chunks: int) -> None:
-    """A model that overwrites what it has sent away."""
+    """The model overwrites a tensor that it has sent to another device."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -359,7 +361,7 @@ def test_device_maps(chunks: int) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
 
 
-def test_moving_makes_the_thread_wait_for_the_cpu_alone() -> None:
+def test_the_thread_waits_only_for_moves_to_the_cpu() -> None:
     with machine() as made:
         x = torch.randn(2, WIDTH)
         there = move_to_device(x, GPU)
@@ -373,7 +375,7 @@ def test_moving_makes_the_thread_wait_for_the_cpu_alone() -> None:
         assert move_to_device(there, "meta").device == torch.device("meta")
 
 
-def test_tensors_that_are_not_cut_up_follow() -> None:
+def test_unsplit_tensors_are_moved_too() -> None:
     class Masked(nn.Module):
         def forward(self, x, mask):
             return x * mask
@@ -386,7 +388,7 @@ def test_tensors_that_are_not_cut_up_follow() -> None:
 
 
 def test_evaluation_before_training() -> None:
-    """What an edge keeps must not be an inference tensor."""
+    """Buffers that an edge keeps must not be inference tensors."""
     layer = nn.Linear(WIDTH, WIDTH).double()
     x = torch.randn(40, WIDTH, dtype=torch.float64)
     expected = layer(x).detach()
@@ -401,8 +403,8 @@ def test_evaluation_before_training() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_backward_in_the_midst_of_another(checkpoint: str) -> None:
-    """Autograd's thread may begin the next one while a backward waits for another device."""
+def test_a_backward_during_another(checkpoint: str) -> None:
+    """Autograd's thread may begin another backward while one waits for another device."""
     between: list[Any] = []
 
     class Between(nn.Module):
@@ -439,14 +441,12 @@ def test_a_backward_in_the_midst_of_another(checkpoint: str) -> None:
     for grads, others in ((outer, expected[0]), (inner, expected[1])):
         for grad, other in zip(grads, others, strict=True):
             torch.testing.assert_close(grad, other, rtol=0, atol=1e-10)
-    assert [p is q for p, q in zip(pipe.parameters(), piped.parameters(), strict=True)] == [
-        True
-    ] * 4
+    assert all(p is q for p, q in zip(pipe.parameters(), piped.parameters(), strict=True))
+    assert len(parameters) == 4
 
 
 def test_the_thread_waits_where_the_cpu_takes_over() -> None:
-    """For each micro-batch that arrives at the CPU's stage, and for the slot that each which leaves it
-    takes, if that was taken before."""
+    """It waits for each micro-batch to arrive, and for each used slot that it sends one with."""
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
     with machine() as made, torch.no_grad():
         pipe = Pipe(nn.Sequential(*layers), [1] * 3, devices=[GPU, CPU, GPU], chunks=4)
@@ -454,7 +454,9 @@ def test_the_thread_waits_where_the_cpu_takes_over() -> None:
         made.placing = False
         made.host_waits = 0
         pipe(given)
-        assert made.host_waits == 4 + 3  # the input took a slot, so of two only one was new
+        assert (
+            made.host_waits == 4 + 3
+        )  # The input used one of two slots, so one copy need not wait.
 
 
 @pytest.mark.parametrize("devices", [[GPU], [GPU, OTHER]], ids=" ".join)

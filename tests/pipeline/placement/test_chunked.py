@@ -1,4 +1,4 @@
-"""Any module's forward, run micro-batch by micro-batch."""
+"""``parallelize_pipeline`` with chunks: the forward of any module, by micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chunked(module: nn.Module, chunks: int) -> nn.Module:
 
 
 class Function(nn.Module):
-    """A model that is a function."""
+    """A module whose forward is the given function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Output:
 
 
 class Model(nn.Module):
-    """Nested arguments and results, a skip connection, an argument that is not split."""
+    """Has nested arguments and results, a skip connection, and an argument that is not split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_equals_the_unwrapped_model(batch: int, chunks: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8), (0, 3)])
-def test_micro_batches_are_as_many_as_the_batch_allows(batch: int, chunks: int) -> None:
+def test_sizes_of_micro_batches(batch: int, chunks: int) -> None:
     sizes: list[int] = []
     model = chunked(Function(lambda x: (sizes.append(len(x)), x + 1)[1]), chunks)
     assert torch.equal(model(torch.zeros(batch, 2)), torch.ones(batch, 2))
@@ -106,8 +106,10 @@ def test_micro_batches_are_as_many_as_the_batch_allows(batch: int, chunks: int) 
 
 
 def test_devices_can_work_at_the_same_time() -> None:
-    """Devices that take their work in the order it is issued, one unit each, need as long as GPipe:
-    micro-batches + stages - 1 units, forward and backward."""
+    """If devices run tasks of one unit in the order of issue, the makespan is that of GPipe.
+
+    That is micro-batches + stages - 1 units each for forward and backward.
+    """
     stages, chunks = 3, 5
     model = chunked(nn.Sequential(*[nn.Linear(2, 2) for _ in range(stages)]), chunks)
     order: dict[str, list[int]] = {"forward": [], "backward": []}
@@ -116,7 +118,7 @@ def test_devices_can_work_at_the_same_time() -> None:
         stage.register_full_backward_hook(lambda *_, s=s: order["backward"].append(stages - 1 - s))
     model(torch.randn(chunks, 2, requires_grad=True)).sum().backward()
     for issued in order.values():
-        done: list[list[int]] = [[] for _ in range(stages)]  # per device, when each task ends
+        done: list[list[int]] = [[] for _ in range(stages)]  # Per device, the end of each task.
         for s in issued:
             received = done[s - 1][len(done[s])] if s else 0
             done[s].append(max(received, done[s][-1] if done[s] else 0) + 1)
@@ -132,7 +134,7 @@ def test_a_tensor_passed_twice_is_one_object_in_each_micro_batch() -> None:
     assert seen == [True, True]
 
 
-def test_what_is_not_of_the_batch_is_given_to_every_micro_batch() -> None:
+def test_arguments_without_the_batch_dimension_are_not_split() -> None:
     seen: list[tuple[Any, ...]] = []
     model = chunked(Function(lambda scalar, x, *rest: (seen.append((scalar, *rest)), x)[1]), 2)
     rest = (torch.tensor(2.0), torch.ones(3, 4), torch.ones(1, 4, 4), [1], "text", None)
@@ -141,7 +143,7 @@ def test_what_is_not_of_the_batch_is_given_to_every_micro_batch() -> None:
     assert all(a is b for args in seen for a, b in zip(args, rest, strict=True))
 
 
-def test_a_list_that_the_model_appends_to_is_the_callers() -> None:
+def test_the_model_can_append_to_the_callers_list() -> None:
     log: list[int] = []
     chunked(Function(lambda x, log: (log.append(len(x)), x)[1]), 2)(torch.ones(3, 1), log)
     assert log == [2, 1]
@@ -195,7 +197,7 @@ def test_an_argument_that_cannot_be_split() -> None:
 
 
 class Columns(dict):
-    """Of a class of its own, as data loaders make them."""
+    """A subclass of dict, as data loaders return."""
 
 
 def test_dicts_of_any_class_are_split_and_joined() -> None:
@@ -211,7 +213,7 @@ class Layer:
 
 
 class Cache:
-    """As Hugging Face's: a plain object that a model fills and goes on with."""
+    """A plain object that a model fills and reads, as Hugging Face's caches."""
 
     def __init__(self) -> None:
         self.layers = [Layer()]
@@ -223,7 +225,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_a_cache_is_not_filled_by_one_micro_batch_after_another(filled: bool) -> None:
+def test_a_cache_cannot_be_split(filled: bool) -> None:
     model = chunked(Function(lambda x, cache: cache.update(x)), 2)
     cache, x = Cache(), torch.ones(4, 3)
     if filled:
@@ -239,7 +241,7 @@ def test_a_cache_that_the_model_returns_is_refused() -> None:
         model(torch.ones(4, 3))
 
 
-def test_objects_without_tensors_are_given_to_every_micro_batch() -> None:
+def test_objects_without_tensors_are_passed_to_every_micro_batch() -> None:
     class Options:
         scale, names, layer = 2.0, ("a",), nn.Linear(1, 1)
 
@@ -256,8 +258,8 @@ class Masked(nn.Module):
         return x * mask
 
 
-def test_keyword_arguments_count_in_the_order_of_the_parameters() -> None:
-    """The batch must not depend on how a caller orders them."""
+def test_keyword_arguments_are_ordered_as_the_parameters() -> None:
+    """The first tensor defines the batch, which must not depend on the order of the caller."""
     x, mask = torch.randn(4, 3), torch.randn(3)
     model = chunked(Masked(), 2)
     assert torch.equal(model(mask=mask, x=x), x * mask)
@@ -302,7 +304,7 @@ def test_deferred_batch_norm_commits_once_per_call(chunks: int) -> None:
         torch.testing.assert_close(norm.running_var, expected.running_var, rtol=0, atol=1e-12)
 
 
-def test_a_failing_micro_batch_reaches_the_caller_and_the_model_is_usable_afterwards() -> None:
+def test_an_exception_of_a_micro_batch_is_raised_and_the_model_stays_usable() -> None:
     class Failing(nn.Module):
         def __init__(self) -> None:
             super().__init__()

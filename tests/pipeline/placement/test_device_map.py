@@ -1,8 +1,7 @@
-"""Device maps for any module: the interface and the behaviour that vision_architectures documents
-for its pipeline parallelism, and what goes beyond.
+"""Device maps for any module.
 
-``meta`` stands in for a second device where there is no GPU: it shows where tensors go, without
-values.
+The interface is that of vision_architectures' pipeline parallelism, with extensions. ``meta`` is
+used as a second device, without values, where there is no GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Model(nn.Module):
-    """No Sequential: keyword and nested arguments, a skip connection, a module that is used twice."""
+    """Not a Sequential: it has keyword and nested arguments, and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ def devices_of(module: nn.Module) -> dict[str, str]:
 
 
 def received(module: nn.Module) -> list[str]:
-    """Devices of the tensors that ``module``'s forward gets, filled when it is called."""
+    """A list to which each call of ``module`` adds the devices of its tensor arguments."""
     seen: list[str] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -98,7 +97,7 @@ def test_parallelize_module_with_an_output_device() -> None:
 # ---- a model ----
 
 
-def test_the_deepest_name_decides_whatever_the_order() -> None:
+def test_the_deepest_name_decides_regardless_of_order() -> None:
     mapping: dict[str, Any] = {"head.out": "cpu", "head": "meta", "": "cpu", "blocks.0": "meta"}
     model = parallelize_pipeline(Model(), mapping)
     expected = dict.fromkeys(model.state_dict(), "cpu")
@@ -106,21 +105,21 @@ def test_the_deepest_name_decides_whatever_the_order() -> None:
     assert devices_of(model) == expected
 
 
-def test_weights_go_straight_to_their_place() -> None:
-    """On the way through the root's device, which keeps no values here, they would be lost."""
+def test_weights_move_directly_to_their_device() -> None:
+    """Moving them to the root's device first, here ``meta``, would lose their values."""
     expected = Model().blocks[1][0].weight
     model = parallelize_pipeline(Model(), {"": "meta", "blocks.1": "cpu"})
     assert torch.equal(model.blocks[1][0].weight, expected)
 
 
-def test_what_no_name_covers_stays_where_it_is() -> None:
+def test_modules_without_an_entry_stay_where_they_are() -> None:
     model = Model()
     model.encoder.to("meta")
     parallelize_pipeline(model, {"head": "cpu"})
     assert devices_of(model)["encoder.first.weight"] == "meta"
 
 
-def test_arguments_and_results_follow() -> None:
+def test_arguments_and_results_are_moved() -> None:
     model = Model()
     calls = {name: received(model.get_submodule(name)) for name in ("blocks.0", "blocks.1", "head")}
     parallelize_pipeline(model, {"": ["cpu", "meta"], "blocks.1": "meta", "head": "meta"})
@@ -136,12 +135,12 @@ def test_a_pair_is_processing_and_output_device(pair: Any) -> None:
     assert model(torch.ones(2, 4))["logits"].device == META
 
 
-def test_lists_and_dicts_of_modules_stand_for_their_entries() -> None:
+def test_an_entry_of_a_list_or_dict_is_for_each_of_its_modules() -> None:
     model = Model()
     calls = {name: received(model.get_submodule(name)) for name in ("encoder.first", "blocks.0")}
     calls["blocks.1"] = received(model.blocks[1])
     parallelize_pipeline(model, {"encoder": "meta", "blocks": "meta", "blocks.1": ["cpu", "meta"]})
-    with pytest.raises(RuntimeError):  # the head is on the CPU, and no root moves its arguments
+    with pytest.raises(RuntimeError):  # No entry moves the head's arguments to the CPU.
         model(torch.ones(2, 4))
     assert calls == {"encoder.first": ["meta"], "blocks.0": ["meta"], "blocks.1": []}
     assert devices_of(model)["blocks.1.0.weight"] == "cpu"
@@ -162,7 +161,7 @@ def test_a_module_held_twice_moves_its_arguments_once() -> None:
 
 
 def test_equals_the_unwrapped_model(device: torch.device) -> None:
-    """With a GPU at hand, half of the model is there."""
+    """If there is a GPU, half of the model is on it."""
     reference = Model().double()
     model = parallelize_pipeline(
         copy.deepcopy(reference),
@@ -190,13 +189,13 @@ def test_micro_batches_across_devices() -> None:
     assert output["logits"].shape == (6, 3)
 
 
-def test_hooks_of_the_user_find_everything_on_one_device() -> None:
+def test_hooks_of_the_user_see_the_modules_device() -> None:
     model = Model()
     before = received(model.head.out)
     results: list[torch.Tensor] = []
     model.head.out.register_forward_hook(lambda module, args, result: results.append(result))
     parallelize_pipeline(model, {"": "cpu", "head.out": ("meta", "cpu")})
-    with pytest.raises(NotImplementedError):  # meta tensors have nothing to copy back
+    with pytest.raises(NotImplementedError):  # Meta tensors have no values to copy back.
         model(torch.ones(2, 4))
     assert before == ["meta"] and results[0].device == META
 
@@ -221,8 +220,8 @@ def test_the_callers_map_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_what_a_caller_may_pass_can_be_looked_up(chunks: int) -> None:
-    """Hugging Face's Trainer drops the columns of a data set that the forward does not name."""
+def test_the_signature_of_the_forward_is_kept(chunks: int) -> None:
+    """Hugging Face's Trainer drops the columns of a data set that are not in it."""
     model = Model()
     expected = inspect.signature(model.forward)
     for module in (model, copy.deepcopy(model)):
@@ -231,7 +230,7 @@ def test_what_a_caller_may_pass_can_be_looked_up(chunks: int) -> None:
 
 
 class Counter(nn.Module):
-    """Moves more than parameters and buffers, as torchmetrics' metrics do."""
+    """Overrides ``_apply`` to move an attribute, as torchmetrics' metrics do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,13 +246,13 @@ def test_a_module_that_moves_itself() -> None:
     assert model[1].count.device == META and model[0].weight.device == CPU
 
 
-# ---- and back ----
+# ---- undoing it ----
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_unparallelizing_leaves_no_trace(chunks: int) -> None:
+def test_unparallelizing_restores_everything(chunks: int) -> None:
     model = Model()
-    model.head.forward = model.head.forward  # overrides of the user's own
+    model.head.forward = model.head.forward  # The user's own overrides.
     model.head.extra_repr = lambda: "mine"
     model.head.register_forward_hook(lambda *args: None)
     attributes = [snapshot(module) for module in model.modules()]
@@ -272,7 +271,7 @@ def test_unparallelizing_leaves_no_trace(chunks: int) -> None:
     assert torch.equal(model(x)["logits"], expected)
 
 
-def test_an_override_of_the_users_own_is_called_and_comes_back() -> None:
+def test_the_users_own_forward_is_called_and_restored() -> None:
     model = nn.Linear(2, 2)
     calls: list[int] = []
 
@@ -289,7 +288,7 @@ def test_an_override_of_the_users_own_is_called_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["forward", "extra_repr"])
-def test_an_override_on_top_must_go_first(name: str) -> None:
+def test_a_later_override_must_be_removed_first(name: str) -> None:
     model = parallelize_pipeline(Model(), {"": "cpu", "head": "cpu"}, chunks=2)
     ours = getattr(model, name)
     on_top = lambda *args, **kwargs: ours(*args, **kwargs)
@@ -303,7 +302,7 @@ def test_an_override_on_top_must_go_first(name: str) -> None:
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
-    """All attributes of a module; its hooks and the like by copy."""
+    """All attributes of a module; dicts, such as those of hooks, are copied."""
     return {
         name: copy.copy(value) if isinstance(value, dict) else value
         for name, value in vars(module).items()
@@ -339,7 +338,7 @@ def test_parallelizing_twice(again: Callable[[nn.Module], Any]) -> None:
     assert model(torch.ones(4, 4))["logits"].shape == (4, 3)
 
 
-def test_modules_may_be_parallelized_one_by_one_from_the_outside_in() -> None:
+def test_modules_may_be_parallelized_one_by_one_from_outside_to_inside() -> None:
     model = parallelize_module(Model(), "cpu")
     parallelize_module(model.head, "cpu", "meta")
     assert model.head.out.weight.device == CPU
@@ -351,7 +350,7 @@ def test_modules_may_be_parallelized_one_by_one_from_the_outside_in() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_models_of_their_own(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_copies_are_independent(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = parallelize_pipeline(Model(), {"": "cpu", "head": "cpu"}, chunks=2)
     other = duplicate(model)
     x = torch.randn(5, 4)
@@ -427,7 +426,7 @@ def test_errors_change_nothing(
     assert {tensor.device for tensor in model.state_dict().values()} == {CPU}
 
 
-def test_a_model_that_is_no_module() -> None:
+def test_a_model_that_is_not_a_module() -> None:
     with pytest.raises(TypeError, match="model must be an nn.Module, not function"):
         parallelize_pipeline(lambda x: x, {"": "cpu"})
 

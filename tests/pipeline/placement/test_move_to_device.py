@@ -1,5 +1,4 @@
-"""Devices by name, and data moved to them, in containers of any kind; ``meta`` stands in for a second
-device."""
+"""``get_device`` and ``move_to_device``; ``meta`` is used as a second device."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def test_cuda_without_an_index_is_the_current_device(
 
 
 @pytest.mark.parametrize("bad", [None, 1.5, True, ("cpu",)])
-def test_what_is_no_device(bad: object) -> None:
+def test_arguments_that_are_not_devices(bad: object) -> None:
     with pytest.raises(TypeError, match="a device must be a torch.device, a str such as"):
         get_device(bad)
 
@@ -48,7 +47,7 @@ class Output:
 
 
 class Batch:
-    """Moves itself, as Hugging Face's BatchEncoding does."""
+    """Has its own ``to`` method, as Hugging Face's BatchEncoding."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,7 +79,7 @@ def test_move_to_device_copies_only_what_must_move() -> None:
     assert result[2] is module and module.weight.device == CPU
 
 
-def test_what_micro_batches_are_given_whole_moves_too() -> None:
+def test_unsplit_tensors_move_too() -> None:
     marked = NoChunk(torch.ones(2))
     assert move_to_device(marked, "meta").tensor.device == META
     assert move_to_device([marked], "cpu")[0] is marked

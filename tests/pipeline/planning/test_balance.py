@@ -1,7 +1,7 @@
-"""Balances from measurements: what is measured, what it leaves untouched, and that programs written
-for fairscale's and torchgpipe's ``balance`` get what they got.
+"""Balances from measurements: measured values, side effects, and the interface.
 
-Times are of a clock that layers move themselves, so that nothing depends on the machine.
+The interface is that of fairscale's and torchgpipe's ``balance``. Times are of a simulated clock
+that only layers advance, so they do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ def test_by_time_is_not_misled_by_disturbances(clock: Clock) -> None:
 def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
     module = nn.Sequential(Work(clock, "a", 0.1, 0.2), Work(clock, "b", 0.3, 0.4))
     (times,) = measure_seconds(module, [torch.rand(5, 1)], CPU, timeout=5.5)
-    assert clock.log == [("a", 5), ("b", 5)] * 6  # 1 s each; the first warms up
+    assert clock.log == [("a", 5), ("b", 5)] * 6  # 1 s each; the first is the warm-up.
     assert [(t.forward, t.backward) for t in times] == [
         (pytest.approx(0.1), pytest.approx(0.2)),
         (pytest.approx(0.3), pytest.approx(0.4)),
     ]
 
 
-def test_every_layer_is_timed_whatever_the_timeout(clock: Clock) -> None:
+def test_every_layer_is_timed_even_with_timeout_zero(clock: Clock) -> None:
     module = nn.Sequential(Work(clock, "a", 1, 2), Work(clock, "b", 1, 1))
     found = measure_seconds(module, [torch.rand(5, 1), torch.rand(2, 1)], CPU, timeout=0)
     assert clock.log == [("a", 5), ("b", 5), ("a", 2), ("b", 2)] * (1 + PASSES)
     assert [[t.forward + t.backward for t in times] for times in found] == [[3, 2]] * 2
 
 
-def test_the_two_parts_of_a_backward_are_told_apart() -> None:
+def test_both_parts_of_a_backward_are_timed() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh())
     (times,) = measure_seconds(module, [torch.rand(4, 2)], CPU, timeout=0, split=True)
-    assert times[0].input_backward == 0 < times[0].backward  # The sample wants no gradient.
+    assert times[0].input_backward == 0 < times[0].backward  # The sample requires no gradient.
     assert times[1].input_backward > 0
     assert times[2].input_backward == times[2].backward  # There are no parameters.
 
@@ -79,7 +79,7 @@ def test_the_two_parts_of_a_backward_are_told_apart() -> None:
 
 
 class Awkward(nn.Module):
-    """Counts its calls, overwrites its input, draws random numbers, has buffers and a mode."""
+    """Counts calls, overwrites its input, draws random numbers, has buffers and uses its mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Awkward(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_profiling_leaves_no_trace(training: bool, around: Any) -> None:
+def test_profiling_has_no_side_effects(training: bool, around: Any) -> None:
     module = nn.Sequential(Awkward(), nn.Linear(4, 4), Awkward()).train(training)
     module[1].train(training)
     module[1].weight.grad = grad = torch.randn(4, 4)
@@ -146,11 +146,11 @@ def test_storages_are_counted_once_by_the_first_layer_that_keeps_them() -> None:
     rows, wide = 10, 16
     activation = rows * wide * 4
     module = nn.Sequential(
-        nn.Linear(wide, wide, bias=False),  # keeps its input, which is the caller's
-        nn.Tanh(),  # keeps its output
+        nn.Linear(wide, wide, bias=False),  # Keeps its input, which belongs to the caller.
+        nn.Tanh(),  # Keeps its output.
         nn.Flatten(),
-        nn.Linear(wide, wide, bias=False),  # keeps its input: what Tanh keeps
-        nn.GELU(),  # keeps its input
+        nn.Linear(wide, wide, bias=False),  # Keeps its input, which Tanh keeps already.
+        nn.GELU(),  # Keeps its input.
         nn.Identity(),
     )
     sizes = measure_bytes(module, torch.rand(rows, wide), CPU)
@@ -206,7 +206,7 @@ def test_kept_bytes_of_any_stage_are_what_autograd_saves(kinds: list[str]) -> No
 
 
 def test_graphs_count_what_they_hold_beside_saved_tensors() -> None:
-    """As torchgpipe's own test of latent sizes: leaves made on the way live as long as the graph."""
+    """torchgpipe's test of latent sizes: leaves made by a forward live as long as the graph."""
 
     class Expand(nn.Module):
         def __init__(self, times: int) -> None:
@@ -239,11 +239,11 @@ def test_chunks_make_activations_smaller() -> None:
     assert balance_by_size(2, module, sample, chunks=16, param_scale=1, device="cpu") == [1, 3]
 
 
-# ---- as fairscale and torchgpipe have it ----
+# ---- the interface of fairscale and torchgpipe ----
 
 
 @pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size])
-def test_tuples_go_from_layer_to_layer(by: Any, device: torch.device) -> None:
+def test_tuples_between_layers(by: Any, device: torch.device) -> None:
     class Twin(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, x.detach()
@@ -330,7 +330,8 @@ def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message
 
 
 def test_layers_with_collectives_are_not_timed() -> None:
-    # By the clock, a rank may measure once more than others, which go on to other calls.
+    # Ranks measure until a timeout: one may call a layer once more, and wait for the others
+    # forever.
     with Communicator.threads(1)[0] as comm:
         layer = RowParallelLinear(2, 2, comm=comm)
         module, sample = nn.Sequential(nn.ReLU(), nn.Sequential(layer)), torch.rand(2, 2)
@@ -341,7 +342,7 @@ def test_layers_with_collectives_are_not_timed() -> None:
         assert balance_by_size(2, module, sample, device="cpu") == [1, 1]
 
 
-def test_errors_of_one_of_them() -> None:
+def test_errors_of_one_function_only() -> None:
     module, sample = nn.Sequential(nn.Linear(2, 2)), torch.rand(2, 2)
     for timeout in (-1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"timeout is {timeout}"):

@@ -1,6 +1,6 @@
-"""Plans: predictions against plain re-computations, the choice against trying everything.
+"""Plans: predictions compared with simple reference code, choices with an exhaustive search.
 
-Nothing here looks at a clock: costs are made up, or those of layers that move a clock themselves.
+No test depends on real time: costs are invented, or those of layers that advance a simulated clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipekernels.pipeline.stage.checkpoint import MODES, checkpointed
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-DEVICES = [torch.device("cuda", i) for i in range(4)]  # Named only, never used.
+DEVICES = [torch.device("cuda", i) for i in range(4)]  # Only named, never used.
 SCALE = 2.0
 
 
@@ -82,7 +82,7 @@ def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Se
     return planner.possible_settings(lanes, layers, batch, max_chunks, SCHEDULES)
 
 
-# ---- what a cut costs, once more and plainly ----
+# ---- simple reference code for predictions ----
 
 
 def step(costs: list[LayerCost], hand_off: float, setting: Setting, balance: list[int]) -> float:
@@ -173,16 +173,16 @@ def test_small_times_count_as_much_as_large_ones() -> None:
     ("mode", "held"),
     [("never", {(4, 0)}), ("except_last", {(1, 3)}), ("always", {(0, 4), (1, 3)})],
 )
-def test_what_gpipe_holds(mode: str, held: set[tuple[int, int]]) -> None:
+def test_activations_that_gpipe_holds(mode: str, held: set[tuple[int, int]]) -> None:
     setting = Setting("gpipe", gpipe(2, 4), [2, 2, 2, 1], mode)
     assert [set(moments) for moments in setting.held] == [held, held]
 
 
 cases = st.tuples(
     st.lists(layer_costs, min_size=2, max_size=6),
-    st.integers(1, 3),  # lanes
-    st.integers(1, 7),  # batch
-    st.sampled_from([0.0, 3.0]),  # hand-off
+    st.integers(1, 3),  # Lanes.
+    st.integers(1, 7),  # Batch.
+    st.sampled_from([0.0, 3.0]),  # Seconds of a hand-off.
 ).filter(lambda case: len(case[0]) >= case[1])
 
 
@@ -241,7 +241,7 @@ def test_the_choice_is_the_best_of_all(
         choose(model, devices, possible, too_little)
 
 
-def test_small_micro_batches_and_hand_offs_are_paid_for() -> None:
+def test_fixed_costs_and_hand_offs_make_fewer_chunks_faster() -> None:
     def chunks(fixed: float, hand_off: float) -> int:
         costs = [layer((fixed, 1.0), (2 * fixed, 2.0)) for _ in range(4)]
         model = CostModel(costs, Affine(hand_off), SCALE)
@@ -254,7 +254,7 @@ def test_small_micro_batches_and_hand_offs_are_paid_for() -> None:
 
 
 def test_hand_offs_cost_by_the_bytes_of_the_edge() -> None:
-    """Cutting where little is handed on is worth an uneven balance."""
+    """A cut where few bytes are handed on is worth an uneven balance."""
     costs = [layer(inputs=size) for size in (1, 100, 100, 1)]
     assert choose(
         CostModel(costs, Affine(0.0), SCALE), [CPU] * 2, settings_of(2, 4, 8, 4)
@@ -263,7 +263,7 @@ def test_hand_offs_cost_by_the_bytes_of_the_edge() -> None:
     assert choose(costly, [CPU] * 2, settings_of(2, 4, 8, 4)).balance == [3, 1]
 
 
-def test_less_memory_is_paid_for_with_time() -> None:
+def test_a_lower_memory_limit_costs_time() -> None:
     costs = [layer(kept=8, entry=1, trainable=10) for _ in range(4)]
     model = CostModel(costs, Affine(0.0), SCALE)
     plans = [
@@ -287,14 +287,16 @@ def test_settings_are_distinct_and_complete(name: str) -> None:
 
 
 def test_planning_a_module(clock: Clock) -> None:
-    """Layers take 1 ms forward and 2 ms backward however few the rows: m chunks of 2 equal stages
-    take m + 1 turns."""
+    """Layers take 1 ms forward and 2 ms backward for any number of rows.
+
+    With 2 equal stages, m chunks then take (m + 1) * 6 ms.
+    """
     module = nn.Sequential(*(Work(clock, str(i), 1e-3, 2e-3) for i in range(4)))
     sample = torch.rand(8, 3)
     plan = plan_pipeline(
         module, sample, devices=["cpu", "cpu"], schedules=["gpipe"], timeout=0, max_chunks=3
     )
-    assert plan.step_seconds == pytest.approx(12e-3)  # Fewer chunks cannot overlap, more cost more.
+    assert plan.step_seconds == pytest.approx(12e-3)
     assert plan.chunks == 1 and plan.schedule == "gpipe" and plan.batch == 8
     assert {rows for _, rows in clock.log} == {8, 5, 3}
     text = str(plan)
@@ -335,8 +337,11 @@ def test_a_plan_builds_the_pipe_that_it_describes(schedule: str) -> None:
 def test_predicted_memory_covers_what_a_pipe_holds(
     mode: str, chunks: int, balance: list[int]
 ) -> None:
-    """Predicted from above, by no more than what comes at another time: gradients of parameters,
-    the stages' working memory, the output and its gradient, and the edge that both stages count."""
+    """The prediction is an upper bound.
+
+    It exceeds the peak at most by memory that is used at another time: gradients of parameters, the
+    stages' working memory, the output and its gradient, and the tensor that both stages count.
+    """
     width, batch = 64, 96
     blocks = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
     module = nn.Sequential(*blocks, nn.LayerNorm(width), nn.Tanh())
@@ -350,7 +355,7 @@ def test_predicted_memory_covers_what_a_pipe_holds(
 
     pipe = Pipe(
         module, balance, devices=["cpu"] * 2, chunks=chunks, checkpoint=mode,
-        execution="inline",  # On this thread, where storages are watched.
+        execution="inline",  # LiveStorages watches this thread only.
     )  # fmt: skip
     pipe(x).sum().backward()
     pipe.zero_grad()

@@ -1,4 +1,4 @@
-"""Schedules: their order, what they predict, and that no order of lanes can make them wait forever."""
+"""Schedules: order, predicted times and memory, and absence of deadlocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_backward_starts_with_the_last_micro_batch() -> None:
     assert [a.micro_batch for a in lane if a.kind == "B"] == [2, 1, 0]
 
 
-def test_linearize_keeps_lanes_in_order_and_respects_dependences() -> None:
+def test_linearize_keeps_lanes_in_order_and_respects_dependencies() -> None:
     program = gpipe(3, 4)
     order = program.order
     position = {action: i for i, action in enumerate(order)}
@@ -64,9 +64,7 @@ def test_forwards_run_depth_first_on_one_thread() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
-def test_the_order_of_issue_is_one_that_a_thread_can_run(
-    name: str, stages: int, micro_batches: int
-) -> None:
+def test_one_thread_can_run_the_order_of_issue(name: str, stages: int, micro_batches: int) -> None:
     schedule = Schedule(name, min(2, stages) if name == "interleaved" else None)
     program = schedule.program(stages, micro_batches)
     for part in (program, program.forwards, program.backwards):
@@ -85,9 +83,11 @@ def test_the_order_of_issue_is_one_that_a_thread_can_run(
                 )
 
 
-def test_devices_that_have_two_stages_each_are_kept_busy() -> None:
-    """Devices that take their work in the order of issue, with stages 0 and 2, and 1 and 3: depth
-    first, each micro-batch keeps the next one waiting."""
+def test_devices_with_two_stages_each_are_kept_busy() -> None:
+    """Two devices, with stages 0 and 2, and 1 and 3, run tasks in the order of issue.
+
+    In depth-first order, each micro-batch would wait for the one before to pass all stages.
+    """
     program = gpipe(4, 8).forwards
     spans = []
     for order in (program.order, order_of_issue(program)):
@@ -98,22 +98,22 @@ def test_devices_that_have_two_stages_each_are_kept_busy() -> None:
             ready = done.get(Action("F", action.stage - 1, action.micro_batch), 0.0)
             free[device] = done[action] = max(free[device], ready) + 1
         spans.append(max(free))
-    assert spans == [8 * 4 - 7, 16 + 1]  # 16 tasks each: the second device begins one later
+    assert spans == [8 * 4 - 7, 16 + 1]  # 16 tasks each; the second device begins one later.
 
 
-def test_the_thread_does_its_own_work_last() -> None:
+def test_the_thread_runs_the_stages_on_the_cpu_last() -> None:
     order = order_of_issue(gpipe(3, 4).forwards, frozenset({0}))
     assert order.index(Action("F", 1, 0)) < order.index(Action("F", 0, 1))
     assert order.index(Action("F", 2, 0)) < order.index(Action("F", 0, 2))
 
 
-def test_a_phase_alone_needs_nothing_of_the_other() -> None:
+def test_backwards_alone_do_not_wait_for_forwards() -> None:
     program = gpipe(2, 3)
     assert len(linearize(program.backwards)) == 6
     assert simulate(program.backwards).makespan == 8
 
 
-def test_a_program_that_waits_for_itself_is_an_error() -> None:
+def test_a_program_that_deadlocks_is_an_error() -> None:
     lanes = [
         [Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)],
         [Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0)],
@@ -123,7 +123,7 @@ def test_a_program_that_waits_for_itself_is_an_error() -> None:
 
 
 def test_uneven_costs() -> None:
-    # Stage 1 takes three times as long: it works without a pause once it has begun.
+    # Stage 1 takes three times as long, so it never waits once it has begun.
     simulation = simulate(gpipe(2, 4).forwards, cost=lambda a: 3.0 if a.stage else 1.0)
     assert simulation.makespan == 1 + 4 * 3
     assert simulation.start[Action("F", 1, 3)] == 10
@@ -132,7 +132,7 @@ def test_uneven_costs() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("name", ["gpipe", "gpipe split", "1f1b", "zb-h1"])
-def test_every_program_is_whole_and_can_run(name: str, micro_batches: int, stages: int) -> None:
+def test_every_program_is_complete_and_can_run(name: str, micro_batches: int, stages: int) -> None:
     program = Schedule(name.split()[0]).program(stages, micro_batches, split="split" in name)
     order = linearize(program)
     assert len(order) == len(set(order))
@@ -140,15 +140,15 @@ def test_every_program_is_whole_and_can_run(name: str, micro_batches: int, stage
         kinds = {
             k: [a.micro_batch for a in order if (a.kind, a.stage) == (k, stage)] for k in "FBIW"
         }
-        everyone = list(range(micro_batches))
-        assert sorted(kinds["F"]) == sorted(kinds["B"] + kinds["I"]) == everyone
-        assert kinds["W"] == kinds["I"]  # The same order, so that sums have the same bits.
+        assert sorted(kinds["F"]) == list(range(micro_batches))
+        assert sorted(kinds["F"]) == sorted(kinds["B"] + kinds["I"])
+        assert kinds["W"] == kinds["I"]  # In the same order, so that sums have the same bits.
         assert bool(kinds["I"]) == (stage > 0 and name in ("gpipe split", "zb-h1"))
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
-def test_interleaved_deals_out_stages_and_can_run(lanes: int, rounds: int) -> None:
+def test_interleaved_assigns_stages_in_turn_and_can_run(lanes: int, rounds: int) -> None:
     stages = lanes * rounds
     for micro_batches in range(1, 3 * lanes + 3):
         program = interleaved(lanes, stages, micro_batches)
@@ -158,19 +158,21 @@ def test_interleaved_deals_out_stages_and_can_run(lanes: int, rounds: int) -> No
 
 
 def _most_held(program: Program) -> list[int]:
-    """Per lane, the most (stage, micro-batch) pairs whose activations it holds at once: from their
-    forward to their backward, or its second part."""
+    """Per lane, the most (stage, micro-batch) pairs whose activations it holds at once.
+
+    It holds them from their forward to their backward, or the backward's second part.
+    """
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     return [max(accumulate(change[action.kind] for action in lane)) for lane in program.lanes]
 
 
-def test_schedules_against_each_other() -> None:
-    """The known makespans and memory with B = 2 F and I = W = F."""
+def test_makespan_and_memory_of_all_schedules() -> None:
+    """The values in the literature, for B = 2 F and I = W = F."""
     for stages, m in ((2, 4), (4, 8), (4, 16)):
         programs = {name: Schedule(name).program(stages, m) for name in ("gpipe", "1f1b", "zb-h1")}
         runs = {name: simulate(program) for name, program in programs.items()}
         assert runs["gpipe"].makespan == runs["1f1b"].makespan == 3 * (m + stages - 1)
-        # A third of 1F1B's bubble is left (Qi et al., 2023).
+        # A third of 1F1B's bubble (Qi et al., 2023).
         assert runs["zb-h1"].makespan == 3 * m + (stages - 1)
         assert _most_held(programs["gpipe"]) == [m] * stages
         assert _most_held(programs["1f1b"]) == list(range(stages, 0, -1))
@@ -178,7 +180,7 @@ def test_schedules_against_each_other() -> None:
         halves = interleaved(stages, 2 * stages, m)
         makespan = simulate(halves, lambda a: units(a) / 2).makespan
         assert makespan == 3 * (m + (stages - 1) / 2)
-        # The forwards that go before a lane's first backward (Narayanan et al., 2021), and one more.
+        # The forwards before a lane's first backward (Narayanan et al., 2021), and one more.
         warm_up = [2 * (stages - lane - 1) + stages for lane in range(stages)]
         assert _most_held(halves) == [each + 1 for each in warm_up]
 

@@ -1,4 +1,4 @@
-"""Timelines: what they count, what they write."""
+"""Timelines: recorded events, bubbles, and files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_bubble_is_the_idle_share() -> None:
     assert timeline.ideal_bubble == pytest.approx(1 / 3)
 
 
-def test_nothing_recorded() -> None:
+def test_an_empty_timeline() -> None:
     assert Timeline().bubble == 0 and Timeline().ideal_bubble == 0
     assert str(Timeline()) == "Timeline: nothing was recorded"
 
 
-def test_a_timeline_says_what_it_has_recorded() -> None:
+def test_str_of_a_timeline() -> None:
     timeline = Timeline()
     program = gpipe(2, 2)
     forwards = [
@@ -40,7 +40,8 @@ def test_a_timeline_says_what_it_has_recorded() -> None:
     ]
     timeline.phases.append(Phase(program.forwards, forwards))
     assert str(timeline) == (
-        "Timeline: 1 forward; stages: 2, micro-batches: 2; 3e+03 ms, utilisation 66.7% (ideal 66.7%)"
+        "Timeline: 1 forward; stages: 2, micro-batches: 2; "
+        "3e+03 ms, utilisation 66.7% (ideal 66.7%)"
     )
     pipe = Pipe(
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1, 1],
@@ -93,12 +94,12 @@ def test_a_pipe_records_forward_and_backward(
 
 
 def test_a_timeline_shows_the_time_of_the_device(device: torch.device) -> None:
-    """A stage that makes the device work takes that time, not the time of the launch."""
+    """An event lasts as long as the device works, not only as long as the launch takes."""
 
     class Slow(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.is_cuda:
-                torch.cuda._sleep(50_000_000)  # cycles: 20 ms or more
+                torch.cuda._sleep(50_000_000)  # Clock cycles: at least 20 ms.
             else:
                 time.sleep(0.02)
             return x
@@ -112,7 +113,7 @@ def test_a_timeline_shows_the_time_of_the_device(device: torch.device) -> None:
     assert phase.makespan >= sum(slow)
 
 
-def test_a_timeline_within_another() -> None:
+def test_nested_timelines() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
     with pipe.timeline() as outer:
         with pipe.timeline() as inner:
@@ -121,7 +122,7 @@ def test_a_timeline_within_another() -> None:
     assert len(inner.phases) == len(outer.phases) == 1
 
 
-def test_backwards_outside_are_not_recorded() -> None:
+def test_backwards_outside_of_the_block_are_not_recorded() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu"] * 2)
     with pipe.timeline() as outer:
         y = pipe(torch.ones(4, 2))

@@ -1,7 +1,7 @@
-"""The pipeline over a mesh dimension: values and gradients against the same stages in a row.
+"""The pipeline over a mesh dimension: values and gradients of the same stages as a Sequential.
 
-The interface and what it documents are those of xlstm-jax's ``execute_pipeline``,
-``execute_pipeline_step`` and ``PipelineModule``.
+The interface is that of xlstm-jax's ``execute_pipeline``, ``execute_pipeline_step`` and
+``PipelineModule``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tokens(nn.Module):
 
 
 def reshaping(index: int) -> nn.Module:
-    """Stages whose results differ in rank, shape and dtype from what they get."""
+    """Stages whose results differ from their inputs in number of dimensions, shape and dtype."""
     made = [
         nn.Embedding(10, WIDTH),
         nn.Linear(WIDTH, 2 * WIDTH),
@@ -116,7 +116,7 @@ class Scaled(nn.Module):
 
 
 def arguments(comm: Communicator) -> None:
-    """Whole arguments, an enclosing mesh, no ``x`` where it is not needed, unusual tensors."""
+    """Unsplit arguments, an enclosing mesh, no ``x`` on the last stage, unusual tensors."""
     with line(comm):
         module = Scaled()
         x = randn(4, WIDTH).requires_grad_()
@@ -133,7 +133,7 @@ def arguments(comm: Communicator) -> None:
         (output * randn(4, WIDTH, seed=4)).sum().backward()
         if comm.rank == 1:
             torch.testing.assert_close(output, expected, **exactly)
-        # Each rank's uses of the arguments: together they are all uses.
+        # Each rank has the gradients of its own use of the arguments; all uses are their sum.
         grads = [torch.zeros_like(factor), torch.zeros_like(by)]
         for total, tensor in zip(grads, (factor, by), strict=True):
             total += tensor.grad
@@ -143,7 +143,7 @@ def arguments(comm: Communicator) -> None:
         if comm.rank == 0:
             torch.testing.assert_close(x.grad, wanted[0], **exactly)
 
-    # Results whose memory does not show their values, or not in order; two such stages undo it.
+    # Lazily conjugated or transposed results; the second stage undoes the function of the first.
     z = torch.complex(randn(4, 2, 3), randn(4, 2, 3, seed=2)).requires_grad_()
     (wanted,) = torch.autograd.grad(z.abs().sum(), z)
     for function in (torch.conj, torch.adjoint, lambda t: t.transpose(1, 2)):
@@ -161,7 +161,7 @@ def test_arguments_and_unusual_tensors() -> None:
 
 
 def batch_norm(comm: Communicator) -> None:
-    """Deferred: of the whole batch, and nothing of one that failed on another stage."""
+    """Statistics are those of the whole batch, without a batch that failed on another stage."""
     mesh, x = line(comm), randn(6, WIDTH)
     plain = nn.BatchNorm1d(WIDTH).double()
     norm = convert_deferred_batch_norm(copy.deepcopy(plain))
@@ -180,7 +180,7 @@ def test_deferred_batch_norm_is_committed_once() -> None:
 
 
 class Ordered(nn.Module):
-    """Notes in which order micro-batches, numbered by their forwards, are differentiated."""
+    """Records the order of backwards; micro-batches are numbered in the order of forwards."""
 
     def __init__(self, order: list[int]) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Ordered(nn.Module):
 
 
 class Dropped(nn.Module):
-    """A module, then dropout; both checkpointed or not."""
+    """A module, then dropout; both are recomputed in the backward if ``recompute``."""
 
     def __init__(self, module: nn.Module, recompute: bool) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def autograd(comm: Communicator) -> None:
     parameter = next(module.parameters())
     parameter.register_hook(lambda grad: calls.append(grad))
 
-    # torch.autograd.grad, on both ranks with respect to what they have; .grad is left alone.
+    # torch.autograd.grad, on each rank for its own parameters; .grad stays the same.
     mine = list(module.parameters())
     where = 1 + comm.rank * len(mine)
     grads = torch.autograd.grad(run(module, x, mesh, 3).square().sum(), mine)
@@ -230,13 +230,13 @@ def autograd(comm: Communicator) -> None:
     assert x.grad is None
     assert parameter.grad is None
 
-    # Twice through one graph, if it is kept; hooks fire once per backward, not per micro-batch.
+    # A second backward, if the graph is kept; hooks run once per backward, not per micro-batch.
     loss = run(module, x, mesh, 3).square().sum()
     loss.backward(retain_graph=True)
     loss.backward()
     assert len(calls) == 3
     torch.testing.assert_close([p.grad for p in mine], [2 * g for g in grads], **exactly)
-    loss = run(module, x, mesh, 3).sum()  # Which saves nothing that could be missed first.
+    loss = run(module, x, mesh, 3).sum()  # sum() saves no tensors that would raise earlier.
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
@@ -250,7 +250,7 @@ def autograd(comm: Communicator) -> None:
     run(nn.Sequential(module, Ordered(order)), x, mesh, 3).sum().backward()
     assert order == [2, 1, 0]
 
-    # Checkpointing in the module, with dropout: the same masks again, the same gradients.
+    # Checkpointing in the module: the recomputation has the same dropout masks.
     found = []
     for recompute in (False, True):
         torch.manual_seed(5)
@@ -269,7 +269,7 @@ def autograd(comm: Communicator) -> None:
     assert_same_grads(module, reference[comm.rank])
 
 
-def test_autograd_sees_ordinary_tensors() -> None:
+def test_autograd() -> None:
     run_processes(2, autograd, limit=LIMIT)
 
 
@@ -282,7 +282,7 @@ def loop_of_steps(comm: Communicator) -> None:
     with mesh:
         state = torch.zeros(2, WIDTH, dtype=torch.float64)
         outputs = []
-        # In the last iterations the first stage has nothing more to do, in the first the last.
+        # In the last iterations the first stage gets zeros, in the first ones the last stage does.
         for part in [*x.chunk(m), *[torch.zeros_like(state)] * (world_size - 1)]:
             state, output = execute_pipeline_step(
                 modules[comm.rank], state, part, model_axis_name="pipe"
@@ -310,7 +310,7 @@ def loop_of_steps(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_loop_of_steps_is_the_pipeline(world_size: int) -> None:
+def test_a_loop_of_steps_equals_the_pipeline(world_size: int) -> None:
     run_processes(world_size, loop_of_steps, limit=LIMIT)
 
 
@@ -336,9 +336,9 @@ def compiled_program(comm: Communicator) -> None:
         compiled.backward()
     expected.backward()
     assert_same_grads(modules[comm.rank], reference[comm.rank])
-    assert around.frame_count == 2  # Before and after the pipeline.
+    assert around.frame_count == 2  # The code before and after the pipeline.
 
 
 @pytest.mark.compile
-def test_a_compiled_program_goes_around_it() -> None:
+def test_a_pipeline_is_a_graph_break_of_a_compiled_program() -> None:
     run_processes(2, compiled_program, limit=LIMIT)

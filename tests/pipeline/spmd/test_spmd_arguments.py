@@ -1,4 +1,4 @@
-"""What SPMD pipelines refuse before any rank talks to another."""
+"""Arguments that SPMD pipelines refuse before any communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipekernels import PipelineModule, execute_pipeline
 
 
 @pytest.mark.parametrize("count", [True, False, 0])
-def test_a_number_of_micro_batches_is_no_truth_value(count: int) -> None:
+def test_bools_and_zero_are_not_numbers_of_micro_batches(count: int) -> None:
     with pytest.raises(ValueError, match=f"num_microbatches is {count!r}; it must be an integer"):
         execute_pipeline(nn.Tanh(), None, num_microbatches=count, model_axis_name="pipe")
     with pytest.raises(ValueError, match=f"num_microbatches is {count!r}; it must be an integer"):

@@ -1,4 +1,4 @@
-"""The pipeline over a mesh dimension: exceptions, deaths and bad arguments."""
+"""The pipeline over a mesh dimension: exceptions, killed ranks, bad arguments, and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 
 class Failing(nn.Module):
-    """Raises, or returns something else, at its ``at``-th micro-batch."""
+    """At micro-batch ``at``, raises, or returns ``returns`` if that is given."""
 
     def __init__(self, at: int, returns: Any = None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Failing(nn.Module):
 
 
 def failures(comm: Communicator) -> None:
-    """Every rank raises, its own exception or one that names the stage, and can go on."""
+    """Every rank raises, the failing one its own error; the next call works."""
     from torch.distributed.tensor import Replicate, distribute_tensor  # Slow to import.
 
     mesh = line(comm)
@@ -67,7 +67,7 @@ def failures(comm: Communicator) -> None:
         assert_fails(1, Failing(1, other), TypeError, "which the stages cannot send")
     assert_fails(0, Failing(1, torch.ones(1)), ValueError, "every micro-batch must give the same")
     assert_fails(2, Failing(0, torch.ones(())), ValueError, "without dimensions")
-    # Only the first stage needs x; when it has a wrong one, the others learn it.
+    # Only the first stage needs x. If its x is invalid, the others raise, too.
     bad = x[:4] if comm.rank == 0 else None
     assert_fails(0, modules[0], ValueError, "must be divisible", bad)
     for bad in (None, [1.0]):
@@ -75,7 +75,7 @@ def failures(comm: Communicator) -> None:
 
 
 def different_counts(comm: Communicator) -> None:
-    """The stage that is sent others than it was told says so, and all can go on."""
+    """A stage that gets another number of micro-batches than it expects raises; then all go on."""
     mesh = line(comm)
     for counts, found_by in (((2, 2, 4), 2), ((4, 2, 4), 1), ((2, 4, 4), 1)):
         error, words = RuntimeError, f"stage {found_by} of the pipeline"
@@ -88,7 +88,7 @@ def different_counts(comm: Communicator) -> None:
         assert_equals_sequential(comm, mesh, stages(3), randn(6, WIDTH), 2)
 
 
-def test_every_stage_is_told_the_same_number_of_micro_batches() -> None:
+def test_numbers_of_micro_batches_that_differ_between_stages() -> None:
     run_processes(3, different_counts, limit=LIMIT)
 
 
@@ -108,7 +108,7 @@ def death(comm: Communicator) -> None:
         run(Dying() if comm.rank == 1 else nn.Tanh(), randn(6, WIDTH), mesh, 3)
 
 
-def test_a_dead_stage_is_an_error_on_the_others() -> None:
+def test_a_killed_stage_is_an_error_on_the_others() -> None:
     run_processes(3, death, limit=LIMIT, killed=(1,))
 
 
@@ -116,7 +116,7 @@ def bad_arguments(comm: Communicator) -> None:
     mesh = line(comm)
     module = nn.Tanh()
     x = randn(5, 2)
-    # The sentence is xlstm-jax's.
+    # The beginning of this message is that of xlstm-jax.
     message = "^Batch size 5 must be divisible by number of microbatches 3;"
     with pytest.raises(ValueError, match=message):
         run(module, x, mesh, 3)
@@ -154,9 +154,11 @@ def threads_of_gloo() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def ended(comm: Communicator, fails: bool) -> None:
-    """Of a pipeline's group nothing is left when it is destroyed, while its output, its module and the
-    exception's last frame are: Gloo's threads must not live when the interpreter ends (pytorch#190489)."""
+def destroy_group(comm: Communicator, fails: bool) -> None:
+    """Gloo's threads end with the group, although output, module and exception are still alive.
+
+    They must have ended before the interpreter does (pytorch#190489).
+    """
     import torch._dynamo  # noqa: F401 - leaves the frames of its callers in a reference cycle.
 
     gc.collect()
@@ -179,8 +181,8 @@ def ended(comm: Communicator, fails: bool) -> None:
             stage(randn(6, WIDTH))
 
 
-def ended_at_exit(comm: Communicator) -> None:
-    """A cycle that the program, or torch, has made is gone before the interpreter begins to end."""
+def exit_with_a_cycle(comm: Communicator) -> None:
+    """At exit, reference cycles are collected before the interpreter is torn down."""
     gc.disable()
     mesh = line(comm)
     run(nn.Tanh(), randn(6, WIDTH), mesh, 3)
@@ -194,14 +196,14 @@ def ended_at_exit(comm: Communicator) -> None:
 
 
 @leaves_the_group
-def test_a_group_in_a_cycle_ends_before_the_interpreter() -> None:
-    run_processes(2, ended_at_exit, limit=LIMIT)
+def test_a_group_in_a_reference_cycle_ends_before_the_interpreter() -> None:
+    run_processes(2, exit_with_a_cycle, limit=LIMIT)
 
 
 @leaves_the_group
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_pipeline_leaves_the_group(fails: bool) -> None:
-    run_processes(3, ended, fails, limit=LIMIT)
+def test_a_pipeline_does_not_keep_its_group_alive(fails: bool) -> None:
+    run_processes(3, destroy_group, fails, limit=LIMIT)
 
 
 def test_bad_arguments() -> None:

@@ -1,4 +1,4 @@
-"""The pipeline over one dimension of a mesh that has another: data and tensor parallelism, random numbers."""
+"""The pipeline over one of two mesh dimensions; the other has data or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
 
 
 def gathered(module: nn.Module, group: dist.ProcessGroup) -> nn.Sequential:
-    """Copies of the modules of all ranks of ``group``, in a row."""
+    """Copies of the modules of all ranks of ``group``, in rank order."""
     modules: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(modules, module, group=group)
     return nn.Sequential(*modules)
@@ -39,13 +39,13 @@ def gathered(module: nn.Module, group: dist.ProcessGroup) -> nn.Sequential:
 def data_parallel(comm: Communicator) -> None:
     mesh = square("data")
     pipe, data = mesh.get_local_rank("pipe"), mesh.get_local_rank("data")
-    torch.manual_seed(7)  # Alike everywhere, as for one model.
+    torch.manual_seed(7)  # The same seed on all ranks.
     with mesh:
         module = PipelineModule("pipe", 2, mlp)
     reference = gathered(module.module, mesh.get_group("pipe"))
     replicas = gathered(module.module, mesh.get_group("data"))
     assert (module.model_axis_name, module.num_microbatches, module.module_fn) == ("pipe", 2, mlp)
-    # Stages differ, replicas do not, and the generators are in step.
+    # Stages differ, replicas do not, and the ranks' generators have the same state.
     assert not torch.equal(reference[0][0].weight, reference[1][0].weight)
     assert torch.equal(replicas[0][0].weight, replicas[1][0].weight)
     drawn = [torch.empty(1) for _ in range(4)]
@@ -64,7 +64,7 @@ def data_parallel(comm: Communicator) -> None:
     torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
 
 
-def test_data_parallelism_beside_it() -> None:
+def test_data_parallelism_over_the_other_dimension() -> None:
     run_processes(4, data_parallel, limit=LIMIT)
 
 
@@ -97,7 +97,7 @@ def tensor_parallel(comm: Communicator) -> None:
         grad = reference[pipe][2].weight.grad.chunk(2, dim=1)[ranks.rank]
         torch.testing.assert_close(module[2].weight.grad, grad, **exactly)
 
-    # torch's own, on DTensors.
+    # The same with torch's own tensor parallelism, on DTensors.
     module = parallelize_module(
         modules[pipe], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
     )
@@ -108,12 +108,12 @@ def tensor_parallel(comm: Communicator) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, **exactly)
 
 
-def test_tensor_parallelism_beside_it() -> None:
+def test_tensor_parallelism_over_the_other_dimension() -> None:
     run_processes(4, tensor_parallel, limit=LIMIT)
 
 
 class Masks(nn.Module):
-    """Records the dropout masks of all micro-batches; ranks take their time differently."""
+    """Records the dropout masks of all micro-batches; each takes ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def random_numbers(comm: Communicator) -> None:
     assert torch.equal(masks(1, m=2), mine[:2])
     first, second = of_all(masks(1, replicated_axis_names=("other",)), group).chunk(2)
     assert torch.equal(first, second)
-    # What the caller draws next does not depend on what the stages drew.
+    # The caller's next random numbers do not depend on those of the stages.
     drawn = [torch.empty(1) for _ in range(4)]
     dist.all_gather(drawn, torch.rand(1))
     assert len({value.item() for value in drawn}) == 1

@@ -1,4 +1,4 @@
-"""A pipe's stages under the schedules of ``torch.distributed.pipelining``, a process each."""
+"""A pipe's stages with the schedules of ``torch.distributed.pipelining``, on a process each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 100.0
 
 needs_averages = pytest.mark.skipif(
     torch.__version__.startswith("2.6."),
-    reason="torch 2.6's schedules add up gradients instead of averaging them, and one hangs here",
+    reason="torch 2.6's schedules sum gradients instead of averaging them, and one hangs here",
 )
 
 
@@ -78,7 +78,7 @@ def expected(module: nn.Sequential) -> tuple[float, dict[str, Tensor]]:
 
 
 def assert_trained(stages: list[Any], losses: list[Tensor], module: nn.Sequential) -> None:
-    """``stages``, after a step, have the gradients of ``module`` under its own names."""
+    """After a step, ``stages`` have the gradients of ``module``, and its names of parameters."""
     loss, grads = expected(module)
     if any(stage.is_last for stage in stages):
         assert torch.stack(losses).mean().item() == pytest.approx(loss, rel=0, abs=1e-10)
@@ -137,7 +137,7 @@ class Scaled(nn.Module):
 
 
 def several_arguments(comm: Communicator) -> None:
-    """The first layer's, as those of the pipe."""
+    """The first stage takes the arguments of the first layer."""
     from torch.distributed import pipelining
 
     pipe = Pipe(nn.Sequential(Scaled(), *model()), [1, 8], devices=["cpu"] * 2, chunks=CHUNKS)
@@ -155,7 +155,7 @@ def several_arguments(comm: Communicator) -> None:
 
 @pytest.mark.processes
 @needs_averages
-def test_the_first_stage_takes_what_the_pipe_takes() -> None:
+def test_the_first_stage_takes_the_arguments_of_the_pipe() -> None:
     run_processes(2, several_arguments, limit=LIMIT)
 
 

@@ -1,5 +1,7 @@
-"""Pipes under autocast: which loop over micro-batches they have the bits of, and how far they are from the
-others."""
+"""Pipes under autocast: they have the bits of a loop over micro-batches without the cast cache.
+
+Differences to the loop with the cache stay within error bounds.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 MODES = ["never", "except_last", "always"]
 CHUNKS = 16
-BF16, FLOAT = 2.0**-8, 2.0**-24
-"""Unit roundoffs."""
+BF16, FLOAT = 2.0**-8, 2.0**-24  # Unit roundoffs.
 
 
 def plain() -> nn.Sequential:
@@ -29,7 +30,7 @@ def plain() -> nn.Sequential:
 
 
 class Twice(nn.Module):
-    """A linear layer, and it or one like it once more."""
+    """A linear layer, then the same layer again if ``tied``, else a copy of it."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ def twice(layer: type[Twice], tied: bool) -> nn.Sequential:
 
 
 class Watching(TorchFunctionMode):
-    """Keeps a pipe on the caller's thread."""
+    """A mode; while one is active, a pipe stays on the caller's thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -66,7 +67,7 @@ def x() -> torch.Tensor:
 def results(
     module: nn.Module, x: torch.Tensor, *, chunks: int = 1, cache: bool = True
 ) -> list[torch.Tensor]:
-    """The output and all gradients, of a forward in micro-batches under autocast and one backward."""
+    """Output and gradients of a forward by micro-batches under autocast, and one backward."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
         output = torch.cat([module(part) for part in x.tensor_split(chunks)])
@@ -110,7 +111,7 @@ def test_a_weight_that_is_used_twice(
     one_thread: None,
     x: torch.Tensor,
 ) -> None:
-    """Its gradients in bfloat16 are summed in float32, in one order or another."""
+    """The weight's bfloat16 gradients are summed in float32, in any order."""
     module, apart = twice(layer, True), twice(layer, False)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=layer is Twice)
     names = [name for name, _ in apart.named_parameters()]
@@ -139,7 +140,7 @@ def test_a_weight_that_is_used_twice(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_training_steps(schedule: str, execution: str, one_thread: None, x: torch.Tensor) -> None:
-    """A backward per micro-batch; GPipe's go from the last to the first."""
+    """There is a backward per micro-batch; those of GPipe are from the last to the first."""
 
     def loss_fn(output: torch.Tensor) -> torch.Tensor:
         return output.float().square().sum()
@@ -161,9 +162,11 @@ def test_training_steps(schedule: str, execution: str, one_thread: None, x: torc
 def test_the_loop_with_the_cast_cache_differs_by_sums_in_bfloat16(
     execution: str, one_thread: None, x: torch.Tensor
 ) -> None:
-    """There all micro-batches share one cast of a weight, so it is in bfloat16 that their gradients are
-    summed up. The pipe sums up the same terms in float32, and is nearer to their exact sum and to the
-    gradients without autocast."""
+    """With the cache, all micro-batches share the cast weight: gradients are summed in bfloat16.
+
+    The pipe sums the same terms in float32. Its sums are closer to the exact sums, and to the
+    gradients without autocast.
+    """
     module = plain()
     parts, whole = copy.deepcopy(module), copy.deepcopy(module).double()
     cached = results(copy.deepcopy(module), x, chunks=CHUNKS)

@@ -1,4 +1,4 @@
-"""Deferred batch normalisation: one update of the statistics per mini-batch, that of the whole."""
+"""Deferred batch normalisation: one update of the statistics per mini-batch, from all its rows."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_statistics_equal_those_of_the_whole_mini_batch(
         x = 5 + 2 * torch.randn(batch, 3, 2, 2, dtype=torch.float64, device=device)
         pipe(x).sum().backward()
         first(x)
-    # The second layer sees micro-batches normalised one by one; only the first sees equal inputs.
+    # Only the first layer has the inputs of ``first``: micro-batches are normalised one by one.
     for name, value in first.state_dict().items():
         torch.testing.assert_close(pipe[0].state_dict()[name], value, rtol=0, atol=1e-10)
     assert pipe[1].num_batches_tracked == 3
 
 
-def test_layers_may_be_converted_before_they_become_a_pipe_and_after() -> None:
+def test_layers_may_be_converted_before_and_after_the_pipe_is_made() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()).double()
     pipe = Pipe(convert_deferred_batch_norm(copy.deepcopy(plain)), [1, 1], chunks=4)
     later = Pipe(copy.deepcopy(plain), [1, 1], chunks=4)
@@ -50,9 +50,7 @@ def test_layers_may_be_converted_before_they_become_a_pipe_and_after() -> None:
             torch.testing.assert_close(trained[0].state_dict()[name], value)
 
 
-def test_outputs_are_normalised_by_micro_batch_in_training_and_by_statistics_in_evaluation() -> (
-    None
-):
+def test_training_normalises_by_micro_batch_and_evaluation_by_statistics() -> None:
     pipe = Pipe(
         nn.Sequential(nn.BatchNorm1d(4)).double(), [1], devices=["cpu"], chunks=2,
         deferred_batch_norm=True,
@@ -66,7 +64,7 @@ def test_outputs_are_normalised_by_micro_batch_in_training_and_by_statistics_in_
     torch.testing.assert_close(pipe(x), reference(x))
 
 
-def test_a_failed_mini_batch_leaves_no_trace() -> None:
+def test_a_failed_mini_batch_does_not_change_the_statistics() -> None:
     class FailsOnce(nn.Module):
         failed = False
 
@@ -118,7 +116,7 @@ class NormAndRelu(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize("which", ["subclass", "lazy", "parametrized"])
-def test_conversion_refuses_what_it_would_lose(which: str) -> None:
+def test_conversion_refuses_layers_that_would_lose_behaviour(which: str) -> None:
     norm: nn.Module = {"subclass": NormAndRelu, "lazy": nn.LazyBatchNorm1d}.get(
         which, nn.BatchNorm1d
     )(*[] if which == "lazy" else [2])
@@ -130,7 +128,7 @@ def test_conversion_refuses_what_it_would_lose(which: str) -> None:
     assert type(module[0]) is nn.BatchNorm1d and module[1][0] is norm
 
 
-def test_a_pipe_refuses_them_too() -> None:
+def test_a_pipe_refuses_such_layers_too() -> None:
     with pytest.raises(TypeError, match=r"^1\.1 is a NormAndRelu, which does more"):
         Pipe(
             nn.Sequential(nn.BatchNorm1d(2), NormAndRelu(2)),
@@ -140,7 +138,7 @@ def test_a_pipe_refuses_them_too() -> None:
         )
 
 
-def test_conversion_keeps_hooks_and_what_is_shared() -> None:
+def test_conversion_keeps_hooks_attributes_and_sharing() -> None:
     norm = nn.BatchNorm1d(2)
     norm.note = "mine"  # type: ignore[assignment]
     seen = []

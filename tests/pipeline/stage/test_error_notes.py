@@ -1,4 +1,4 @@
-"""A layer's own error inside a pipe says in a note where it was raised, and is the same error otherwise."""
+"""Errors of layers inside a pipe get a note that names the layer; otherwise they are unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Raise(torch.autograd.Function):
 
 
 class Fails(nn.Module):
-    """Fails on the micro-batch that has an entry above 2."""
+    """Raises for the micro-batch that has an entry above 2."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_layer_is_named(when: str, checkpoint: str, train: bool, execution: st
 
 
 def test_in_a_backward_the_layer_is_named_where_it_is_known(execution: str) -> None:
-    """Inline, autograd goes through all micro-batches at once."""
+    """Inline, one backward goes through all micro-batches."""
     m = "several micro-batches" if execution == "inline" else "micro-batch 2"
     error = failed(pipe_with(Fails("hook")))
     assert error.__notes__ == [
@@ -123,10 +123,8 @@ def test_a_layer_that_occurs_twice(execution: str) -> None:
     layer = Fails("forward")
     pipe = Pipe(nn.Sequential(layer, nn.Identity(), layer), [3], devices=["cpu"], chunks=4)
     (note,) = failed(pipe).__notes__
-    assert (
-        note
-        == "raised in the forward of layer '0' or '2' (Fails), stage 0, micro-batch 2 of a pipe"
-    )
+    where = "layer '0' or '2' (Fails), stage 0, micro-batch 2 of a pipe"
+    assert note == f"raised in the forward of {where}"
 
 
 def test_other_errors_have_no_note(execution: str) -> None:

@@ -1,4 +1,4 @@
-"""Partitions: optimal cuts, and what a wrong balance is told."""
+"""Partitions: optimal cuts, and errors of a wrong balance."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_solve_is_optimal(costs: list[int], partitions: int) -> None:
         ([1, 1, 1, 1, 10], 3, [2, 2, 1]),
         ([0, 0, 0, 0, 0, 0], 3, [2, 2, 2]),
         ([0.5, 0.25, 0.25, 0.5], 3, [1, 2, 1]),
-        ([10, 1, 1, 1, 3], 3, [1, 3, 1]),  # in cost rather than in length
+        ([10, 1, 1, 1, 3], 3, [1, 3, 1]),  # Costs are evened out before lengths.
     ],
 )
 def test_equally_good_partitions_are_evened_out(
@@ -60,10 +60,10 @@ def test_equally_good_partitions_are_evened_out(
 
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 7), st.integers(1, 7), st.sampled_from([max, operator.add]))
-def test_cuts_come_all_and_the_best_first(
+def test_cuts_yields_all_cuts_sorted_by_cost(
     data: st.DataObject, n: int, partitions: int, combine: Callable[[float, float], float]
 ) -> None:
-    """Costs need not be the same for all, nor finite."""
+    """Costs may depend on the partition, and be infinite."""
     places = [(p, a, b) for p in range(partitions) for a in range(n) for b in range(a + 1, n + 1)]
     drawn = data.draw(
         st.lists(st.sampled_from([0, 1, 2, 3, 5, inf]), min_size=len(places), max_size=len(places))
@@ -87,7 +87,7 @@ def test_cuts_come_all_and_the_best_first(
 
 
 @pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 0), ([1, -2], 1), ([1, nan], 1)])
-def test_solve_refuses_what_makes_no_sense(costs: list[int], partitions: int) -> None:
+def test_solve_refuses_invalid_costs_and_partitions(costs: list[int], partitions: int) -> None:
     with pytest.raises(ValueError, match="must|may"):
         solve(costs, partitions)
 
@@ -141,7 +141,7 @@ def test_a_module_with_buffers_shared_across_devices_is_refused() -> None:
     assert len(split_module(module, [2, 1], [CPU] * 2)) == 2
 
 
-def test_modules_with_the_same_buffer_get_a_copy_each_across_devices() -> None:
+def test_a_buffer_shared_by_modules_is_copied_across_devices() -> None:
     module = nn.Sequential(*(nn.BatchNorm1d(2, affine=False) for _ in range(2)))
     module[1].running_mean = module[0].running_mean
     first, second = split_module(module, [1, 1], [CPU, torch.device("meta")])

@@ -1,4 +1,4 @@
-"""Dropout does not depend on timing, and recomputation sees the forward's masks."""
+"""Random numbers do not depend on timing, and recomputations have the forward's dropout masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipekernels.pipeline.stage.random_state import LaneRandom, draws, task_seed
 
 
 class Noisy(nn.Module):
-    """Dropout in every way that Python can see."""
+    """All kinds of dropout that are visible from Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
     return [output, *grads, torch.rand(3)]
 
 
-def keeps_to_one_thread(pipe: Pipe) -> bool:
-    """Whether the pipe knows of random numbers that threads could not keep apart."""
+def needs_one_thread(pipe: Pipe) -> bool:
+    """Whether the pipe has found random numbers that depend on the order of threads."""
     engine = pipe._engine
     return engine._traits.draw_hidden_dropout() or engine._findings.needs_one_thread()
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-def test_lanes_inline_and_every_repetition_agree(mode: str) -> None:
+def test_random_numbers_do_not_depend_on_execution_or_timing(mode: str) -> None:
     inline, threads = (
         Pipe(
             build(), [2, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode, execution=execution
@@ -86,14 +86,14 @@ def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
 
 
 class OwnDropout(nn.Module):
-    """Might work in place, for all that anybody knows."""
+    """Dropout in a layer of unknown class, which might write to its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x, 0.5)
 
 
 @pytest.mark.parametrize("features", [3, 4])
-def test_the_mask_is_that_of_the_recomputation_wherever_the_input_lies(
+def test_forward_and_recomputation_have_one_mask_for_any_alignment(
     features: int, place: torch.device
 ) -> None:
     pipe = Pipe(
@@ -110,19 +110,19 @@ def test_the_mask_is_that_of_the_recomputation_wherever_the_input_lies(
         assert torch.equal(output, x * grad)
 
 
-def test_stages_and_micro_batches_have_masks_of_their_own() -> None:
+def test_stages_and_micro_batches_have_different_masks() -> None:
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, execution="threads")
     output = pipe(torch.ones(64, 32))
     parts = output.ne(0).chunk(4)
     assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
-    # Both stages with one mask would keep one half, not one quarter: 6 standard deviations apart.
+    # One mask for both stages would keep 1/2 instead of 1/4. The limit is 6 standard deviations.
     kept = output.ne(0).double().mean()
     assert abs(kept - 0.25) < 6 * (0.25 * 0.75 / output.numel()) ** 0.5
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_callers_generator_moves_by_one_number(training: bool, place: torch.device) -> None:
+def test_the_callers_generator_advances_by_one_number(training: bool, place: torch.device) -> None:
     pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=[place] * 2)
     torch.manual_seed(0)
     if training:
@@ -148,20 +148,20 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("begins", ["at once", "in training mode", "with a probability"])
-def test_randomness_that_lanes_cannot_see_stays_inline(begins: str) -> None:
-    """An LSTM draws its dropout masks inside C++."""
+def test_randomness_inside_cpp_stays_on_one_thread(begins: str) -> None:
+    """An LSTM draws its dropout masks in C++, where lanes cannot intercept it."""
     torch.manual_seed(0)
     layers = [Recurrent(0.0 if begins == "with a probability" else 0.5) for _ in range(2)]
     pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2)
     if begins != "at once":
         pipe.train(begins == "with a probability")
         pipe(torch.ones(4, 3, 6))
-        assert not keeps_to_one_thread(pipe)
+        assert not needs_one_thread(pipe)
         for layer in layers:
             layer.lstm.train().dropout = 0.5
     torch.manual_seed(1)
     first = pipe(torch.ones(4, 3, 6))
-    assert keeps_to_one_thread(pipe)
+    assert needs_one_thread(pipe)
     first.sum().backward()
     for _ in range(4):
         torch.manual_seed(1)
@@ -170,7 +170,7 @@ def test_randomness_that_lanes_cannot_see_stays_inline(begins: str) -> None:
         assert torch.equal(again, first)
 
 
-def test_randomness_that_begins_in_training_mode_is_found_then() -> None:
+def test_randomness_that_begins_in_training_mode_is_detected_then() -> None:
     class Sometimes(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             forward = super().forward
@@ -181,19 +181,19 @@ def test_randomness_that_begins_in_training_mode_is_found_then() -> None:
     layers = [Sometimes(6, 6), Sometimes(6, 6)]
     pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2).eval()
     pipe(torch.ones(4, 6)).sum().backward()
-    assert not keeps_to_one_thread(pipe)
+    assert not needs_one_thread(pipe)
     layers[1].train()
     pipe(torch.ones(4, 6)).sum().backward()
-    assert keeps_to_one_thread(pipe)
+    assert needs_one_thread(pipe)
 
 
 def test_visible_randomness_may_use_lanes() -> None:
     pipe = Pipe(build(), [2, 3], devices=["cpu"] * 2, chunks=4)
     pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
-    assert not keeps_to_one_thread(pipe)
+    assert not needs_one_thread(pipe)
 
 
-def test_attention_whose_dropout_is_given_by_position() -> None:
+def test_attention_with_dropout_as_a_positional_argument() -> None:
     class Attention(nn.Module):
         def forward(self, x):
             return F.scaled_dot_product_attention(x, x, x, None, 0.5)
@@ -218,12 +218,12 @@ def test_a_task_continues_its_stream_between_calls() -> None:
 def test_task_seeds_differ() -> None:
     seeds = {task_seed(99, stage, m) for stage in range(64) for m in range(256)}
     assert len(seeds) == 64 * 256
-    # torch's CPU generator looks at 32 bits of a seed.
+    # Torch's CPU generator uses 32 bits of a seed.
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 64 * 256
 
 
 class Recomputed(nn.Module):
-    """Checkpoints itself."""
+    """Applies ``torch.utils.checkpoint`` to its own layers."""
 
     def __init__(self, use_reentrant: bool | None) -> None:
         super().__init__()
@@ -237,8 +237,8 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: bool) -> None:
-    """They read and set the state of the process's generator, so they stay on one thread."""
+def test_layers_that_recompute_themselves_have_the_same_masks(use_reentrant: bool) -> None:
+    """They get and set the state of the global generator, so they need one thread."""
     module = nn.Sequential(nn.Linear(8, 8), Recomputed(use_reentrant), Recomputed(use_reentrant))
     pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
 
@@ -248,9 +248,9 @@ def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: b
         pipe(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().backward()
         return [p.grad for p in module.parameters()]
 
-    pipe(torch.ones(8, 8))  # Without a backward, in which it would be seen.
+    pipe(torch.ones(8, 8))  # No backward, which would detect it.
     runs = [gradients()]
-    assert keeps_to_one_thread(pipe)
+    assert needs_one_thread(pipe)
     runs += [gradients() for _ in range(8)]
     for layer in module[1:]:
         layer.use_reentrant = None
@@ -260,7 +260,7 @@ def test_layers_that_recompute_themselves_see_their_masks_again(use_reentrant: b
 
 
 class Between(nn.Module):
-    """Checkpoints all that it does but its dropout."""
+    """Checkpoints all of its layers except its dropout."""
 
     def __init__(self, use_reentrant: bool, p: float) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Between(nn.Module):
 def test_layers_that_recompute_themselves_beside_random_numbers(
     p: float, use_reentrant: bool
 ) -> None:
-    """To recompute they set the state of the process's generator, which lanes draw from."""
+    """To recompute, they set the state of the global generator, from which lanes draw."""
     module = nn.Sequential(*[Between(use_reentrant, p) for _ in range(4)])
     pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never")
     x = torch.randn(64, 256, requires_grad=True)
@@ -289,13 +289,13 @@ def test_layers_that_recompute_themselves_beside_random_numbers(
         assert torch.equal(torch.get_rng_state(), state)
 
     step()
-    assert keeps_to_one_thread(pipe) == (p > 0)
-    for _ in range(20):  # Some of them on threads, where those may be tried.
+    assert needs_one_thread(pipe) == (p > 0)
+    for _ in range(20):  # Some run on threads, if the pipe may use them.
         step()
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_dropout_draws_where_it_drops(p: float) -> None:
+def test_dropout_draws_numbers_only_if_it_drops(p: float) -> None:
     x = torch.ones(1, 2, 3, 4)
     calls = {
         F.dropout: [(x, p), (x, p, True), (x, 0.5, p > 0)],
@@ -349,19 +349,19 @@ def test_a_pipe_within_a_pipe() -> None:
         layers = nn.Sequential(nn.Dropout(0.5), inner, nn.Linear(8, 8)).double()
         outer = Pipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2)
         runs.extend(results(outer, 3) for _ in range(8))
-        assert keeps_to_one_thread(outer)
+        assert needs_one_thread(outer)
 
     runs: list[list[torch.Tensor]] = []
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(timeout=60)  # One lock for both: they must not wait for each other.
+    thread.join(timeout=60)  # Both pipes use one lock; this must not deadlock.
     assert len(runs) == 8
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
 @pytest.mark.processes
-def test_a_forked_child_has_random_numbers_though_a_lane_was_drawing() -> None:
+def test_a_child_forked_while_a_lane_draws_has_random_numbers() -> None:
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     pipe = Pipe(
         layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never", execution="threads"
@@ -378,7 +378,8 @@ def test_a_forked_child_has_random_numbers_though_a_lane_was_drawing() -> None:
     drawing.wait()
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # A handler would wait for the main thread.
+        # Without a Python handler, which could not run while the main thread is blocked.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)
         pipe(torch.ones(4, 4))
         os._exit(0)

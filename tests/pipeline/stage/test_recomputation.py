@@ -1,4 +1,4 @@
-"""Layers between a forward and the backward that recomputes them, and after one that was broken off."""
+"""Changes of layers between a forward and its recomputation, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODES = ["never", "except_last", "always"]
 
 
 class Scaled(nn.Linear):
-    """Has a buffer, and another result in evaluation mode."""
+    """Has a buffer, and a different result in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -64,7 +64,7 @@ def cast(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("forward", [with_other_buffers, in_evaluation, cast])
-def test_layers_are_as_in_the_forward(
+def test_recomputation_uses_the_buffers_and_modes_of_the_forward(
     forward: Callable[[nn.Module, torch.Tensor], torch.Tensor],
     checkpoint: str,
     execution: str,
@@ -116,7 +116,7 @@ def parametrize_a_weight(module: nn.Sequential) -> None:
         (parametrize_a_weight, "stage 1 .* layers, or which parameters they have, were changed"),
     ],
 )
-def test_what_cannot_be_recomputed(
+def test_changes_that_prevent_recomputation(
     change: Callable[[nn.Sequential], None],
     message: str,
     checkpoint: str,
@@ -129,7 +129,7 @@ def test_what_cannot_be_recomputed(
     loss = pipe(x)[:, 0].sum()
     keys = [set(layer._parameters) for layer in module]
     change(pipe.to_sequential())
-    if checkpoint == "never" and change is not write_to_a_frozen_weight:  # Its graph has saved it.
+    if checkpoint == "never" and change is not write_to_a_frozen_weight:  # The graph saved that.
         loss.backward()
     elif checkpoint != "never":
         with pytest.raises(RuntimeError, match=message):
@@ -148,7 +148,7 @@ def test_what_cannot_be_recomputed(
 
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_layers_that_write_to_their_parameters(checkpoint: str, execution: str) -> None:
-    """Each forward scales down those rows of the embedding that it reads, a recomputation too."""
+    """Each forward and each recomputation renormalize the rows of the embedding that they read."""
     module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2)).double()
     reference = copy.deepcopy(module)
     x = torch.tensor([0, 1, 1, 3, 4])
@@ -162,7 +162,9 @@ def test_layers_that_write_to_their_parameters(checkpoint: str, execution: str) 
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_buffer_that_wants_a_gradient(checkpoint: str, execution: str, x: torch.Tensor) -> None:
+def test_a_buffer_that_requires_a_gradient(
+    checkpoint: str, execution: str, x: torch.Tensor
+) -> None:
     module = model()
     for buffer in module.buffers():
         buffer.requires_grad_()
@@ -176,7 +178,7 @@ def test_a_buffer_that_wants_a_gradient(checkpoint: str, execution: str, x: torc
 
 
 class Counting(nn.Linear):
-    """Multiplies by how often it has been called in training, told in place or by another tensor."""
+    """Multiplies by a buffer that counts calls, and that is updated in place or replaced."""
 
     def __init__(self, in_place: bool, first: int = 0) -> None:
         super().__init__(4, 4)
@@ -194,7 +196,7 @@ class Counting(nn.Linear):
 
 
 class Sharing(nn.Linear):
-    """Multiplies by a buffer of another layer, which changes it."""
+    """Multiplies by a buffer that another layer changes."""
 
     def __init__(self, other: Counting) -> None:
         super().__init__(4, 4)
@@ -216,7 +218,7 @@ def count_in_place() -> list[nn.Module]:
     return [Counting(True) for _ in range(3)]
 
 
-def count_elsewhere() -> list[nn.Module]:
+def count_by_replacing() -> list[nn.Module]:
     return [Counting(False) for _ in range(3)]
 
 
@@ -230,7 +232,7 @@ def share_a_buffer() -> list[nn.Module]:
 
 
 CHANGING = [
-    *(old_spectral_norm, new_spectral_norm, count_in_place, count_elsewhere, count_later),
+    *(old_spectral_norm, new_spectral_norm, count_in_place, count_by_replacing, count_later),
     share_a_buffer,
 ]
 
@@ -240,10 +242,10 @@ CHANGING = [
 def test_layers_that_change_their_buffers(
     layers: Callable[[], list[nn.Module]], checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
-    """A recomputation finds what its forward found, and leaves what the last forward left."""
+    """A recomputation sees the buffers of its forward, and restores those of the last forward."""
     torch.manual_seed(0)
     module = nn.Sequential(*layers()).double()
-    if layers is share_a_buffer:  # double() gives each of them one.
+    if layers is share_a_buffer:  # double() has given each layer its own buffer.
         module[1].count = module[0].count
     reference = copy.deepcopy(module)
     pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
@@ -292,10 +294,10 @@ class Overwriting(nn.Module):
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_inputs_outlast_recomputations(
+def test_inputs_survive_recomputations(
     backwards: int, checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
-    """The second stage passes on what it is given, and the third works in place."""
+    """The second stage returns a view of its input, and the third works in place."""
     layers = nn.Linear(4, 4), nn.Flatten(0), nn.Unflatten(0, (-1, 4)), Overwriting(), nn.Tanh()
     module = nn.Sequential(*layers).double()
     reference = copy.deepcopy(module)
@@ -310,7 +312,7 @@ def test_inputs_outlast_recomputations(
 
 @pytest.mark.parametrize("function", ["remove", "accumulated", "put_back"])
 def test_ctrl_c_while_a_run_is_cleaned_up(function: str, one_thread: None) -> None:
-    """Wherever in ``function``: the model has its parameters back, and no gradient stays behind."""
+    """After an interrupt anywhere in ``function``, parameters are restored; no gradient stays."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
     pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=2, execution="inline")
     tensors = [*module.parameters(), *module.buffers()]
@@ -343,10 +345,10 @@ def test_ctrl_c_while_a_run_is_cleaned_up(function: str, one_thread: None) -> No
         assert all(a is b for a, b in zip(found, tensors, strict=True))
         grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
         torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
-    assert places > 9  # The last one lies behind the end.
+    assert places > 9  # At the last place, the run had already ended.
 
 
-def test_a_pipe_that_was_broken_off_is_not_taken_for_running(one_thread: None) -> None:
+def test_an_interrupted_pipe_is_not_marked_as_running(one_thread: None) -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, execution="inline")
     left = 0
@@ -363,11 +365,11 @@ def test_a_pipe_that_was_broken_off_is_not_taken_for_running(one_thread: None) -
         places += 1
         left = places
         try:
-            sys.settrace(trace)  # Of calls.
+            sys.settrace(trace)  # It returns None, so it traces calls only.
             with torch.no_grad():
                 pipe(torch.ones(2, 2))
         except KeyboardInterrupt as error:
-            kept.append(error)  # As interactive interpreters do; it keeps all frames.
+            kept.append(error)  # Keeps all frames alive, as interactive interpreters do.
         finally:
             sys.settrace(before)
         pipe(torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""Skip connections, unwrapped and across stages (the interface of torchgpipe and fairscale)."""
+"""Skip connections with and without a pipe (the interface of torchgpipe and fairscale)."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_under_every_schedule(name: str, schedule: str, place: torch.device) -> 
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
 
 
-def test_a_skip_takes_no_detour() -> None:
-    """The stages between see only what the layer before returns."""
+def test_a_skip_does_not_pass_the_stages_in_between() -> None:
+    """They get only the output of the layer before."""
     seen: list[int] = []
 
     class Middle(nn.Module):
@@ -123,20 +123,18 @@ def test_a_skip_takes_no_detour() -> None:
     layers = nn.Sequential(stashing(), Middle(), Pop())
     pipe = Pipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, execution="threads")
     task = pipe._engine.stages.tasks[1]
-    task._call = _spy(task._call, seen)
+    call = task._call
+
+    def record_tensors(inputs, tensors, randomness):
+        seen.append(len(tensors))
+        return call(inputs, tensors, randomness)
+
+    task._call = record_tensors
     pipe(torch.randn(4, 5)).sum().backward()
     assert set(seen) == {1}
 
 
-def _spy(call, seen):
-    def spying(inputs, tensors, randomness):
-        seen.append(len(tensors))
-        return call(inputs, tensors, randomness)
-
-    return spying
-
-
-def test_only_the_main_value_gets_a_gradient_or_only_the_skip(place: torch.device) -> None:
+def test_only_the_skip_gets_a_gradient(place: torch.device) -> None:
     @skippable(pop=["skip"])
     class Only(nn.Module):
         def forward(self, x):
@@ -146,7 +144,7 @@ def test_only_the_main_value_gets_a_gradient_or_only_the_skip(place: torch.devic
     module = nn.Sequential(Stash(), nn.Linear(5, 5), Only())
     reference = copy.deepcopy(module)
     pipe = Pipe(module, [1, 1, 1], devices=[place] * 3, chunks=2)
-    x, y = torch.randn(4, 5).requires_grad_(), None
+    x = torch.randn(4, 5).requires_grad_()
     (expected,) = torch.autograd.grad(reference(x).sum(), x)
     (y,) = torch.autograd.grad(pipe(x).sum(), x)
     assert torch.equal(y, expected)
@@ -189,7 +187,7 @@ def test_integers_may_be_stashed(place: torch.device) -> None:
     assert torch.equal(x.grad, torch.tensor([0.0, 0.0, 2.0]))
 
 
-def test_layers_stay_what_they_are() -> None:
+def test_layers_keep_their_class_and_state() -> None:
     layer = stashing()
     assert type(layer) is Stash and set(layer.state_dict()) == {"layer.weight", "layer.bias"}
     namespace = Namespace()
@@ -198,11 +196,11 @@ def test_layers_stay_what_they_are() -> None:
     assert Stash().stashable() == [(None, "skip")]
     module = nn.Sequential(layer, Pop().isolate(namespace))
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        verify_skippables(copied)  # Both ends are in one namespace still.
+        verify_skippables(copied)  # Both layers are still in one namespace.
         assert copied[0].stashable() == layer.stashable()
 
 
-def test_what_does_not_match_is_listed() -> None:
+def test_skips_that_do_not_match_are_refused() -> None:
     for layers, message in (
         ([Stash(), nn.Tanh()], "layer '0' stashes 'skip', which no later layer pops"),
         ([nn.Tanh(), Pop()], "layer '1' pops 'skip', which no earlier layer stashes"),
@@ -257,7 +255,7 @@ def test_misuse_in_a_forward() -> None:
         skippable()(int)
 
 
-def test_copies_of_a_namespace_are_the_same() -> None:
+def test_copies_of_a_namespace_are_equal() -> None:
     one, two = Namespace(), Namespace()
     for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert other == one and hash(other) == hash(one)
@@ -268,8 +266,8 @@ def test_copies_of_a_namespace_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str) -> None:
-    """Where stages are cut apart, nobody knows that its gradient goes through who overwrote it."""
+def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: str) -> None:
+    """Stages have separate graphs, so the skip's gradient would miss the overwriting layer's."""
 
     @skippable(stash=["skip"])
     class StashWhatItReturns(nn.Module):
@@ -289,7 +287,7 @@ def test_a_skip_that_is_overwritten_on_its_way(checkpoint: str) -> None:
         assert torch.equal(pipe(x), pipe.to_sequential()(x))
 
 
-def test_skips_stay_those_that_the_pipe_was_made_with(execution: str) -> None:
+def test_layers_with_skips_may_be_replaced_but_not_added_or_removed(execution: str) -> None:
     layers = [stashing(), nn.Linear(5, 5), popping()]
     pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
     x = torch.randn(4, 5)

@@ -1,4 +1,4 @@
-"""A backward in two parts gives the bits of the plain one, or says that it cannot."""
+"""A backward in two parts has the bits of the plain one, or is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Double(torch.autograd.Function):
 
 
 class Residual(nn.Module):
-    """Several ways from the inputs to the outputs, and a bare parameter among them."""
+    """Several paths from the input to the output, one through a bare parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ SPLITTABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def gradients(module: nn.Module, x: torch.Tensor, split: bool) -> list[torch.Tensor | None]:
-    """Of a leaf and of the parameters, by two backwards through one graph."""
+    """Gradients of a leaf and of the parameters, by two backwards through one graph."""
     module.zero_grad()
     leaf = x.clone().requires_grad_()
     root = module(leaf)
@@ -125,7 +125,7 @@ def not_splittable() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", not_splittable())
-def test_what_cannot_be_cut_is_left_alone(name: str) -> None:
+def test_graphs_that_cannot_be_split_are_unchanged(name: str) -> None:
     leaf = torch.randn(4, 6).requires_grad_()
     root = not_splittable()[name](leaf)
     assert backward_of_inputs([get_gradient_edge(root)], [torch.ones_like(root)], [leaf]) is None
@@ -139,7 +139,7 @@ def test_an_output_that_does_not_depend_on_the_inputs() -> None:
     assert backward_of_inputs(edges, [torch.ones(()), torch.ones(())], [leaf]) is None
 
 
-def test_the_entry_of_a_stage_does_not_hinder() -> None:
+def test_a_graph_with_the_entry_of_a_stage_can_be_split() -> None:
     leaf = torch.randn(4, 6).requires_grad_()
     root = nn.Linear(6, 6)(Entry.apply(leaf).mul_(2)).sum()
     assert backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf]) is not None
@@ -205,7 +205,7 @@ def test_hooks_on_tensors_are_called_once() -> None:
     calls.clear()
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": "never"}
     pipe = Pipe(model, [1, 1], **options)
-    with pipe.timeline():  # In its first pass, too; stages stay apart on one thread.
+    with pipe.timeline():  # Prevents that stages are fused, also in the first pass.
         pipe.train_step(x, None, torch.sum, schedule="zb-h1", loss_reduction="sum")
     assert calls == [1] * 4
     calls.clear()
@@ -214,10 +214,7 @@ def test_hooks_on_tensors_are_called_once() -> None:
     assert calls == [1] * 4
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, grad)
-    for execution in (
-        "inline",
-        "threads",
-    ):  # one thread and several, with backwards that could be split
+    for execution in ("inline", "threads"):
         pipe = Pipe(model, [1, 1], **options, execution=execution)
         calls.clear()
         model.zero_grad()
@@ -264,7 +261,7 @@ def test_a_split_pass_has_both_parts_on_its_timeline() -> None:
     assert all(kinds.count(kind) == 3 for kind in set(kinds))
 
 
-def test_a_named_schedule_runs_as_it_is() -> None:
+def test_execution_does_not_change_a_named_schedule() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
@@ -284,6 +281,6 @@ def test_one_thread_splits_backwards_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Task, "backward_of_inputs", spying)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, execution="inline")
-    with pipe.timeline():  # Stages stay apart on one thread, too.
+    with pipe.timeline():  # Prevents that stages are fused.
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="zb-h1", loss_reduction="sum")
     assert parts == [True] * 3

@@ -1,4 +1,4 @@
-"""Nested containers walked and rebuilt."""
+"""Traversing and rebuilding nested containers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Slotted:
 
 
 class Output(OrderedDict):
-    """Registered with pytree by its library, as Hugging Face's model outputs are."""
+    """A class registered with pytree, as Hugging Face's model outputs are."""
 
 
 _pytree.register_pytree_node(
@@ -43,7 +43,7 @@ _pytree.register_pytree_node(
 
 
 class Options(dict):
-    """Of a class that pytree does not know, and whose constructor takes something else."""
+    """A dict that pytree does not know, and whose constructor takes other arguments."""
 
     def __init__(self, a: object, **rest: object) -> None:
         super().__init__(a=a, **rest)
@@ -87,11 +87,11 @@ def test_dataclasses_are_rebuilt_without_their_constructor() -> None:
 @pytest.mark.parametrize(
     "value", [["a"], {"k": [()]}, Options("a"), Plain("a"), Point("x", ["y"]), [], "text"]
 )
-def test_what_does_not_change_is_not_copied(value: object) -> None:
+def test_unchanged_values_are_not_copied(value: object) -> None:
     assert map_leaves(double, value) is value
 
 
-def test_dicts_of_any_class_keep_their_attributes_and_are_walked_together() -> None:
+def test_dicts_of_any_class_keep_their_attributes_and_are_mapped_together() -> None:
     value = Options(1)
     value.note = "mine"
     result = map_leaves(lambda *row: row, value, Options(2))
@@ -100,20 +100,20 @@ def test_dicts_of_any_class_keep_their_attributes_and_are_walked_together() -> N
     assert map_leaves(lambda *row: row, value, Options(2, b=3)) == (value, Options(2, b=3))
 
 
-def test_only_the_containers_on_the_way_to_a_change_are_copied() -> None:
+def test_only_containers_around_a_change_are_copied() -> None:
     log: list[str] = []
     result = map_leaves(double, (log, [1]))
     assert result == ([], [2])
     assert result[0] is log
 
 
-def test_several_values_are_walked_together() -> None:
+def test_several_values_are_mapped_together() -> None:
     values = [(Plain(i), {"k": [i, None]}) for i in range(3)]
     result = map_leaves(lambda *row: row, *values)
     assert result == (Plain((0, 1, 2), (None,) * 3), {"k": [(0, 1, 2), (None,) * 3]})
 
 
-def test_values_that_are_built_differently() -> None:
+def test_values_of_different_structure() -> None:
     with pytest.raises(ValueError, match="mismatch"):
         map_leaves(lambda *row: row, {"a": 1}, {"b": 1})
     with pytest.raises(ValueError, match="mismatch"):

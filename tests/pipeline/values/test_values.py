@@ -1,4 +1,4 @@
-"""What may go into a pipe, between its layers, and out of it."""
+"""Values that may enter a pipe, travel between its layers, and leave it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Inner(NamedTuple):
 
 
 class Encode(nn.Module):
-    """Several arguments in, nested containers out."""
+    """Takes several arguments and returns nested containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,20 +60,11 @@ def test_nested_values_and_several_arguments(checkpoint: str, place: torch.devic
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     for module in (pipe, plain):
         given = [t.clone().requires_grad_() for t in (x, a, b)]
+        arguments = given[0], {"a": given[1], "b": [given[2], 5]}
         if module is pipe:
-            out = pipe(
-                given[0],
-                {"a": given[1], "b": [given[2], 5]},
-                scale=2.0,
-                mask=NoChunk(mask),
-                name="n",
-            )
+            out = pipe(*arguments, scale=2.0, mask=NoChunk(mask), name="n")
         else:
-            out = plain[1](
-                plain[0](
-                    given[0], {"a": given[1], "b": [given[2], 5]}, scale=2.0, mask=mask, name="n"
-                )
-            )
+            out = plain[1](plain[0](*arguments, scale=2.0, mask=mask, name="n"))
         out["y"].square().sum().backward()
         if module is pipe:
             ours, grads = out, [t.grad for t in given]
@@ -83,11 +74,11 @@ def test_nested_values_and_several_arguments(checkpoint: str, place: torch.devic
     for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
     index, (name, nothing), lengths = ours["rest"]
-    assert index.tolist() == [0, 1, 2, 0, 1, 0, 1]  # Each micro-batch counted its own rows.
+    assert index.tolist() == [0, 1, 2, 0, 1, 0, 1]  # Each micro-batch counts its own rows.
     assert name == ["n"] * 3 and nothing is None and lengths == [3, 2, 2]
 
 
-def test_a_keyword_alone_and_a_list(place: torch.device) -> None:
+def test_only_a_keyword_argument_and_a_list(place: torch.device) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), [1, 1], devices=[place] * 2, chunks=2)
     x = torch.randn(4, 4)
     assert torch.equal(pipe(input=x), pipe(x))
@@ -143,7 +134,7 @@ def test_bad_values() -> None:
 
 
 class Batch(dict):
-    """As libraries have it for what a tokenizer returns."""
+    """A dict, as Hugging Face's BatchEncoding."""
 
 
 @dataclass
@@ -153,7 +144,7 @@ class Hidden:
 
 @pytest.mark.parametrize("make", [lambda x: Batch(x=x), lambda x: Hidden([x])])
 def test_tensors_in_containers_that_pytree_does_not_know(make: Any) -> None:
-    """They would be given whole to every micro-batch, and cut off from no graph."""
+    """Every micro-batch would get them whole, and their graphs would not be cut between stages."""
 
     class Out(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
@@ -168,7 +159,7 @@ def test_tensors_in_containers_that_pytree_does_not_know(make: Any) -> None:
         pipe(x)
 
 
-def test_micro_batches_that_come_out_differently(place: torch.device) -> None:
+def test_micro_batches_with_outputs_of_different_structure(place: torch.device) -> None:
     class Odd(nn.Module):
         def forward(self, x):
             return (x, x) if x[0, 0] else {"x": x}
@@ -178,7 +169,7 @@ def test_micro_batches_that_come_out_differently(place: torch.device) -> None:
         pipe(torch.tensor([[0.0], [1.0]]))
 
 
-def test_one_micro_batch_still_lists_what_is_no_tensor() -> None:
+def test_one_micro_batch_returns_lists_of_other_values_too() -> None:
     class Name(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
             return x, "name", None
