@@ -213,7 +213,7 @@ def test_expandable_segments(gpu: torch.device) -> None:
 
 
 @on_gpu
-def test_threads_in_one_stream_are_told_to_use_two(gpu: torch.device) -> None:
+def test_threads_in_one_stream_raise(gpu: torch.device) -> None:
     shared = torch.cuda.Stream(gpu)
 
     def on_rank(comm: Communicator) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def tool(name: str) -> str:
-    """Path of a tool that pip has installed beside Python, or else the system's."""
+    """Path of a tool in the folder of the Python executable, or else on PATH."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed: pip install {name}")
@@ -25,7 +25,7 @@ def tool(name: str) -> str:
 
 
 def build(folder: Path, *, compiler: str | None = None, **options: str) -> None:
-    """The extension's code and its C++ tests, without Python, with warnings as errors."""
+    """Build the extension's code and its C++ tests, without Python, with warnings as errors."""
     options |= {
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
         "PIPEKERNELS_CUDA": "0",

@@ -93,7 +93,7 @@ def move_everything(comm: Communicator, device: torch.device = CPU) -> None:
         for count in (0, 501) if device.type == "cuda" else (0, 1, 2, 501):
             rows = [x.view(count, 1).repeat(1, 2) for x in inputs(4, count, dtype, device)]
             gathered = comm.all_gather(rows[comm.rank])
-            # Compare bytes: float8 has no comparison.
+            # Compare bytes: not every dtype has a comparison.
             assert gathered.view(torch.uint8).equal(torch.cat(rows).view(torch.uint8))
             for src in ranks:
                 tensor = rows[comm.rank].clone()

@@ -416,7 +416,7 @@ def test_a_penalty_counts_parameters_that_stages_share_once(place: torch.device)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_loss_that_trains_nothing(frozen: bool) -> None:
+def test_a_loss_without_a_gradient_raises(frozen: bool) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
     pipe.requires_grad_(not frozen)
 

@@ -222,8 +222,8 @@ def test_slots_are_not_overwritten(devices: list[str], monkeypatch: pytest.Monke
         forward_and_backward(made, devices)
 
 
-def test_copies_overlap_what_both_sides_compute() -> None:
-    """Copies run beside the computation on both devices, and the thread does not wait.
+def test_copies_overlap_computation_on_both_devices() -> None:
+    """Copies run at the same time as computation on both devices, and the thread does not wait.
 
     A copy does not wait for the target's work on earlier micro-batches, and the source's work on
     the next micro-batch does not wait for the copy.
@@ -445,7 +445,7 @@ def test_a_backward_during_another(checkpoint: str) -> None:
     assert len(parameters) == 4
 
 
-def test_the_thread_waits_where_the_cpu_takes_over() -> None:
+def test_the_thread_waits_only_for_a_stage_on_the_cpu() -> None:
     """It waits for each micro-batch to arrive, and for each used slot that it sends one with."""
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
     with machine() as made, torch.no_grad():
@@ -479,7 +479,7 @@ def test_pinned_inputs_may_be_overwritten_afterwards(devices: list[str]) -> None
         assert not any(each._slots for each in edge._edges.values())
 
 
-def test_a_frozen_pipe_trains_nothing() -> None:
+def test_training_a_frozen_pipe_raises() -> None:
     layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     with machine() as made:
         pipe = Pipe(nn.Sequential(layer, nn.Tanh()), [1, 1], devices=[GPU, OTHER], chunks=2)

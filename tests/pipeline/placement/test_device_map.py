@@ -411,7 +411,7 @@ def scripted() -> nn.Module:
         (held_twice, {"0": "meta", "2": "cpu"}, {}, ValueError, "a module has one place"),
     ],
 )
-def test_errors_change_nothing(
+def test_errors_do_not_change_the_model(
     build: Callable[[], nn.Module],
     mapping: dict[str, Any],
     options: dict[str, Any],

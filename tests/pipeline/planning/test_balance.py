@@ -176,7 +176,7 @@ KINDS = {
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=5))
-def test_kept_bytes_of_any_stage_are_what_autograd_saves(kinds: list[str]) -> None:
+def test_kept_bytes_of_any_stage_are_those_that_autograd_saves(kinds: list[str]) -> None:
     module = nn.Sequential(nn.Linear(6, 6), *(KINDS[kind]() for kind in kinds))
     sample = torch.rand(8, 6)
     sizes = measure_bytes(module, sample, CPU)
@@ -205,7 +205,7 @@ def test_kept_bytes_of_any_stage_are_what_autograd_saves(kinds: list[str]) -> No
         del outputs
 
 
-def test_graphs_count_what_they_hold_beside_saved_tensors() -> None:
+def test_leaves_that_graphs_hold_are_counted() -> None:
     """torchgpipe's test of latent sizes: leaves made by a forward live as long as the graph."""
 
     class Expand(nn.Module):

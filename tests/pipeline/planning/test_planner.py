@@ -334,7 +334,7 @@ def test_a_plan_builds_the_pipe_that_it_describes(schedule: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("chunks", "balance"), [(1, [4, 6]), (3, [9, 1]), (8, [4, 6])])
-def test_predicted_memory_covers_what_a_pipe_holds(
+def test_predicted_memory_is_an_upper_bound_of_a_pipes_memory(
     mode: str, chunks: int, balance: list[int]
 ) -> None:
     """The prediction is an upper bound.

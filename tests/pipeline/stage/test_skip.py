@@ -150,7 +150,7 @@ def test_only_the_skip_gets_a_gradient(place: torch.device) -> None:
     assert torch.equal(y, expected)
 
 
-def test_none_may_be_stashed(place: torch.device) -> None:
+def test_a_layer_may_stash_none(place: torch.device) -> None:
     @skippable(stash=["skip"])
     class Nothing(nn.Module):
         def forward(self, x):

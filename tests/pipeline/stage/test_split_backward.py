@@ -104,7 +104,7 @@ def test_two_parts_have_the_bits_of_one(name: str) -> None:
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_the_second_part_frees_what_it_used() -> None:
+def test_the_second_part_frees_the_graph() -> None:
     leaf = torch.randn(4, 6).requires_grad_()
     root = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))(leaf).sum()
     second_part = backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf])
