@@ -245,9 +245,7 @@ def test_leaves_inference_tensors_and_lazy_negation(device: torch.device) -> Non
     run_threads(2, on(device, on_rank))
 
 
-def test_channels_last_and_transposed_tensors_are_reduced_by_element(
-    device: torch.device,
-) -> None:
+def test_channels_last_and_transposed_tensors_are_reduced_by_element(device: torch.device) -> None:
     inputs = [values((2, 3, 4, 5), torch.float32, rank).to(device) for rank in range(2)]
 
     def on_rank(comm: Communicator) -> None:

@@ -42,12 +42,7 @@ def unprepared(native: Any) -> list[Case]:
     return [
         ("check_memory", lambda: native.check_memory(x), RuntimeError, prepare),
         ("mark_changed", lambda: native.mark_changed(x), RuntimeError, prepare),
-        (
-            "copy",
-            lambda: native.copy_micro_batches(True, 0, [x], [x], 1),
-            RuntimeError,
-            prepare,
-        ),
+        ("copy", lambda: native.copy_micro_batches(True, 0, [x], [x], 1), RuntimeError, prepare),
         ("peer error", first.barrier, RuntimeError, "rank 1 has closed its communicator"),
     ]
 

@@ -155,10 +155,7 @@ def run_in_group(
     if hosts:
         os.environ["PIPEKERNELS_HOST_ID"] = hosts[comm.rank]
     dist.init_process_group(
-        "cpu:pipekernels",
-        init_method=f"file://{store}",
-        rank=comm.rank,
-        world_size=comm.world_size,
+        "cpu:pipekernels", init_method=f"file://{store}", rank=comm.rank, world_size=comm.world_size
     )
     return body(comm.rank, *args)
 

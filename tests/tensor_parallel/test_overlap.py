@@ -50,9 +50,7 @@ def test_best_overlap(m: int, seconds: float, ranks: int, sms: int) -> None:
     assert found.plain_seconds == seconds + reduce
 
 
-def test_auto_overlaps_only_measured_products_that_gain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_overlaps_only_measured_products_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     shape = Shape("bfloat16", "forward", 4096, 8192, 8192)

@@ -341,9 +341,7 @@ def test_every_schedule_is_ordered(schedule: str | None, unwatched: None) -> Non
 @pytest.mark.filterwarnings("error:stage")
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize(
-    "devices",
-    [[GPU] * 4, [GPU, GPU, OTHER, OTHER], [GPU, CPU, OTHER, GPU]],
-    ids=" ".join,
+    "devices", [[GPU] * 4, [GPU, GPU, OTHER, OTHER], [GPU, CPU, OTHER, GPU]], ids=" ".join
 )
 def test_every_placement_is_ordered(devices: list[str], checkpoint: str, unwatched: None) -> None:
     steps_in_machine(devices, "1f1b", checkpoint)

@@ -60,8 +60,7 @@ class Held(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "limits"),
-    [("gpipe", (9, 9, 9)), ("1f1b", (3, 2, 1)), ("zb-h1", (3, 3, 3))],
+    ("schedule", "limits"), [("gpipe", (9, 9, 9)), ("1f1b", (3, 2, 1)), ("zb-h1", (3, 3, 3))]
 )
 def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: torch.device) -> None:
     stages = [Held() for _ in limits]

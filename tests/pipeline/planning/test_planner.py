@@ -170,8 +170,7 @@ def test_small_times_count_as_much_as_large_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "held"),
-    [("never", {(4, 0)}), ("except_last", {(1, 3)}), ("always", {(0, 4), (1, 3)})],
+    ("mode", "held"), [("never", {(4, 0)}), ("except_last", {(1, 3)}), ("always", {(0, 4), (1, 3)})]
 )
 def test_activations_that_gpipe_holds(mode: str, held: set[tuple[int, int]]) -> None:
     setting = Setting("gpipe", gpipe(2, 4), [2, 2, 2, 1], mode)
