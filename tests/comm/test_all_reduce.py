@@ -145,13 +145,8 @@ def test_maximum_and_minimum_propagate_nan(
     def on_rank(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
             x = inputs[comm.rank].clone().to(device)
-            torch.testing.assert_close(
-                comm.all_reduce(x, op, algorithm=algorithm).cpu(),
-                expected,
-                rtol=0,
-                atol=0,
-                equal_nan=True,
-            )
+            reduced = comm.all_reduce(x, op, algorithm=algorithm).cpu()
+            torch.testing.assert_close(reduced, expected, rtol=0, atol=0, equal_nan=True)
 
     run_threads(3, on(device, on_rank))
 

@@ -104,8 +104,7 @@ def test_autograd_grad_does_not_change_grad_and_hooks_run_once(place: torch.devi
     x = torch.randn(9, 6, dtype=torch.float64)
     grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
     expected = torch.autograd.grad(reference(x).square().sum(), list(reference.parameters()))
-    for grad, other in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, other, rtol=0, atol=1e-10)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
     assert all(p.grad is None for p in pipe.parameters())
 
     calls: list[str] = []
@@ -251,8 +250,7 @@ def test_tuples_with_integers(mode: str, place: torch.device) -> None:
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     grads = torch.autograd.grad(output.square().sum(), [x, *pipe.parameters()])
     others = torch.autograd.grad(expected.square().sum(), [x, *reference.parameters()])
-    for grad, other in zip(grads, others, strict=True):
-        torch.testing.assert_close(grad, other, rtol=0, atol=1e-10)
+    torch.testing.assert_close(grads, others, rtol=0, atol=1e-10)
 
 
 class Two(nn.Module):

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -115,17 +116,11 @@ def test_a_backward_in_autocast(checkpoint: str) -> None:
     """The backward is under autocast on every thread; the recomputed forward is not."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    options: dict[str, Any] = {"balance": [1, 1, 1], "devices": ["cpu"] * 3, "chunks": 4}
     x, grads = torch.randn(8, 8), []
     for execution in ("inline", "threads"):
         for mode in ("never", checkpoint):
-            pipe = Pipe(
-                module,
-                [1, 1, 1],
-                devices=["cpu"] * 3,
-                chunks=4,
-                checkpoint=mode,
-                execution=execution,
-            )
+            pipe = Pipe(module, checkpoint=mode, execution=execution, **options)
             module.zero_grad()
             loss = pipe(x).square().sum()
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -140,16 +135,10 @@ def test_a_forward_in_autocast(checkpoint: str) -> None:
     """Micro-batches that shared the cast parameter would sum its gradients in bfloat16."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    options: dict[str, Any] = {"balance": [1, 1, 1], "devices": ["cpu"] * 3, "chunks": 8}
     x, grads = torch.randn(64, 8), []
     for execution in ("inline", "threads", "split"):
-        pipe = Pipe(
-            module,
-            [1, 1, 1],
-            devices=["cpu"] * 3,
-            chunks=8,
-            checkpoint=checkpoint,
-            execution=execution,
-        )
+        pipe = Pipe(module, checkpoint=checkpoint, execution=execution, **options)
         module.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = pipe(x).float().square().sum()

@@ -125,14 +125,11 @@ def test_equals_the_unwrapped_module(
         loss = nn.functional.mse_loss(pipe(b), target)
         loss.backward()
     else:
-        lanes = next(n for n in (3, 2, 1) if len(balance) % n == 0)
-        loss = pipe.train_step(
-            b,
-            target,
-            nn.functional.mse_loss,
-            schedule=schedule,
-            lanes=lanes if schedule == "interleaved" else None,
-        )
+        lanes = None
+        if schedule == "interleaved":
+            lanes = next(n for n in (3, 2, 1) if len(balance) % n == 0)
+        loss_fn = nn.functional.mse_loss
+        loss = pipe.train_step(b, target, loss_fn, schedule=schedule, lanes=lanes)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10, check_layout=False)
     torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
     for p, q in zip(module.parameters(), reference.parameters(), strict=True):

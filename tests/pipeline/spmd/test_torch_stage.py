@@ -185,12 +185,8 @@ def take_stages(comm: Communicator) -> None:
     tied[6].weight = tied[0].weight
     with pytest.raises(ValueError, match="'6.weight' is shared by stages 0 and 1"):
         Pipe(tied, [4, 4], devices=["cpu"] * 2).to_torch_stage()
-    norm = Pipe(
-        nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()),
-        [1, 1],
-        devices=["cpu"] * 2,
-        deferred_batch_norm=True,
-    )
+    layers = nn.Sequential(nn.BatchNorm1d(6), nn.Tanh())
+    norm = Pipe(layers, [1, 1], devices=["cpu"] * 2, deferred_batch_norm=True)
     with pytest.raises(ValueError, match="stage 0 has deferred batch norm"):
         norm.to_torch_stage()
     skipping = nn.Sequential(Down(), Up(), nn.Tanh())

@@ -129,13 +129,9 @@ def test_conversion_refuses_layers_that_would_lose_behaviour(which: str) -> None
 
 
 def test_a_pipe_refuses_such_layers_too() -> None:
+    layers = nn.Sequential(nn.BatchNorm1d(2), NormAndRelu(2))
     with pytest.raises(TypeError, match=r"^1\.1 is a NormAndRelu, which does more"):
-        Pipe(
-            nn.Sequential(nn.BatchNorm1d(2), NormAndRelu(2)),
-            [1, 1],
-            devices=["cpu"] * 2,
-            deferred_batch_norm=True,
-        )
+        Pipe(layers, [1, 1], devices=["cpu"] * 2, deferred_batch_norm=True)
 
 
 def test_conversion_keeps_hooks_attributes_and_sharing() -> None:

@@ -96,13 +96,8 @@ class OwnDropout(nn.Module):
 def test_forward_and_recomputation_have_one_mask_for_any_alignment(
     features: int, place: torch.device
 ) -> None:
-    pipe = Pipe(
-        nn.Sequential(OwnDropout(), nn.Identity()),
-        [1, 1],
-        devices=[place] * 2,
-        chunks=4,
-        checkpoint="always",
-    )
+    layers = nn.Sequential(OwnDropout(), nn.Identity())
+    pipe = Pipe(layers, [1, 1], devices=[place] * 2, chunks=4, checkpoint="always")
     x = torch.rand(13, features, requires_grad=True)
     for _ in range(3):
         output = pipe(x)
