@@ -175,6 +175,7 @@ def test_same_bits_on_every_rank_in_every_run_by_every_algorithm(device: torch.d
     assert len({runs[0][i : i + size] for i in range(0, len(runs[0]), size)}) == 1
 
 
+@pytest.mark.slow
 def test_large_tensors_pass_through_all_staging_buffers(device: torch.device) -> None:
     """Each algorithm needs many rounds here; the sizes are odd."""
     inputs = [values((3_000_001,), torch.float32, rank) for rank in range(3)]

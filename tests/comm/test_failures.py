@@ -169,12 +169,14 @@ def wait_for_a_late_rank(comm: Communicator) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_all_late_ranks_are_named() -> None:
     comm, *_absent = Communicator.threads(3, timeout=1.0)
     with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 of 3 did not arrive at barrier"):
         comm.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
 )

@@ -246,6 +246,7 @@ def test_slices_of_rows_between_layers(device: torch.device) -> None:
     run_threads(2, on(device, on_rank))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_registration(requires_grad: bool, device: torch.device) -> None:
     """Schema, fake and autograd agree with what the kernels do (torch.library.opcheck)."""

@@ -212,6 +212,7 @@ def test_forked_children_of_ranks_make_a_new_communicator(tmp_path: Any) -> None
     run_processes(2, meet_in_forked_children, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_from_store() -> None:
     store = dist.HashStore()
     with Communicator.from_store(store, 0, 1) as comm:

@@ -341,6 +341,7 @@ def test_a_leaf_may_be_modified_in_place_after_the_split(device: torch.device) -
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_registration(needs_grad: bool, dtype: torch.dtype | None, device: torch.device) -> None:

@@ -299,6 +299,7 @@ class Group:
             self.hangs.wait(30)
 
 
+@pytest.mark.slow
 def test_a_late_operation_is_aborted_and_its_result_overwritten() -> None:
     group, x = Group(), torch.ones(3)
     link = nccl_link.NcclLink(group, CPU, 1.0)
@@ -331,6 +332,7 @@ def test_an_error_of_nccl_becomes_an_error_of_the_link() -> None:
     assert group.ended == ["aborted"] and not memory._in_use
 
 
+@pytest.mark.slow
 def test_a_group_that_does_not_shut_down_is_aborted() -> None:
     group = Group()
     link = nccl_link.NcclLink(group, CPU, 1.0)
@@ -351,6 +353,7 @@ def test_the_watching_thread_ends_when_its_link_is_collected() -> None:
     memory._in_use.clear()
 
 
+@pytest.mark.slow
 def test_connections_that_fail_or_take_too_long_raise() -> None:
     group = Group()
     group.error = "no route to host"

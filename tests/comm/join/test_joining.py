@@ -174,6 +174,7 @@ def test_another_user_is_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
         assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
 
 
+@pytest.mark.slow
 def test_strangers_do_not_prolong_the_wait() -> None:
     ended = threading.Event()
 

@@ -98,6 +98,7 @@ def test_two_captures_at_a_time(device: torch.device, record: Record) -> None:
     assert min(slots(pipe)) >= 2
 
 
+@pytest.mark.slow
 def test_a_backward_without_a_turn_waits_for_a_capture(
     device: torch.device, record: Record
 ) -> None:

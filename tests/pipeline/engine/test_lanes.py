@@ -244,6 +244,7 @@ def test_backwards_and_training_steps_at_the_same_time(place: torch.device) -> N
     assert right == [True] * 20
 
 
+@pytest.mark.slow
 def test_a_forward_during_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CUDA device, a step releases the lock while it waits for autograd's thread."""
 

@@ -145,6 +145,7 @@ def test_conversion_keeps_hooks_attributes_and_sharing() -> None:
     assert len(seen) == 2 and module[0].note == "mine" and not module[0].training
 
 
+@pytest.mark.slow
 def test_another_thread_waits_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
     pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
