@@ -275,7 +275,7 @@ class GraphedTask:
             memory = replace(inputs, tensors=tuple(map(graphs.input_like, inputs.tensors)))
             with installed([leaves]):
                 results = work(memory, _unseeded)
-                if leaves.moved():
+                if leaves.has_moved_aliases():
                     raise RuntimeError("a layer gives its parameters other memory")
             return memory, *results
 

@@ -1,6 +1,4 @@
-"""One stage on one micro-batch: its layers, forward, recomputation, backward, random numbers,
-skips.
+"""One stage on one micro-batch: layers, forward, recomputation, backward, random numbers, skips.
 
-Knows one task at a time and no pipe; called by the engine, CUDA graphs, planning, placement and
-SPMD.
+Does not depend on the pipe; called by the engine, CUDA graphs, planning, placement and SPMD.
 """

@@ -1,5 +1,4 @@
-"""BatchNorm whose running statistics follow mini-batches, however many micro-batches they are cut
-into."""
+"""BatchNorm whose running statistics are updated once per mini-batch, not per micro-batch."""
 
 from __future__ import annotations
 
@@ -19,14 +18,12 @@ from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 
 class DeferredBatchNorm(BatchNormBase):
-    """Normalises each micro-batch by its own statistics and updates the running ones once per
-    mini-batch.
+    """Normalises each micro-batch by its own statistics; updates running ones once per mini-batch.
 
-    Micro-batch statistics are merged as they come (Chan, Golub and LeVeque, 1983) and committed by
-    :meth:`commit`, which ``Pipe``, ``parallelize_pipeline`` and ``execute_pipeline`` call after
-    every mini-batch's forward; where none of them runs the layer, call it. So the number of
-    micro-batches is the real one. Committed are the mean and unbiased variance that
-    ``nn.BatchNorm`` computes of the whole mini-batch.
+    Statistics of micro-batches are merged one by one (Chan, Golub and LeVeque, 1983). ``Pipe``,
+    ``parallelize_pipeline`` and ``execute_pipeline`` call :meth:`commit` after every mini-batch's
+    forward; code that runs the layer without them must call it itself. The running statistics are
+    updated by the mean and unbiased variance that ``nn.BatchNorm`` computes of the mini-batch.
 
     Inputs: ``[N, C, ...]``, floating point. The constructor's arguments are those of
     ``nn.BatchNorm1d``.
@@ -50,16 +47,8 @@ class DeferredBatchNorm(BatchNormBase):
         """``[N, C, ...]`` to the same shape."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
-            return F.batch_norm(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                False,
-                0.0,
-                self.eps,
-            )
+            mean, var = self.running_mean, self.running_var
+            return F.batch_norm(input, mean, var, self.weight, self.bias, False, 0.0, self.eps)
         if self.training and self.track_running_stats and not is_recomputing():
             self._merge(input.detach())
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
@@ -83,8 +72,7 @@ class DeferredBatchNorm(BatchNormBase):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics by what was collected since the last call, as one
-        mini-batch."""
+        """Update the running statistics, with all inputs since the last call as one mini-batch."""
         if not self._count:
             return
         assert self.running_mean is not None and self.running_var is not None
@@ -98,25 +86,25 @@ class DeferredBatchNorm(BatchNormBase):
         self.discard()
 
     def discard(self) -> None:
-        """Forget what was collected since the last commit: the mini-batch failed."""
+        """Drop the statistics collected since the last commit, as after a failed mini-batch."""
         self._count = 0
         self._mean = self._squares = torch.empty(0)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """:func:`convert_deferred_batch_norm`, where fairscale and torchgpipe have it."""
+        """:func:`convert_deferred_batch_norm`, under the name of fairscale and torchgpipe."""
         return convert_deferred_batch_norm(module, chunks)
 
 
 def has_deferred_batch_norm(module: nn.Module) -> bool:
-    """Whether there is a DeferredBatchNorm in ``module``."""
+    """Whether ``module`` contains a DeferredBatchNorm."""
     return any(isinstance(layer, DeferredBatchNorm) for layer in module.modules())
 
 
 @contextmanager
 def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Commit every DeferredBatchNorm in ``modules`` after the body, the forward of one mini-batch,
-    or discard."""
+    """Commit every DeferredBatchNorm in ``modules`` after the body, the forward of one mini-batch.
+    If the body raises, discard instead."""
     layers = dict.fromkeys(layer for module in modules for layer in module.modules())
     norms = [layer for layer in layers if isinstance(layer, DeferredBatchNorm)]
 
@@ -132,34 +120,31 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
     """Replace every ``nn.BatchNorm1d/2d/3d`` in ``module``, in place, by a
-    :class:`DeferredBatchNorm`; ``nn.SyncBatchNorm`` stays as it is.
+    :class:`DeferredBatchNorm`; ``nn.SyncBatchNorm`` is not replaced.
 
     Parameters, statistics and state_dict keys stay the same.
 
     Args:
         module: the model; returned, or its replacement if it is a BatchNorm itself.
-        chunks: accepted as in fairscale; the statistics are committed per mini-batch whatever it
-            is.
+        chunks: has no effect; accepted for compatibility with fairscale.
 
     Raises:
         ValueError: ``chunks`` is below 1.
-        TypeError: a BatchNorm is of a class that does more, is lazy or parametrized; nothing is
+        TypeError: a BatchNorm has a forward of its own, is lazy or parametrized. Nothing is
             replaced then.
     """
     integer("chunks", whole(chunks))
     replacements: dict[nn.Module, nn.Module] = {
         norm: _deferred(name, norm)
         for name, norm in module.named_modules()
-        if isinstance(norm, BatchNormBase) and not isinstance(norm, _KEPT)
+        if isinstance(norm, BatchNormBase)
+        and not isinstance(norm, (DeferredBatchNorm, nn.SyncBatchNorm))
     }
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None:
                 parent._modules[name] = replacements.get(child, child)
     return replacements.get(module, module)
-
-
-_KEPT = (DeferredBatchNorm, nn.SyncBatchNorm)
 
 
 def _deferred(name: str, norm: BatchNormBase) -> DeferredBatchNorm:

@@ -1,5 +1,5 @@
-"""When a stage's activations are dropped and recomputed (Chen et al., 2016), and what runs right
-now."""
+"""Activation checkpointing (Chen et al., 2016): which micro-batches are recomputed, and whether a
+checkpointed forward or a recomputation runs now."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _phase = _Phase()
 
 
 def is_checkpointing() -> bool:
-    """True inside a stage's forward whose activations are dropped, on the thread that runs it."""
+    """Whether the calling thread runs a stage's forward whose activations are dropped."""
     return _phase.checkpointing
 
 
 def is_recomputing() -> bool:
-    """True inside a stage's second forward, during the backward, on the thread that runs it."""
+    """Whether the calling thread recomputes a stage's forward, as part of the backward."""
     return _phase.recomputing
 
 
 def checkpointed(mode: str, micro_batch: int, micro_batches: int) -> bool:
-    """Whether ``mode`` drops the activations of ``micro_batch``; the count is the real one, not
-    ``chunks``."""
+    """Whether ``mode`` drops the activations of ``micro_batch``. ``micro_batches`` is the actual
+    number of them, which may be less than ``chunks``."""
     return mode == "always" or (mode == "except_last" and micro_batch < micro_batches - 1)
 
 

@@ -1,4 +1,4 @@
-"""The caller's thread-local torch state, carried into lanes and into recomputation."""
+"""The caller's thread-local torch state, applied on the threads of lanes and in recomputations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from pipekernels.local_ops.dispatch import is_observed
 
 
 class CallerContext:
-    """Inference mode, autocast and default device of the thread that makes it.
-
-    Grad mode is not among them: the engine sets it for every task.
-    """
+    """Inference mode, autocast and default device of the thread that makes this object. Grad mode
+    is left out: the engine sets it for every task."""
 
     def __init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
@@ -26,7 +24,7 @@ class CallerContext:
         self.default_device = None if device.type == "cpu" else device
 
     def applied(self) -> AbstractContextManager[None]:
-        """Run the body, on any thread, as if on the thread that made this object."""
+        """Apply the state to the thread that runs the body."""
         inference = self.inference and not torch.is_inference_mode_enabled()
         device = self.default_device
         if inference or (device is not None and device != default_device()):
@@ -37,7 +35,8 @@ class CallerContext:
     def _applied(self, inference: bool) -> Iterator[None]:
         device = self.default_device
         with (
-            # On lanes of other threads, which Ctrl-C does not reach: its end cannot be retried.
+            # Leaving inference mode cannot be retried after a KeyboardInterrupt. Only threads of
+            # lanes get here, which are never interrupted.
             torch.inference_mode() if inference else nullcontext(),
             nullcontext() if device is None else entered(device),
             autocast_as(self.autocast),
@@ -45,17 +44,16 @@ class CallerContext:
             yield
 
     def without_autocast(self) -> AbstractContextManager[None]:
-        """Run the body, on the thread that made this object, without its autocast."""
+        """Turn autocast off in the body, which runs on the thread that made this object."""
         return autocast_as(self.autocast._replace(on_cpu=False, on_cuda=False))
 
 
 class cast_cache(restoring):
-    """Whether autocast keeps the casts of parameters while the body runs.
+    """Turns autocast's cache of cast parameters on or off in the body.
 
-    Uses of a parameter that share a cast sum up their gradients in its dtype, if autograd goes
-    through them in one call. The cache belongs to the process: a lane that leaves autocast empties
-    it for all. So what a cast is shared by would depend on the way that a pipe takes, and on
-    timing.
+    Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
+    covers them. The cache is process-wide, and a lane that leaves autocast empties it for all
+    lanes. So which uses share a cast would depend on the execution and on timing.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -70,8 +68,8 @@ class cast_cache(restoring):
 
 
 def default_device() -> torch.device:
-    """Where the calling thread makes tensors. As ``torch.get_default_device()``, which in torch 2.6
-    does not know of ``with device:``."""
+    """The calling thread's default device; ``torch.get_default_device()`` of torch 2.6 ignores
+    ``with device:``."""
     for mode in reversed(function_modes()):
         if isinstance(mode, DeviceContext):
             return mode.device
@@ -79,12 +77,11 @@ def default_device() -> torch.device:
 
 
 def needs_this_thread() -> bool:
-    """Whether the caller has put up something on its thread that is to see all operations, or all
-    that graphs save, and would not see what other threads do: a mode, as for counting operations,
-    the profiler, or hooks on saved tensors, as for keeping them elsewhere."""
-    if is_observed():
-        return True
-    # The default device is carried.
-    if any(not isinstance(mode, DeviceContext) for mode in function_modes()):
-        return True
-    return has_saved_tensors_hooks()
+    """Whether the calling thread has a dispatch or function mode, profiler or saved-tensor hooks,
+    which would miss operations on other threads."""
+    return (
+        is_observed()
+        # CallerContext carries the default device's mode to other threads.
+        or any(not isinstance(mode, DeviceContext) for mode in function_modes())
+        or has_saved_tensors_hooks()
+    )

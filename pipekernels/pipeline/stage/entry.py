@@ -1,4 +1,4 @@
-"""Where a stage's graph begins."""
+"""The autograd node at the beginning of a stage's graph."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pipekernels._torch_private import function_of
 
 
 class Entry(torch.autograd.Function):
-    """Identity whose output a layer may modify in place, which autograd forbids on leaves and on
-    views of them."""
+    """Identity; its output may be modified in place, which autograd forbids for leaves and their
+    views."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -24,5 +24,5 @@ class Entry(torch.autograd.Function):
 
 
 def is_custom(node: Node) -> bool:
-    """Whether ``node`` belongs to a custom function that is not :class:`Entry`."""
+    """Whether ``node`` belongs to a custom function other than :class:`Entry`."""
     return function_of(node) not in (None, Entry)

@@ -1,4 +1,4 @@
-"""Notes on errors that layers raise inside a pipe: where they were raised (PEP 678)."""
+"""Notes (PEP 678) on errors of layers in a pipe, that say where each error was raised."""
 
 from __future__ import annotations
 
@@ -14,28 +14,16 @@ Stages = Sequence[tuple[int, nn.Sequential]]
 def note_layer(
     error: Exception, stages: Stages, micro_batch: int, what: Literal["forward", "recomputation"]
 ) -> None:
-    """Have ``error`` name the layer that raised it, if one did: others name the stage where they
-    matter.
-
-    Args:
-        error: what the stages have just raised.
-        stages: those that ran.
-        micro_batch: the one that they ran on.
-        what: which of their runs.
-    """
+    """Add a note to ``error``, which ``stages`` have just raised, that names the layer. An error
+    that no layer raised gets none: it names the stage itself."""
     found = _layer(error, stages)
     if found is not None:
         _add(error, f"raised in the {what} of {found}, micro-batch {micro_batch} of a pipe")
 
 
 def note_backward(error: Exception, stages: Stages, micro_batch: int | None) -> None:
-    """Have ``error`` name where in the backward it was raised, as far as that is known.
-
-    Args:
-        error: what autograd has just raised.
-        stages: those whose graphs it went through.
-        micro_batch: the one that they are of, None where they are of several.
-    """
+    """Add a note to ``error``, raised by autograd in graphs of ``stages``, that names the layer or
+    stages. ``micro_batch`` is None if the graphs are of several."""
     first, last = stages[0][0], stages[-1][0]
     where = f"stage {first}" if first == last else f"stages {first} to {last}"
     where = _layer(error, stages) or where
@@ -44,8 +32,8 @@ def note_backward(error: Exception, stages: Stages, micro_batch: int | None) -> 
 
 
 def _layer(error: Exception, stages: Stages) -> str | None:
-    """The layer whose method is in the traceback. The loop over layers is torch's, and is not left
-    for one of ours for the sake of errors."""
+    """The layer one of whose methods is in the traceback. ``nn.Sequential`` calls the layers, so
+    only the traceback tells which one was called."""
     layers = {
         id(module): (index, stage, layer)
         for index, stage in stages
@@ -53,7 +41,8 @@ def _layer(error: Exception, stages: Stages) -> str | None:
         for module in layer.modules()
     }
     assert error.__traceback__ is not None
-    # The first frame has the error in a variable: its f_locals would keep both alive.
+    # Skip the first frame: it has the error in a variable, and reading its f_locals would make a
+    # reference cycle.
     traceback = error.__traceback__.tb_next
     while traceback is not None:
         found = layers.get(id(traceback.tb_frame.f_locals.get("self")))
@@ -66,7 +55,7 @@ def _layer(error: Exception, stages: Stages) -> str | None:
 
 
 def _add(error: Exception, note: str) -> None:
-    # As add_note() does; Python 3.10 has none, and does not print them either.
+    # BaseException.add_note() needs Python 3.11. Python 3.10 does not print notes.
     notes = vars(error).setdefault("__notes__", [])
-    if note not in notes:  # A layer may raise one exception again and again.
+    if note not in notes:  # A layer may raise the same exception object repeatedly.
         notes.append(note)

@@ -3,14 +3,14 @@
 While a stage runs, each of its trainable parameters is replaced in its module by an *alias*: a leaf
 that shares the parameter's storage and version counter but has its own ``.grad`` and hooks. The
 stage's backwards accumulate there, in autograd's own C++ code, and the pipe's single autograd node
-hands the sums to the real parameters. So ``torch.autograd.grad`` leaves ``.grad`` alone, and a hook
-on a parameter fires once per backward, not once per micro-batch.
+returns the sums as the gradients of the parameters. So ``torch.autograd.grad`` does not change
+``.grad``, and a hook on a parameter is called once per backward, not once per micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,22 +23,21 @@ from pipekernels.device.restoring import restoring
 def _make_alias(
     parameter: nn.Parameter, detached: torch.Tensor, *, trainable: bool = True
 ) -> nn.Parameter:
-    # A subclass of Parameter keeps its type.
+    # `detached` has the class of the parameter where that is a subclass of Parameter.
     plain = type(parameter) is nn.Parameter
-    made: Any = nn.Parameter(detached, trainable) if plain else detached.requires_grad_(trainable)
-    alias: nn.Parameter = made
-    alias.__dict__ = parameter.__dict__  # What the user's code has noted there, now and later.
-    return alias
+    alias: Any = nn.Parameter(detached, trainable) if plain else detached.requires_grad_(trainable)
+    alias.__dict__ = parameter.__dict__  # Shared: attributes that the user's code sets.
+    return alias  # type: ignore[no-any-return]
 
 
 def identity(parameter: nn.Parameter) -> int:
-    """The same for a parameter and all its aliases."""
-    return id(vars(parameter))  # Theirs is the parameter's own.
+    """A number that a parameter has in common with all its aliases."""
+    return id(vars(parameter))  # Aliases share the parameter's __dict__.
 
 
 def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
-    """False once the parameter has other memory or another layout, as after
-    ``module.to(dtype)``."""
+    """Whether the parameter still has the alias's memory and layout; ``module.to(dtype)`` changes
+    them."""
     return (
         alias.data_ptr() == parameter.data_ptr()
         and alias.dtype == parameter.dtype
@@ -48,14 +47,14 @@ def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
 
 
 class StageParameters:
-    """The trainable parameters of one stage and their aliases, and the frozen ones, as they are
-    when this object is made.
+    """The trainable parameters of one stage with their aliases, and its frozen parameters, at the
+    time this object is made.
 
     Args:
         module: the stage.
-        previous: what an earlier call found; aliases that still fit are taken over.
-        own_versions: whether aliases count for themselves how often they are changed, so that a
-            graph may be gone through backwards after their parameters were.
+        previous: an earlier object for the stage; aliases that are still current are reused.
+        own_versions: give aliases version counters of their own, so that a graph's backward may run
+            after the parameters were modified.
     """
 
     def __init__(
@@ -67,18 +66,18 @@ class StageParameters:
     ) -> None:
         known = previous.pairs if previous is not None else {}
         self._own_versions = own_versions
-        # The layers, and what says how they may run: classes, also of parameters, modes, hooks.
+        # Layers with their classes, modes, pre-hooks and classes of parameters.
         self._makeup: list[object] = []
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        # where each lives: (its layer's parameter dict, its name there, parameter, alias)
-        self._slots: list[
+        # (parameter dict of a layer, name in it, parameter, alias)
+        self._entries: list[
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
         ] = []
-        # as in _slots; without aliases
+        # As _entries, without aliases.
         self.frozen: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        # Walked by hand, every mini-batch: module.modules() takes as long as a small layer's
-        # forward.
+        # Not module.modules(), which takes as long as a small layer's forward: this loop runs in
+        # every mini-batch.
         stack: list[nn.Module | None] = [module]
         while stack:
             layer = stack.pop()
@@ -99,52 +98,51 @@ class StageParameters:
                     detached = parameter.data if own_versions else parameter.detach()
                     pair = (parameter, _make_alias(parameter, detached))
                 self.pairs[key] = pair
-                self._slots.append((layer._parameters, name, *pair))
+                self._entries.append((layer._parameters, name, *pair))
 
     def is_made_up_as(self, other: StageParameters) -> bool:
-        """Whether the same layers are there, and nothing about them says that they are to be looked
-        at again."""
+        """Whether both have the same layers, with the same classes, modes and pre-hooks."""
         return self._makeup == other._makeup
 
     def all(self) -> list[nn.Parameter]:
-        """The aliases, and what is frozen."""
+        """The aliases and the frozen parameters."""
         aliases = [alias for _, alias in self.pairs.values()]
         return aliases + [parameter for _, _, parameter in self.frozen]
 
-    def found(self) -> list[tuple[nn.Parameter | None, int]]:
-        """What is in the aliases' places, and where the aliases' memory is."""
-        return [
-            # Those of a scripted layer have no get().
-            (owner[name] if name in owner else None, alias.data_ptr())  # noqa: SIM401
-            for owner, name, _, alias in self._slots
-        ]
-
-    def moved(self) -> bool:
-        """Whether an alias has got other memory than its parameter."""
+    def has_moved_aliases(self) -> bool:
+        """Whether an alias no longer has the memory of its parameter."""
         return any(alias.data_ptr() != p.data_ptr() for p, alias in self.pairs.values())
 
+    def before_install(self) -> list[tuple[nn.Parameter | None, int]]:
+        """The values that :meth:`install` will replace, and the addresses of the aliases."""
+        return [
+            # The parameter dict of a scripted layer has no get().
+            (owner[name] if name in owner else None, alias.data_ptr())  # noqa: SIM401
+            for owner, name, _, alias in self._entries
+        ]
+
     def install(self) -> None:
-        for owner, name, _, alias in self._slots:
+        for owner, name, _, alias in self._entries:
             owner[name] = alias
 
     def remove(self, found: Sequence[tuple[nn.Parameter | None, int]]) -> None:
-        """Put back what was :meth:`found`."""
-        for (owner, name, parameter, alias), (before, memory) in zip(
-            self._slots, found, strict=True
-        ):
+        """Put back ``found``, the result of :meth:`before_install`."""
+        for entry, (before, address) in zip(self._entries, found, strict=True):
+            owner, name, parameter, alias = entry
             owner[name] = before
-            # A layer has given its parameter other memory; but that of a graph is the graph's.
-            if alias.data_ptr() != memory and not self._own_versions:
+            # The layer has assigned new memory to its parameter, here the alias. Memory that was
+            # assigned in a capture (own_versions) belongs to the CUDA graph.
+            if alias.data_ptr() != address and not self._own_versions:
                 parameter.data = alias.data
 
 
 @contextmanager
 def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
-    """Have the aliases of all ``stages`` in place while the body runs. What was there comes back
-    afterwards: the parameters, aliases of another run, or what the user has put there since.
+    """Put the aliases of all ``stages`` into the layers in the body. Afterwards the layers get back
+    what they had: parameters, aliases of another run, or what the user has put there since.
 
     Raises:
-        RuntimeError: in ``torch.nn.utils.parametrize.cached()``, whose values are of one graph.
+        RuntimeError: in ``torch.nn.utils.parametrize.cached()``, whose values belong to one graph.
     """
     if are_parametrizations_cached():
         raise RuntimeError(
@@ -152,13 +150,12 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
             "first; leave it away around forwards and backwards of a pipe, or evaluate under "
             "no_grad()"
         )
-    found = [parameters.found() for parameters in stages]
+    found = [parameters.before_install() for parameters in stages]
 
     def remove() -> None:
         for parameters, before in zip(stages, found, strict=True):
             parameters.remove(before)
 
-    # Aliases that stayed would be other parameters than those of the optimizer.
     with restoring(remove):
         for parameters in stages:
             parameters.install()
@@ -166,40 +163,42 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
 
 
 @contextmanager
-def frozen_again(stages: Sequence[StageParameters]) -> Iterator[None]:
-    """Have what was frozen when ``stages`` were made in its place while the body runs, and frozen:
-    a recomputation goes by its forward, which may have been inside
-    ``torch.func.functional_call``."""
-    changed = [
-        (owner, name, parameter, owner[name])
-        for stage in stages
-        for owner, name, parameter in stage.frozen
-        if name in owner and (owner[name] is not parameter or parameter.requires_grad)
-    ]
+def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Set ``owner[name] = value`` in the body, for each (owner, name, value) of ``entries``."""
+    entries = list(entries)
+    before = [owner[name] for owner, name, _ in entries]
 
     def put_back() -> None:
-        for owner, name, _, now in changed:
-            owner[name] = now
+        for (owner, name, _), value in zip(entries, before, strict=True):
+            owner[name] = value
 
     with restoring(put_back):
-        for owner, name, parameter, _ in changed:
-            trains = parameter.requires_grad
-            owner[name] = (
-                _make_alias(parameter, parameter.detach(), trainable=False) if trains else parameter
-            )
+        for owner, name, value in entries:
+            owner[name] = value
         yield
 
 
+def refrozen(stages: Sequence[StageParameters]) -> AbstractContextManager[None]:
+    """In the body, a recomputation, put back and freeze the parameters that were frozen when
+    ``stages`` were made: the forward may have run inside ``torch.func.functional_call``."""
+    return replaced(
+        (owner, name, _make_alias(p, p.detach(), trainable=False) if p.requires_grad else p)
+        for stage in stages
+        for owner, name, p in stage.frozen
+        if name in owner and (owner[name] is not p or p.requires_grad)
+    )
+
+
 def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:
-    """The real parameters of all ``stages``, each once."""
+    """The parameters (not aliases) of all ``stages``, each once."""
     return list({key: pair[0] for stage in stages for key, pair in stage.pairs.items()}.values())
 
 
 def accumulated(
     parameters: Sequence[nn.Parameter], stages: Sequence[StageParameters]
 ) -> list[torch.Tensor | None]:
-    """Take what the aliases have accumulated: one gradient per parameter, summed over stages in
-    their order."""
+    """Take the gradients that the aliases have accumulated: one per parameter, summed over stages
+    in their order."""
     total: dict[int, torch.Tensor] = {}
     for stage in stages:
         for key, (_, alias) in stage.pairs.items():
@@ -210,6 +209,6 @@ def accumulated(
 
 
 def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Their sum, for sparse ones too."""
-    # Sparse tensors can be added to dense ones, not the other way round.
+    """The sum of two gradients, each sparse or dense."""
+    # torch can add a sparse tensor to a dense one, not the other way round.
     return other.add(one) if one.is_sparse else one.add(other)

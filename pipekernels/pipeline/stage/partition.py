@@ -17,22 +17,18 @@ from pipekernels._arguments import integer
 from pipekernels.comm import Communicator
 
 Cost = Callable[[int, int, int], float]
-"""Cost of partition ``p`` if it holds the elements ``begin`` to ``end - 1``, called with ``(p,
-begin, end)``: non-negative, not less for a later ``end``, in any unit, ``inf`` for what must not
-be."""
+"""``cost(p, begin, end)``: that of partition ``p`` with the elements ``begin`` to ``end - 1``.
+Non-negative, not less for a later ``end``, in any unit; ``inf`` for a partition not allowed."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes of a module."""
-
-EVEN_LENGTHS = 1e-9
-"""Weight of evenness in length against evenness in cost: it only decides where costs are equal."""
+"""Attributes in which a module keeps its hooks."""
 
 
 def solve(costs: Sequence[float], partitions: int) -> list[int]:
     """Lengths of the contiguous partitions of ``costs`` whose largest sum is smallest.
 
-    Exact, by dynamic programming: the linear partition problem, O(partitions x len(costs)^2). Of
-    equally good cuts, the one with the smallest sum of squared sums, then of squared lengths.
+    Exact, by dynamic programming: the linear partition problem, O(partitions x len(costs)^2). Ties
+    go to the smallest sum of squared sums, then to the smallest sum of squared lengths.
 
     Args:
         costs: non-negative cost of each element, in any unit.
@@ -57,19 +53,19 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
         if cost(p, begin, end) > limit:
             return inf
         share = cost(p, begin, end) / limit if limit > 0 else 0.0
-        return share**2 + EVEN_LENGTHS * (end - begin) ** 2
+        return share**2 + 1e-9 * (end - begin) ** 2  # Small: lengths only break ties.
 
     _, lengths = next(cuts(n, partitions, unevenness, operator.add))
     return lengths
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks are to be called around its own forward or backward."""
+    """Whether ``module`` itself has forward or backward hooks."""
     return any(getattr(module, name) for name in HOOKS)
 
 
 def has_collectives(module: nn.Module) -> bool:
-    """Whether it has a communicator, or parameters of its own on a mesh (``DTensor``)."""
+    """Whether ``module`` itself has a communicator, or parameters on a mesh (``DTensor``)."""
     return any(
         hasattr(parameter, "device_mesh") for parameter in module._parameters.values()
     ) or any(isinstance(attribute, Communicator) for attribute in vars(module).values())
@@ -98,30 +94,29 @@ def check_partitions(n: int, partitions: int) -> None:
     """Raise a ValueError unless ``n`` elements can be cut into ``partitions`` non-empty ones."""
     if n < integer("partitions", partitions):
         raise ValueError(
-            f"a sequence of {n} elements cannot be cut into {partitions} partitions; use at most "
-            f"{n}"
+            f"{n} elements cannot be cut into {partitions} partitions; use at most {n}"
         )
 
 
 def cuts(
     n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float] = max
 ) -> Iterator[tuple[float, list[int]]]:
-    """All ways to cut ``n`` elements into ``partitions``, the best first, with their costs.
+    """All cuts of ``n`` elements into ``partitions``, the cheapest first, with their costs.
 
-    Best-first search (A*, Hart, Nilsson and Raphael, 1968) whose estimate of what is left is exact,
-    so that the first cuts come without a look at the others.
+    Best-first search (A*, Hart, Nilsson and Raphael, 1968) with an exact estimate of the remaining
+    cost, so the first cuts are found without visiting the others.
 
     Args:
         n: number of elements.
         partitions: number of partitions, each of at least one element.
         cost: of one partition. Cuts with an infinite one are left out.
-        combine: makes the cost of a cut from those of its partitions: ``max`` or ``operator.add``.
+        combine: combines costs of partitions into that of a cut: ``max`` or ``operator.add``.
 
     Yields:
         (cost, length of each partition).
     """
     rest = _smallest_rest(n, partitions, cost, combine)
-    # (what it costs at least, partitions to be made, their lengths so far, what those cost)
+    # (lower bound of the cost, partitions still to cut, lengths so far, their cost)
     heap: list[tuple[float, int, list[int], float]] = [(rest[0][0], partitions, [], 0.0)]
     while heap:
         least, left, lengths, so_far = heappop(heap)
@@ -132,19 +127,19 @@ def cuts(
             continue
         p, begin = partitions - left, sum(lengths)
         for end in _ends(n, left, begin):
-            made = combine(so_far, cost(p, begin, end))
-            if made == inf:
+            cost_so_far = combine(so_far, cost(p, begin, end))
+            if cost_so_far == inf:
                 break
-            least = combine(made, rest[p + 1][end])
+            least = combine(cost_so_far, rest[p + 1][end])
             if least < inf:
-                heappush(heap, (least, left - 1, [*lengths, end - begin], made))
+                heappush(heap, (least, left - 1, [*lengths, end - begin], cost_so_far))
 
 
 def _smallest_rest(
     n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float]
 ) -> list[list[float]]:
-    """``[p][begin]``: the smallest cost of the partitions from ``p`` on, if the elements from
-    ``begin`` on are left for them."""
+    """``[p][begin]``: the smallest cost of cutting the elements from ``begin`` on into the
+    partitions from ``p`` on."""
     rest = [[inf] * (n + 1) for _ in range(partitions + 1)]
     rest[partitions][n] = 0.0
     for p in reversed(range(partitions)):
@@ -154,28 +149,26 @@ def _smallest_rest(
             for end in _ends(n, left, begin):
                 here = cost(p, begin, end)
                 if here >= least:
-                    break  # A longer one costs no less.
+                    break  # A longer partition costs no less.
                 least = min(least, combine(here, rest[p + 1][end]))
             rest[p][begin] = least
     return rest
 
 
 def _ends(n: int, left: int, begin: int) -> range:
-    """Where the first of ``left`` partitions of the elements from ``begin`` on may end."""
+    """Possible ends of the next partition, which begins at ``begin``, with ``left`` to cut."""
     return range(n if left == 1 else begin + 1, n - left + 2)
 
 
 def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
-    """A balance from parameter counts alone, for when nothing else is known: no sample, no
-    measurement."""
-    return solve(
-        [1 + sum(p.numel() for p in layer.parameters()) for layer in layers(module)], partitions
-    )
+    """A balance from parameter counts alone, without a sample or measurements."""
+    counts = [sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
+    return solve([1 + count for count in counts], partitions)
 
 
 def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
-    """How to load a state dict with the keys ``given`` into a pipe that has the keys ``own``, if
-    they are those of the same layers in other stages, or of the bare module; None if not."""
+    """How to load a state dict with keys ``given`` into a pipe with keys ``own``, if they name the
+    same layers in other stages or in the bare module; None if they do not."""
     given, own = list(given), list(own)
     bare = [_STAGE.sub("", key) for key in given]
     if set(given) == set(own) or set(bare) != {_STAGE.sub("", key) for key in own}:
@@ -188,9 +181,8 @@ def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
     return (
         "This is a state dict of a pipe with another balance. pipe.to_sequential().state_dict() "
         "fits any balance: save that, and load it by "
-        "pipe.to_sequential().load_state_dict(state_dict). From this "
-        'one, cut off the stages: {key.split(".", 2)[2]: value for key, value in '
-        "state_dict.items()}."
+        "pipe.to_sequential().load_state_dict(state_dict). Or remove the stages from this one's "
+        'keys: {key.split(".", 2)[2]: value for key, value in state_dict.items()}.'
     )
 
 
@@ -244,7 +236,8 @@ def _deny_sharing_across_devices(
         found: list[tuple[str, object]] = [
             (f"parameter {name!r}", parameter) for name, parameter in partition.named_parameters()
         ]
-        # Several modules with one buffer get a copy each when they are moved; one module does not.
+        # Modules may share a buffer: Module.to() gives each one a copy. Stages may not share one
+        # module with buffers: it would be moved away from the first stage.
         found += [
             (f"module {name!r}", module)
             for name, module in partition.named_modules()

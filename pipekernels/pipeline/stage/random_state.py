@@ -8,8 +8,7 @@ pipe draws from the default CPU generator:
 * on one thread the generators are simply seeded before each task;
 * on a lane they are seeded around each random function, under a lock (:class:`LaneRandom`).
 
-Both give the same numbers, so which of them ran cannot be told from the result. Randomness that is
-not torch's (``random``, NumPy) is the caller's own business.
+Both give the same numbers. Generators that are not torch's (``random``, NumPy) are not handled.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from pipekernels.device.restoring import holding, restoring
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# One process-wide generator, one lock around every use of it by lanes, whatever pipe they belong
-# to. Reentrant: a function drawn by a pipe inside another is seen by both.
+# Guards the process-wide generator against lanes of all pipes. Reentrant: LaneRandom of a pipe and
+# of one nested in it both handle a random function of the inner pipe.
 _generator_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """In a forked child: a lane, which the child does not have, may have held it."""
+    """Replace the lock in a forked child: a lane, a thread only of the parent, may have held it."""
     global _generator_lock
     _generator_lock = threading.RLock()
 
@@ -45,21 +44,21 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def task_seed(base: int, stage: int, micro_batch: int) -> int:
-    """Seed of one (stage, micro-batch) of the run that drew ``base``: distinct odd strides keep
-    them apart."""
+    """Seed of one (stage, micro-batch) of the mini-batch that drew ``base``. The odd strides make
+    seeds distinct."""
     return (base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77) & 0x7FFFFFFFFFFFFFFF
 
 
 def _generators(devices: list[torch.device]) -> list[torch.Generator]:
     cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
     if cuda:
-        torch.cuda.init()  # Until then there are no generators, and nothing else may have done so.
+        torch.cuda.init()  # torch creates the CUDA generators here.
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in cuda)]
 
 
 @contextmanager
 def preserved(devices: list[torch.device]) -> Iterator[None]:
-    """Give the generators of ``devices`` their state back afterwards."""
+    """Restore the states of the generators of ``devices`` after the body."""
     saved = [(generator, generator.get_state()) for generator in _generators(devices)]
 
     def put_back() -> None:
@@ -71,7 +70,7 @@ def preserved(devices: list[torch.device]) -> Iterator[None]:
 
 
 Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
-"""Whether a random function draws random numbers where it is called with these arguments."""
+"""Whether a call of a random function with these arguments draws random numbers."""
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -79,7 +78,7 @@ def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _if_all(*arguments: tuple[int, str, Any]) -> Condition:
-    """Where none of these arguments, each with its position, name and default, is zero or False."""
+    """True if all these arguments, each a (position, name, default), are true or not zero."""
 
     def are_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return all(
@@ -91,7 +90,7 @@ def _if_all(*arguments: tuple[int, str, Any]) -> Condition:
 
 
 def _random_functions() -> dict[Any, Condition]:
-    """torch's random functions that Python can see being called."""
+    """torch's random functions that a TorchFunctionMode sees."""
     names: dict[Any, list[str]] = {
         F: [
             *("alpha_dropout", "feature_alpha_dropout", "rrelu", "rrelu_", "gumbel_softmax"),
@@ -131,8 +130,7 @@ def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class HookWatch(TorchFunctionMode):
-    """Notices hooks on tensors that are made meanwhile, on its own thread
-    (``saw_tensor_hooks``)."""
+    """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +148,7 @@ class HookWatch(TorchFunctionMode):
 
 
 class DrawWatch(TorchFunctionMode):
-    """Calls ``found`` for every random function that is called meanwhile, on its own thread."""
+    """Calls ``found`` for every random function that draws on the calling thread."""
 
     def __init__(self, found: Callable[[], None]) -> None:
         super().__init__()
@@ -170,8 +168,8 @@ class DrawWatch(TorchFunctionMode):
 
 
 class BackwardWatch(DrawWatch):
-    """Also calls ``moved`` where Python, in a layer that recomputes itself say, has put the default
-    generator into another state."""
+    """Also calls ``moved`` if the default generator's state has changed since the watch was
+    entered, as by a layer that recomputes itself."""
 
     def __init__(self, found: Callable[[], None], moved: Callable[[], None]) -> None:
         super().__init__(found)
@@ -195,11 +193,12 @@ class BackwardWatch(DrawWatch):
 
 
 class LaneRandom(HookWatch):
-    """Gives the random functions of one task, on its own thread, the stream of numbers that belongs
-    to ``seed``, and notices whether there were any (``drew``).
+    """Seeds the random functions of one task, on the calling thread, by ``seed``. Notes in ``drew``
+    whether there were any.
 
-    With ``audit`` it also notices randomness that it could not see (drawn inside C++ or compiled
-    code): :meth:`saw_everything` is False then, and the task must not run on a lane.
+    With ``audit``, :meth:`saw_everything` tells whether the default generator was also used by
+    functions that the mode does not see (in C++ or compiled code). If so, the task must not run on
+    a lane.
     """
 
     def __init__(self, seed: int, *, audit: bool = False) -> None:
@@ -242,38 +241,33 @@ class LaneRandom(HookWatch):
         self._hidden |= self._state is not None and not torch.equal(now, self._state)
 
     def saw_everything(self) -> bool:
-        """Whether the default generator moved inside functions known to be random only. Needs
-        ``audit``."""
+        """Whether only known random functions used the default generator. Needs ``audit``."""
         self._check()
         return not self._hidden
 
 
 class RunRandom:
-    """The random numbers of one mini-batch. Draws one number from the default CPU generator when
-    made.
-
-    Args:
-        devices: where the stages are.
-    """
+    """The random numbers of one mini-batch, with stages on ``devices``. The constructor draws one
+    number from the default CPU generator."""
 
     def __init__(self, devices: list[torch.device]) -> None:
-        # Unseen by a pipe around this one, which takes it for randomness that lanes cannot keep
-        # apart, and rightly: the generator is seeded here without its lock.
+        # Without function modes, so that an outer pipe takes this draw for hidden randomness and
+        # does not run this pipe on a lane: inline() seeds the generator without the lock.
         with no_function_modes():
             self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._seeders = [generator.manual_seed for generator in _generators(devices)]
 
     def inline(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        """For a task on the only thread that runs stages."""
+        """Seed the generators for a task; only one thread may run stages."""
         seed = task_seed(self._base, stage, micro_batch)
         for manual_seed in self._seeders:
             manual_seed(seed)
         return _SEEDED
 
     def on_lane(self, micro_batch: int, stage: int) -> LaneRandom:
-        """For a task beside others."""
+        """For a task that runs at the same time as others."""
         return LaneRandom(task_seed(self._base, stage, micro_batch))
 
     def audited(self, micro_batch: int, stage: int) -> LaneRandom:
-        """As :meth:`inline`, and watches whether a lane would have seen all randomness."""
+        """As :meth:`inline`, and checks whether :meth:`on_lane` would give the same numbers."""
         return LaneRandom(task_seed(self._base, stage, micro_batch), audit=True)

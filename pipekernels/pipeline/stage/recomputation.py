@@ -1,4 +1,4 @@
-"""Stages as a forward left them, which is how its backward recomputes them."""
+"""Restores the state in which a forward ran its stages, for the recomputation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from pipekernels.device.restoring import restoring
-from pipekernels.pipeline.stage.parameters import StageParameters, frozen_again, installed
+from pipekernels.pipeline.stage.parameters import StageParameters, installed, refrozen, replaced
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each has been written to."""
+    """The version counters of ``tensors``, 0 for inference tensors."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @dataclass(slots=True)
 class FoundBuffer:
-    """A buffer as the forward of a micro-batch found it, without gradient."""
+    """A buffer that requires no gradient, as it was before the forward of a micro-batch."""
 
     owner: dict[str, Any]
     """The ``_buffers`` of its layer."""
@@ -29,12 +29,11 @@ class FoundBuffer:
     buffer: torch.Tensor
     version: int
     value: torch.Tensor | None
-    """A copy; None where the buffer itself still has the value."""
+    """A copy, or None if the buffer itself still has the value."""
 
 
 def found_buffers(stages: Sequence[nn.Module]) -> list[FoundBuffer]:
-    """The buffers of ``stages``, with copies of all: nobody knows which ones a forward will
-    change."""
+    """The buffers of ``stages``, with copies of all: any of them may be changed by the forward."""
     return [
         FoundBuffer(layer._buffers, name, buffer, versions([buffer])[0], buffer.clone())
         for stage in stages
@@ -47,13 +46,14 @@ def found_buffers(stages: Sequence[nn.Module]) -> list[FoundBuffer]:
 def keep_changed(
     found: Sequence[FoundBuffer], changing: set[int], earlier: Sequence[Sequence[FoundBuffer]]
 ) -> None:
-    """Drop the copies of buffers that are never changed.
+    """Drop the copies of buffers that forwards do not change.
 
     Args:
-        found: before a forward that has ended.
-        changing: ids of buffers that a forward has changed in place, completed here. That it
-            changes one again shows in no version if it is replayed as a CUDA graph.
-        earlier: what forwards before this one found, which did not change all of these.
+        found: the buffers before a forward that has ended.
+        changing: ids of buffers that forwards change in place; this function adds to it. It is kept
+            across mini-batches because replaying a CUDA graph changes no version counter.
+        earlier: the buffers before forwards of earlier micro-batches; entries whose copy was
+            dropped, but whose buffer this forward was the first to change, get their copy back.
     """
     for entry in found:
         if versions([entry.buffer]) != [entry.version] and id(entry.buffer) not in changing:
@@ -68,14 +68,10 @@ def keep_changed(
 
 @contextmanager
 def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
-    """Have layers find the same buffers, with the same values, while the body runs."""
-    replaced = [
-        (entry, entry.owner[entry.name])
-        for entry in found
-        if entry.name in entry.owner and entry.owner[entry.name] is not entry.buffer
-    ]
-    # In their own memory, where CUDA graphs look for them, and past the version counters: graphs of
-    # other micro-batches may have saved the buffers, and find them unchanged afterwards.
+    """Give layers the buffers ``found``, with the same values, in the body."""
+    # Written to the buffers' own memory, which CUDA graphs read, through .data, which changes no
+    # version counter: graphs of other micro-batches may have saved the buffers, which have their
+    # values back when the body ends.
     changed = [
         (entry.buffer.data, entry.value, entry.buffer.clone())
         for entry in found
@@ -85,30 +81,31 @@ def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
     def put_back() -> None:
         for data, _, now in changed:
             data.copy_(now)
-        for entry, now in replaced:
-            entry.owner[entry.name] = now
 
-    with restoring(put_back):
-        for entry, _ in replaced:
-            entry.owner[entry.name] = entry.buffer
+    entries = (
+        (entry.owner, entry.name, entry.buffer)
+        for entry in found
+        if entry.name in entry.owner and entry.owner[entry.name] is not entry.buffer
+    )
+    with replaced(entries), restoring(put_back):
         for data, value, _ in changed:
             data.copy_(value)
         yield
 
 
 class AsInForward:
-    """The stages' layers as they are when this object is made, at the end of a forward: until then
-    they may still make what they are made of.
+    """The state of the stages' layers when this object is made. That is at the end of a forward,
+    in which layers may still create submodules, parameters and buffers.
 
     Args:
         stages: the stages.
-        parameters: those of each.
+        parameters: those of each stage.
     """
 
     def __init__(self, stages: Sequence[nn.Module], parameters: Sequence[StageParameters]) -> None:
         self._stages = stages
         self._parameters = parameters
-        self._makeup = [_makeup(stage) for stage in stages]
+        self._layers = [_layers_with_parameter_names(stage) for stage in stages]
         self._versions = self._current_versions()
         layers = [layer for stage in stages for layer in stage.modules()]
         self._modes = [(layer, layer.training) for layer in layers]
@@ -120,40 +117,36 @@ class AsInForward:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have layers in their modes, and their parameters' aliases, what was frozen and buffers in
-        their places, while the body runs. Values of buffers are left to :func:`with_found`.
+        """Give layers their training flags, aliases, frozen parameters and buffers of the forward,
+        in the body. :func:`with_found` restores the values of buffers.
 
         Raises:
-            RuntimeError: what a recomputation needs, and cannot be brought back, has changed.
+            RuntimeError: something else that a recomputation needs has changed.
         """
         self._check()
         modes = [(layer, layer.training) for layer, was in self._modes if layer.training != was]
-        buffers = [
-            (owner, name, buffer, owner[name])
-            for owner, name, buffer in self._buffers
-            if name in owner and owner[name] is not buffer
-        ]
 
         def put_back() -> None:
             for layer, mode in modes:
                 layer.training = mode
-            for owner, name, _, now in buffers:
-                owner[name] = now
             # Layers may write to their parameters, and another backward may follow.
             self._versions = self._current_versions()
 
-        with restoring(put_back):
+        buffers = (
+            (owner, name, buffer)
+            for owner, name, buffer in self._buffers
+            if name in owner and owner[name] is not buffer
+        )
+        with restoring(put_back), replaced(buffers):
             for layer, mode in modes:
                 layer.training = not mode
-            for owner, name, buffer, _ in buffers:
-                owner[name] = buffer
-            with installed(self._parameters), frozen_again(self._parameters):
+            with installed(self._parameters), refrozen(self._parameters):
                 yield
 
     def _check(self) -> None:
         versions = self._current_versions()
         for index, stage in enumerate(self._stages):
-            if _makeup(stage) != self._makeup[index]:
+            if _layers_with_parameter_names(stage) != self._layers[index]:
                 what = "its layers, or which parameters they have, were changed"
             elif versions[index] != self._versions[index]:
                 what = "its parameters were modified in place"
@@ -168,6 +161,6 @@ class AsInForward:
         return [versions(parameters.all()) for parameters in self._parameters]
 
 
-def _makeup(stage: nn.Module) -> list[object]:
-    # keys(): those of a scripted layer cannot be iterated over.
+def _layers_with_parameter_names(stage: nn.Module) -> list[object]:
+    # keys(): the parameter dict of a scripted layer cannot be iterated over.
     return [(layer, type(layer), *layer._parameters.keys()) for layer in stage.modules()]

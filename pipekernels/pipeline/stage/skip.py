@@ -1,6 +1,6 @@
-"""Skip connections: tensors that a layer stashes and a later one pops, across stages too.
+"""Skip connections: tensors that a layer stashes and a later layer, or stage, pops.
 
-A layer with skips has a generator for its forward::
+The forward of a layer with skips is a generator::
 
     @skippable(stash=["residual"])
     class Down(nn.Module):
@@ -15,9 +15,9 @@ A layer with skips has a generator for its forward::
             residual = yield pop("residual")
             return self.convolution(x) + residual
 
-In a pipe a skip goes straight from the stage that stashes it to the one that pops it, as does its
-gradient (Kim et al., torchgpipe, 2020). In an unwrapped ``nn.Sequential`` the same layers work as
-well.
+In a pipe a skip goes directly from the stage that stashes it to the one that pops it, and its
+gradient goes directly back (Kim et al., torchgpipe, 2020). The layers also work in an unwrapped
+``nn.Sequential``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from pipekernels.device.restoring import restoring
 
 @dataclass(frozen=True)
 class Namespace:
-    """Keeps skips of the same name apart: each ``Namespace()`` is another one, and a copy of it the
-    same one. See ``isolate``."""
+    """Separates skips of the same name. ``Namespace()`` is always a new one; a copy is equal to its
+    original. See ``isolate``."""
 
     id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
@@ -54,8 +54,7 @@ _Layer = TypeVar("_Layer", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class stash:
-    """``yield stash(name, tensor)`` in a forward puts ``tensor``, or None, away for a later
-    layer."""
+    """``yield stash(name, tensor)`` in a forward keeps ``tensor``, or None, for a later layer."""
 
     name: str
     tensor: torch.Tensor | None
@@ -63,7 +62,7 @@ class stash:
 
 @dataclass(frozen=True)
 class pop:
-    """``tensor = yield pop(name)`` in a forward takes what an earlier layer has stashed."""
+    """``tensor = yield pop(name)`` in a forward takes what an earlier layer stashed."""
 
     name: str
 
@@ -72,10 +71,8 @@ _Forward = Generator[stash | pop, torch.Tensor | None, Any]
 
 
 class _Current(threading.local):
-    """Skips that are stashed and not popped yet, on the thread that runs the layers."""
-
     def __init__(self) -> None:
-        self.skips: dict[Key, torch.Tensor | None] = {}
+        self.skips: dict[Key, torch.Tensor | None] = {}  # Stashed and not popped yet.
 
 
 _current = _Current()
@@ -83,22 +80,22 @@ _current = _Current()
 
 @contextmanager
 def carried(skips: Mapping[Key, torch.Tensor | None]) -> Iterator[dict[Key, torch.Tensor | None]]:
-    """Give layers on this thread ``skips`` to pop; yields what is left and what they stash."""
+    """Let layers on this thread pop ``skips``; yields the dict that they pop from and stash to."""
     with restoring(partial(setattr, _current, "skips", _current.skips)):
         _current.skips = dict(skips)
         yield _current.skips
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Layer], _Layer]:
-    """Declare the skips of a layer class whose forward is a generator, or of a class without any.
+    """Declare the skips of a layer class whose forward is a generator, or of one without skips.
 
     The class gets ``isolate(namespace, *, only=None)``, which puts the layer's skips (or those
     named in ``only``) into ``namespace`` and returns the layer; ``stashable()`` and ``poppable()``
-    give its skips as (namespace, name).
+    return its skips as (namespace, name).
 
     Args:
         stash: names that the forward stashes, each exactly once.
-        pop: names that it pops, each exactly once.
+        pop: names that the forward pops, each exactly once.
 
     Raises:
         TypeError: the decorated class is no ``nn.Module``.
@@ -118,14 +115,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
             return _checked(self, result, stashes, pops)
 
         layer_class.forward = forward
-        for name, value in {
-            "isolate": _isolate,
-            "stashable": _stashable,
-            "poppable": _poppable,
-            "_stashes": stashes,
-            "_pops": pops,
-        }.items():
-            setattr(layer_class, name, value)
+        added: Any = layer_class
+        added.isolate, added.stashable, added.poppable = _isolate, _stashable, _poppable
+        added._stashes, added._pops = stashes, pops
         return layer_class
 
     return decorate
@@ -133,12 +125,13 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
 
 def _isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
     """Put the layer's skips, or those named in ``only``, into ``ns``; returns the layer."""
-    names = set(only) if only is not None else self._stashes | self._pops
-    unknown = names - self._stashes - self._pops
+    declared = self._stashes | self._pops
+    names = set(only) if only is not None else declared
+    unknown = names - declared
     if unknown:
         raise ValueError(
             f"{type(self).__name__} has no skip {', '.join(map(repr, sorted(unknown)))}; "
-            f"its skips are {', '.join(map(repr, sorted(self._stashes | self._pops))) or 'none'}"
+            f"its skips are {', '.join(map(repr, sorted(declared))) or 'none'}"
         )
     self._skip_namespaces = {**_namespaces(self), **dict.fromkeys(names, ns)}
     return self
@@ -159,7 +152,7 @@ def _poppable(self: Any) -> list[Key]:
 
 
 def _drive(layer: Any, forward: _Forward) -> Any:
-    """Run a forward, doing what it yields."""
+    """Run the generator ``forward`` to its end and execute the commands that it yields."""
     skips = _current.skips
     namespaces = _namespaces(layer)
     open_stashes, open_pops = set(layer._stashes), set(layer._pops)
@@ -170,7 +163,7 @@ def _drive(layer: Any, forward: _Forward) -> Any:
             command = forward.send(answer)
         except StopIteration as end:
             result = _checked(layer, end.value, open_stashes, open_pops)
-            skips.update(stashed)  # Only now: a forward that fails leaves nothing behind.
+            skips.update(stashed)  # Only now: a forward that raises must not stash anything.
             return result
         answer = None
         if isinstance(command, stash):
@@ -209,7 +202,7 @@ def _claim(layer: Any, name: str, open_: set[str], what: str) -> None:
 
 
 def _checked(layer: Any, result: Any, open_stashes: Iterable[str], open_pops: Iterable[str]) -> Any:
-    """``result``, once nothing that was declared is left undone."""
+    """``result``, after a check that the forward stashed and popped all it declares."""
     for what, names in (("stash", open_stashes), ("pop", open_pops)):
         if names:
             raise RuntimeError(
@@ -220,43 +213,36 @@ def _checked(layer: Any, result: Any, open_stashes: Iterable[str], open_pops: It
 
 
 class SkipRoutes:
-    """Which skips travel between stages.
-
-    Args:
-        stages: the layers of each stage, verified.
-    """
+    """The skips that are stashed in one of ``stages`` and popped in another. The layers must have
+    passed :func:`verify_skippables`."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         self.sent: list[list[Key]] = [[] for _ in stages]
         self.received: list[list[Key]] = [[] for _ in stages]
         self.receiver: dict[Key, int] = {}
-        made: dict[Key, int] = {}
+        stashed_in: dict[Key, int] = {}
         for index, stage in enumerate(stages):
-            for layer in _skippables(stage):
-                for key in layer.poppable():
-                    if made[key] != index:
-                        self.sent[made[key]].append(key)
+            for stashed, popped in skips_of(stage):
+                for key in popped:
+                    if stashed_in[key] != index:
+                        self.sent[stashed_in[key]].append(key)
                         self.received[index].append(key)
                         self.receiver[key] = index
-                for key in layer.stashable():
-                    made[key] = index
-        self.sender = {key: made[key] for key in self.receiver}
+                stashed_in.update(dict.fromkeys(stashed, index))
+        self.sender = {key: stashed_in[key] for key in self.receiver}
 
 
-def _skippables(module: nn.Module) -> list[Any]:
-    return [layer for layer in module.modules() if hasattr(layer, "_stashes")]
-
-
-def skips_of(stage: nn.Module) -> list[tuple[list[Key], list[Key]]]:
-    """What each skippable layer in ``stage`` stashes and pops."""
-    return [(layer.stashable(), layer.poppable()) for layer in _skippables(stage)]
+def skips_of(stage: Any) -> list[tuple[list[Key], list[Key]]]:
+    """The skips that each skippable layer in ``stage`` stashes, and those that it pops."""
+    layers = [layer for layer in stage.modules() if hasattr(layer, "_stashes")]
+    return [(layer.stashable(), layer.poppable()) for layer in layers]
 
 
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip among the layers of ``module`` is stashed once and then popped once.
 
     Raises:
-        TypeError: it is not so; the message lists each fault.
+        TypeError: a skip is not; the message lists all faults.
     """
     faults: list[str] = []
     stashed: dict[Key, str] = {}

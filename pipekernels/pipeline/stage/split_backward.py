@@ -1,9 +1,9 @@
 """A graph's backward in two parts: gradients of its inputs first (I), of its parameters later (W).
 
-The stage before waits for the former only, so putting the latter off fills bubbles (Qi et al., Zero
-Bubble Pipeline Parallelism, 2023). The first part runs the graph for its inputs alone and keeps
-what arrives at every node that consumes parameters; the second enters the graph again at each of
-these nodes, for those parameters alone. Both run the operations of the plain backward, and every
+The previous stage waits for the first part only, so the second can fill bubbles (Qi et al., Zero
+Bubble Pipeline Parallelism, 2023). The first part computes gradients of the inputs alone and keeps
+the gradients that arrive at every node that consumes parameters; the second continues from these
+nodes to their parameters alone. Together they run the operations of the plain backward, and every
 parameter is accumulated once, so the gradients have the same bits.
 """
 
@@ -17,12 +17,12 @@ from torch.autograd.graph import GradientEdge, Node
 from pipekernels.pipeline.stage.entry import is_custom
 
 WeightBackward = Callable[[bool], None]
-"""The second part; takes whether another backward may follow."""
+"""Runs the second part; its argument says whether another backward may follow."""
 
 
 class _Consumer:
-    """A node on the way from the outputs to the inputs that also takes parameters: directly, or
-    through nodes that lead to parameters alone (a transpose, a weight's normalisation)."""
+    """A node between outputs and inputs that also consumes parameters: directly, or through nodes
+    that lead to parameters alone (a transpose, a weight's normalisation)."""
 
     def __init__(self, node: Node, parameters: list[torch.Tensor]) -> None:
         self.node = node
@@ -30,11 +30,11 @@ class _Consumer:
         self._grads: tuple[torch.Tensor | None, ...] = ()
 
     def capture(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """As a pre-hook of the node: keep what arrives."""
+        """Keep ``grads``, as a pre-hook of the node."""
         self._grads = grads
 
     def backward(self, keep_graph: bool) -> None:
-        """Accumulate into the parameters what :meth:`capture` kept."""
+        """Accumulate the gradients of the parameters, from those that :meth:`capture` kept."""
         arrived = [(i, grad) for i, grad in enumerate(self._grads) if grad is not None]
         if arrived:
             torch.autograd.backward(
@@ -50,19 +50,18 @@ def backward_of_inputs(
     grads: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
 ) -> WeightBackward | None:
-    """Accumulate into ``leaves`` alone, and return what will accumulate into the parameters.
+    """Run the first part: accumulate gradients into ``leaves`` alone.
 
     Args:
-        roots: where the graph's outputs were made.
-        grads: their gradients.
+        roots: edges of the graph's outputs.
+        grads: gradients of the outputs.
         leaves: the graph's inputs that want gradients.
 
     Returns:
-        The second part, or None if the graph cannot be cut in two; then nothing has been done. It
-        cannot where a parameter is used twice, where an output does not depend on the inputs or
-        no parameter is used, where there are custom functions, whose backward does everything at
-        once, and where a node that consumes parameters has hooks, which would be called in both
-        parts.
+        The second part, or None if the graph cannot be cut in two; then nothing has been done.
+        That is the case if a parameter is used twice or no parameter is used, an output does not
+        depend on the inputs, there are custom functions, whose backward computes all gradients at
+        once, or a node that consumes parameters has hooks, which would be called in both parts.
     """
     consumers = _consumers([root.node for root in roots], {id(leaf) for leaf in leaves})
     if not consumers or any(_has_hooks(consumer.node) for consumer in consumers):
@@ -82,12 +81,8 @@ def backward_of_inputs(
 
 
 def _consumers(roots: Sequence[Node], leaves: set[int]) -> list[_Consumer] | None:
-    """The nodes that consume parameters, or None if the graph cannot be cut in two.
-
-    Args:
-        roots: nodes of the outputs.
-        leaves: ids of the inputs that want gradients.
-    """
+    """The nodes that consume parameters, or None if the graph cannot be cut in two; ``leaves`` are
+    the ids of the inputs that want gradients."""
     nodes = _children_first(roots)
     if nodes is None:
         return None
@@ -98,15 +93,15 @@ def _consumers(roots: Sequence[Node], leaves: set[int]) -> list[_Consumer] | Non
     if not all(leads_to_leaf[root] for root in roots):
         return None
     consumers: list[_Consumer] = []
-    taken: set[Node] = set()
+    visited: set[Node] = set()
     for node, children in reversed(nodes.items()):
         if not leads_to_leaf[node]:
             continue
-        # What this node alone leads to, besides the inputs.
+        # Nodes that this node leads to and that lead to no leaf.
         branch = _children_first([child for child in children if not leads_to_leaf[child]]) or {}
-        if not taken.isdisjoint(branch):
+        if not visited.isdisjoint(branch):
             return None
-        taken.update(branch)
+        visited.update(branch)
         parameters = [n.variable for n in branch if hasattr(n, "variable")]
         if parameters:
             consumers.append(_Consumer(node, parameters))
@@ -116,15 +111,15 @@ def _consumers(roots: Sequence[Node], leaves: set[int]) -> list[_Consumer] | Non
 def _has_hooks(node: Node) -> bool:
     for register in (node.register_prehook, node.register_hook):
         with register(lambda *_: None) as handle:
-            hooks = handle.hooks_dict_ref()  # All of the node.
+            hooks = handle.hooks_dict_ref()  # All hooks of the node, not only this one.
             if hooks is not None and len(hooks) > 1:
                 return True
     return False
 
 
 def _children_first(roots: Sequence[Node]) -> dict[Node, list[Node]] | None:
-    """Every node that ``roots`` lead to, with the nodes it leads to, which come before it; None if
-    there are custom functions."""
+    """Every node of the graph of ``roots`` with its children, ordered children first; None if there
+    are custom functions."""
     found: dict[Node, list[Node]] = {}
     open_: dict[Node, list[Node]] = {}
     stack = list(roots)

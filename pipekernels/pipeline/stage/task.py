@@ -1,10 +1,9 @@
-"""The work of one stage, or of several in a row, on one micro-batch: forward, recomputation,
-backward."""
+"""One stage, or several in a row, on one micro-batch: forward, recomputation, backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels._torch_private import is_node_of_python, run_backward
-from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.stage.parameters import replaced
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.recomputation import FoundBuffer, versions
 from pipekernels.pipeline.stage.skip import Key, carried, skips_of
@@ -27,22 +26,22 @@ Grads = tuple[torch.Tensor | None, ...]
 
 @dataclass(slots=True)
 class Activation:
-    """What travels between stages: the tensors of one micro-batch, detached from the stage that
-    made them."""
+    """Tensors of one micro-batch that go from stage to stage: those of a value, then the skips.
+    They are detached from the graph of the stage that made them."""
 
     tensors: tuple[torch.Tensor, ...]
     wants_grad: tuple[bool, ...]
     structure: Structure
-    """How the stage's value is put together from the first of ``tensors``."""
+    """How to build the value from its tensors."""
     skips: tuple[Key, ...] = ()
-    """What the others are, in their order."""
+    """Keys of the skips, the last of ``tensors``."""
 
     def versions(self) -> list[int]:
-        """How often each tensor has been written to."""
+        """The version counters of the tensors."""
         return versions(self.tensors)
 
     def with_skips(self, skips: Mapping[Key, tuple[torch.Tensor, bool]]) -> Activation:
-        """The same and ``skips``, with whether each wants a gradient."""
+        """This activation with ``skips`` added, each a tensor and whether it wants a gradient."""
         if not skips:
             return self
         tensors, wants = zip(*skips.values(), strict=True)
@@ -51,7 +50,7 @@ class Activation:
         )
 
     def without_skips(self) -> tuple[Activation, dict[Key, tuple[torch.Tensor, bool]]]:
-        """The value alone, and the skips."""
+        """The activation of the value alone, and the skips."""
         if not self.skips:
             return self, {}
         n = len(self.tensors) - len(self.skips)
@@ -67,24 +66,24 @@ Root = GradientEdge | torch.Tensor
 
 @dataclass(slots=True)
 class Tape:
-    """What a forward leaves behind for its backward.
+    """What a forward keeps for its backward.
 
-    ``roots`` are graph edges, not tensors, so that an output's memory is free as soon as nobody
-    needs its values. If the stage returns an input unchanged, its root is that leaf tensor. A
-    checkpointed forward has ``inputs`` instead of both.
+    ``roots`` are graph edges, not tensors, so that an output's memory can be freed before the
+    backward. If the stage returns an input unchanged, its root is that leaf tensor. A checkpointed
+    forward has ``inputs`` instead of leaves and roots.
     """
 
     leaves: Sequence[torch.Tensor | None] = ()
     roots: Sequence[Root | None] = ()
     inputs: Activation | None = None
     received: tuple[Key, ...] = ()
-    """The skips that the last of ``leaves`` are."""
+    """Keys of the skips among the inputs, the last of ``leaves``."""
     sent: tuple[Key, ...] = ()
-    """The skips that the last of ``roots`` are."""
+    """Keys of the skips among the outputs, the last of ``roots``."""
     outputs: int = 0
-    """How many there are without them."""
+    """Number of output tensors without skips."""
     buffers: Sequence[FoundBuffer] = ()
-    """What a checkpointed forward found, for its recomputation."""
+    """Buffers before a checkpointed forward, for its recomputation."""
 
 
 def _root(tensor: torch.Tensor) -> Root | None:
@@ -94,7 +93,8 @@ def _root(tensor: torch.Tensor) -> Root | None:
     if node is None:
         return tensor
     if is_node_of_python(node):
-        # Nor does an edge keep the graph alive, in torch 2.6.
+        # A node written in Python is freed unless something owns it. The edge does, by its
+        # ownership_token, which torch 2.6 lacks: there keep the tensor.
         return get_gradient_edge(tensor) if "ownership_token" in GradientEdge._fields else tensor
     return GradientEdge(node, tensor.output_nr)
 
@@ -107,8 +107,8 @@ def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _may_modify_inputs(module: nn.Module) -> bool:
-    """Whether a layer, or a hook before it, might work in place on what it is given; torch's own
-    layers say so by ``inplace``."""
+    """Whether a layer or one of its forward pre-hooks might modify its input in place. torch's own
+    layers do so only if they have ``inplace=True``."""
     return any(
         getattr(layer, "inplace", False)
         or layer._forward_pre_hooks
@@ -118,23 +118,23 @@ def _may_modify_inputs(module: nn.Module) -> bool:
 
 
 def differentiable(tensor: torch.Tensor) -> bool:
-    """Whether autograd can carry a gradient of ``tensor``'s dtype."""
+    """Whether ``tensor``'s dtype can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 Randomness = Callable[[int], AbstractContextManager[Any]]
-"""Gives the forward of a stage, by its index, random numbers of its own, the same again when it is
-recomputed."""
+"""Takes the index of a stage and returns a context that seeds its forward; a recomputation gets the
+same random numbers."""
 
 
 class Task:
-    """Runs consecutive stages of one device as one graph per micro-batch. Holds no state of a run:
-    a Tape does.
+    """Runs consecutive stages of one device as one graph per micro-batch. State of one micro-batch
+    is in its Tape, not here.
 
     Args:
         stages: the stages' layers.
-        first: index of the first of them.
-        device: where they live, and where the inputs must be.
+        first: index of the first stage.
+        device: the device of the stages and of their inputs.
         received: skips that come from other tasks.
         sent: skips that go to other tasks.
     """
@@ -156,21 +156,21 @@ class Task:
         self.look_at_layers()
 
     def look_at_layers(self) -> None:
-        """To be called when they have changed.
+        """Must be called after the layers have changed.
 
         Raises:
-            RuntimeError: so have their skips.
+            RuntimeError: their skips have changed.
         """
         for (index, stage), skips in zip(self.stages, self._skips, strict=True):
             if skips_of(stage) != skips:
                 raise RuntimeError(
                     f"layers with skips were added to stage {index}, or removed, after the pipe "
-                    "was made, which settled then where skips go; change the layers before they "
-                    "become a pipe, or make a new one of pipe.to_sequential()"
+                    "was made, which fixed the routes of skips; change the layers before making a "
+                    "pipe, or make a new one of pipe.to_sequential()"
                 )
         self._needs_entry = any(_may_modify_inputs(stage) for _, stage in self.stages)
-        # Whether inputs that must stay as they are, checkpointed ones and the caller's, are cloned
-        # because they are overwritten; None until one was watched.
+        # Whether layers overwrite their input, so that it is cloned where it must not change: if
+        # checkpointed, or the caller's. None: unknown until the first clone has been used.
         self._overwrites_input: bool | None = None if self._needs_entry else False
 
     def forward(
@@ -179,13 +179,13 @@ class Task:
         """Run the stages.
 
         Args:
-            inputs: the micro-batch, as the stage before left it.
+            inputs: the outputs of the previous stage, or the micro-batch.
             randomness: entered for each stage.
             grad: whether a backward may follow: inputs or parameters want gradients.
-            drop: checkpoint: keep the inputs instead of the graph.
+            drop: whether to checkpoint: keep the inputs instead of the graph.
 
         Returns:
-            The outputs, detached, and the tape, None without ``grad``.
+            The detached outputs, and the tape or, without ``grad``, None.
         """
         if not grad:
             with torch.no_grad():
@@ -196,19 +196,19 @@ class Task:
                 outputs = self._call_preserving(inputs, randomness)
             outputs.wants_grad = tuple(differentiable(tensor) for tensor in outputs.tensors)
             return outputs, self._tape(inputs, outputs, inputs=inputs)
-        # Micro-batches are views of the caller's tensors: what works on them in place would change
-        # these behind autograd's back, and each other's versions.
+        # Micro-batches are views of the caller's tensors, which layers must not modify in place:
+        # autograd would not know, and the views share one version counter.
         is_first = self.stages[0][0] == 0
         outputs, tape = self._record(inputs, randomness, preserve=is_first)
         outputs.tensors = tuple([tensor.detach() for tensor in outputs.tensors])
         return outputs, tape
 
     def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
-        """Run the stages a second time on the tape's inputs, now with a graph. Buffers keep their
-        values, and so do the inputs: those of the stage before may be in the same memory, and
-        another recomputation may follow."""
+        """Run the stages a second time on the tape's inputs, now with a graph. Buffers and inputs
+        keep their values: the previous stage's inputs may share memory with these, and another
+        recomputation may follow."""
         assert tape.inputs is not None
-        with checkpoint.recomputing(), _buffers_aside([stage for _, stage in self.stages]):
+        with checkpoint.recomputing(), _copied_buffers([stage for _, stage in self.stages]):
             return self._record(tape.inputs, randomness, preserve=True)[1]
 
     def backward(
@@ -217,7 +217,7 @@ class Task:
         """Accumulate into the parameters' aliases and return the gradients of the inputs.
 
         Args:
-            tapes: of one micro-batch or of several; autograd takes the latest forward first.
+            tapes: one per micro-batch; autograd runs the latest forward's backward first.
             grads: for each tape, the gradients of its outputs.
             keep_graph: whether another backward may follow.
         """
@@ -231,7 +231,7 @@ class Task:
             try:
                 run_backward(roots, root_grads, keep_graph=keep_graph)
             except BaseException:
-                for tape in tapes:  # Their graphs may be gone through once more.
+                for tape in tapes:  # Another backward may use their graphs again.
                     for leaf in tape.leaves:
                         if leaf is not None:
                             leaf.grad = None
@@ -241,18 +241,18 @@ class Task:
     def backward_of_inputs(
         self, tape: Tape, grads: Grads, *, keep_graph: bool
     ) -> tuple[Grads, WeightBackward | None]:
-        """The backward's first part: returns the gradients of the inputs and what accumulates into
-        the parameters' aliases later, None where all was done at once."""
+        """Run the backward's first part; returns the gradients of the inputs and the second part,
+        which accumulates into the parameters' aliases. It is None if the whole backward was run."""
         rooted = self._rooted(tape, grads)
         leaves = [leaf for leaf in tape.leaves if leaf is not None]
-        rest = None
+        second_part = None
         edges = [(root, grad) for root, grad in rooted if isinstance(root, GradientEdge)]
         if edges and leaves and len(edges) == len(rooted):
             roots, root_grads = zip(*edges, strict=True)
-            rest = backward_of_inputs(roots, root_grads, leaves)
-        if rest is None:
+            second_part = backward_of_inputs(roots, root_grads, leaves)
+        if second_part is None:
             return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
-        return tuple([_take_grad(leaf) for leaf in tape.leaves]), rest
+        return tuple([_take_grad(leaf) for leaf in tape.leaves]), second_part
 
     def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
         return [
@@ -264,8 +264,7 @@ class Task:
     def _record(
         self, inputs: Activation, randomness: Randomness, *, preserve: bool
     ) -> tuple[Activation, Tape]:
-        """Run with a graph of their own, cut off from whatever made the inputs; ``preserve``
-        these."""
+        """Run with a graph that begins at detached inputs; ``preserve`` their values."""
         leaves: list[torch.Tensor | None] = []
         args = []
         copies = preserve and self._overwrites_input is not False
@@ -273,12 +272,12 @@ class Task:
             for tensor, wants in zip(inputs.tensors, inputs.wants_grad, strict=True):
                 leaf = tensor.detach().requires_grad_() if wants else None
                 leaves.append(leaf)
-                given = tensor if leaf is None else leaf
+                arg = tensor if leaf is None else leaf
                 if copies:
-                    given = given.clone()
+                    arg = arg.clone()
                 elif leaf is not None and self._needs_entry:
-                    given = Entry.apply(leaf)
-                args.append(given)
+                    arg = Entry.apply(leaf)
+                args.append(arg)
             versions = [arg._version for arg in args] if copies else []
             outputs = self._call(inputs, args, randomness)
         if copies:
@@ -299,17 +298,16 @@ class Task:
     def _call(
         self, inputs: Activation, tensors: Sequence[torch.Tensor], randomness: Randomness
     ) -> Activation:
-        """Run on ``tensors`` in place of the inputs' own. The outputs want no gradient yet."""
+        """Run on ``tensors`` instead of ``inputs.tensors``. The caller sets the outputs'
+        ``wants_grad``."""
         if not self._has_skips:
             tensors, structure = self._run_layers(inputs.structure.build(tensors), randomness)
             return Activation(tensors, (False,) * len(tensors), structure)
         n = len(tensors) - len(inputs.skips)
-        given = dict.fromkeys(self.received_skips) | dict(
-            zip(inputs.skips, tensors[n:], strict=True)
-        )
-        with carried(given) as left:
+        given = dict(zip(inputs.skips, tensors[n:], strict=True))
+        with carried(dict.fromkeys(self.received_skips) | given) as skips:
             tensors, structure = self._run_layers(inputs.structure.build(tensors[:n]), randomness)
-        stashed = [(key, left[key]) for key in self.sent_skips]
+        stashed = [(key, skips[key]) for key in self.sent_skips]
         sent = {key: tensor for key, tensor in stashed if tensor is not None}
         tensors = (*tensors, *sent.values())
         return Activation(tensors, (False,) * len(tensors), structure, tuple(sent))
@@ -320,7 +318,7 @@ class Task:
         for index, stage in self.stages:
             with randomness(index):
                 if isinstance(value, Arguments):
-                    first, *rest = layers(stage)  # children() leaves out a layer's second place
+                    first, *rest = layers(stage)  # children() lists a repeated layer only once.
                     value = first(*value.args, **value.kwargs)
                     for layer in rest:
                         value = layer(value)
@@ -330,8 +328,7 @@ class Task:
         return result
 
     def _call_preserving(self, inputs: Activation, randomness: Randomness) -> Activation:
-        """Run on copies of the inputs if they are overwritten: the recomputation needs the
-        originals."""
+        """Run on copies of the inputs if layers overwrite them: the recomputation needs them."""
         if self._overwrites_input is False:
             return self._call(inputs, inputs.tensors, randomness)
         copies = tuple(tensor.clone() for tensor in inputs.tensors)
@@ -341,27 +338,17 @@ class Task:
         return outputs
 
 
-@contextmanager
-def _buffers_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Let the body update copies of the buffers (running statistics, counters): the forward updated
-    the real ones."""
-    saved = [
+def _copied_buffers(stages: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Put copies of the buffers (running statistics, counters) into the layers in the body, a
+    recomputation: the forward has already updated the buffers themselves."""
+    entries = [
         (layer._buffers, name, buffer)
         for stage in stages
         for layer in stage.modules()
         for name, buffer in layer._buffers.items()
-        # One that wants a gradient gets it.
+        # The graph must use a buffer that requires a gradient itself, not a copy.
         if buffer is not None and not buffer.requires_grad
     ]
-
-    def put_back() -> None:
-        for owner, name, buffer in saved:
-            owner[name] = buffer
-
-    copies: dict[int, torch.Tensor] = {}  # Layers may share a buffer.
-    with restoring(put_back):
-        for owner, name, buffer in saved:
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.clone()
-            owner[name] = copies[id(buffer)]
-        yield
+    distinct = {id(buffer): buffer for _, _, buffer in entries}  # Layers may share a buffer.
+    copies = {key: buffer.clone() for key, buffer in distinct.items()}
+    return replaced((owner, name, copies[id(buffer)]) for owner, name, buffer in entries)
