@@ -1,5 +1,4 @@
-"""What travels between layers: nested containers of tensors, and their way into micro-batches and
-back.
+"""Values passed between layers: nested containers of tensors, cut into micro-batches and joined.
 
-Knows nothing of stages or pipes; every other room of the pipeline may call in.
+Does not depend on stages or pipes; all other packages of the pipeline may import this one.
 """

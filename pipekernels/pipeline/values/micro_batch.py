@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches, and outputs written back into one."""
+"""Cuts a mini-batch into micro-batches, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Batch:
     """A mini-batch.
 
     Args:
-        tensors: its tensors, with one batch size.
-        structure: how the first stage's value is put together from them.
+        tensors: its tensors, all of the same batch size.
+        structure: how to build the first stage's input from them.
         chunks: the most micro-batches to cut it into.
         dim: the batch dimension of all tensors, in and out.
     """
@@ -30,12 +30,12 @@ class Batch:
 
 
 def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
-    """The batch size that all ``tensors`` have, in dimension ``dim``.
+    """The common batch size of ``tensors``, in dimension ``dim``.
 
     Args:
         tensors: at least one.
-        dim: the batch dimension, from 0.
-        what: what an error calls them.
+        dim: the batch dimension, at least 0.
+        what: the word for a tensor in errors.
 
     Raises:
         ValueError: a tensor has no such dimension, or the batch sizes differ.
@@ -57,15 +57,15 @@ def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
 
 
 class Scatter:
-    """Micro-batches of ``tensors`` along dimension ``dim``: views along dimension 0, contiguous
-    copies, made at once, along another.
+    """Micro-batches of ``tensors`` along dimension ``dim``: views if it is 0, otherwise contiguous
+    copies made by the constructor.
 
     Args:
         tensors: each with a batch dimension ``dim``.
         chunks: the most micro-batches to make; there are ``max(1, min(chunks, batch))``, of sizes
             that differ by at most one, larger first.
-        dim: the batch dimension, from 0.
-        what: what an error calls ``tensors``.
+        dim: the batch dimension, at least 0.
+        what: the word for a tensor in errors.
 
     Raises:
         ValueError: as :func:`rows_of`.
@@ -86,18 +86,17 @@ class Scatter:
         return len(self.sizes)
 
     def elements(self, m: int) -> int:
-        """How many elements micro-batch ``m`` has, in all tensors."""
+        """Number of elements of micro-batch ``m``, over all tensors."""
         return sum([tensor.numel() for tensor in self._parts[m]])
 
     def take(self, m: int) -> tuple[torch.Tensor, ...]:
-        """Micro-batch ``m``, once: no reference is kept, as this object lives as long as the
-        output."""
+        """Micro-batch ``m``; call once per micro-batch. Drops the reference to it, because the
+        output's graph keeps this object."""
         part, self._parts[m] = self._parts[m], ()
         return part
 
     def joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """One tensor of what each micro-batch has, zeros where that is None; None if none has
-        any."""
+        """``parts``, one per micro-batch, joined, with zeros for a None; None if all are None."""
         present = [part for part in parts if part is not None]
         if not present:
             return None
@@ -113,17 +112,17 @@ class Scatter:
 def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
     views: Sequence[torch.Tensor] = tensor.split(sizes)
     if tensor.requires_grad:
-        return views  # A target that wants a gradient gets it.
+        return views  # Targets that require a gradient.
     if tensor.is_cuda and type(tensor) is torch.Tensor:
-        # Which numbers dropout draws there depends on the alignment of its input, and that of a
-        # recomputation, or of a graph, may be a copy.
+        # On CUDA, dropout's mask depends on the alignment of its input. A recomputation or a CUDA
+        # graph may use an aligned copy of the input, so align all.
         return [view.clone() if view.data_ptr() % 16 else view.detach() for view in views]
-    # Layers may work in place on them, which autograd forbids on what split() returns.
+    # Detached: autograd forbids layers to modify outputs of split() in place.
     return [view.detach() for view in views]
 
 
 def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Memory for parts like ``part``, ``size`` entries along ``dim`` in all; channels last where it
+    """An empty tensor for parts like ``part``, of ``size`` along ``dim``; channels last if ``part``
     is."""
     shape = list(part.shape)
     shape[dim] = size
@@ -136,10 +135,10 @@ def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
 
 
 class Gather:
-    """One tensor, filled micro-batch by micro-batch as they arrive in any order, so that nothing is
-    concatenated, unless their dtypes differ.
+    """One tensor into which micro-batches are written in any order, which avoids a concatenation,
+    unless their dtypes differ.
 
-    Every micro-batch may bring the same multiple of its rows, as in ``[batch * tokens, ...]``.
+    Every part may have the same multiple of its micro-batch's rows (``[batch * tokens, ...]``).
 
     Args:
         sizes: rows of each micro-batch.
@@ -150,12 +149,13 @@ class Gather:
         self._sizes = sizes
         self._dim = dim
         self._whole: torch.Tensor | None = None
-        self._places: Sequence[torch.Tensor] = ()  # Views of it, one per micro-batch.
+        self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per micro-batch.
         self._parts: dict[int, torch.Tensor] = {}  # Those of another dtype.
         self._lengths: list[int] = []  # Entries of each micro-batch along `dim`.
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Take micro-batch ``m``'s part; its memory is not needed afterwards.
+        """Copy the part of micro-batch ``m``; a single one, or one of another
+        dtype, is kept instead.
 
         Raises:
             ValueError: the part has no dimension to join along, or not the rows of its micro-batch
@@ -192,7 +192,7 @@ class Gather:
             self._parts[m] = part.detach()
 
     def take(self) -> torch.Tensor:
-        """All parts in order. Keeps no reference: the output's graph holds this object."""
+        """All parts, joined in order. Drops its references: the graph keeps this object."""
         whole = self._whole
         assert whole is not None
         if self._parts:
@@ -204,24 +204,22 @@ class Gather:
         return whole
 
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """``whole``, shaped like what :meth:`take` gave, as the views that belong to each
-        micro-batch."""
+        """``whole``, of the shape that :meth:`take` returned, as one view per micro-batch."""
         return list(whole.split(self._lengths, self._dim))
 
 
 def apart(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """``tensors``, those that share memory with one of ``others``, or with one before, as
-    copies."""
-    taken = set(map(_memory, others))
+    """``tensors``, with copies of those that share memory with ``others`` or an earlier tensor."""
+    taken = set(map(_storage_id, others))
     result = []
     for tensor in tensors:
-        result.append(tensor.clone() if _memory(tensor) in taken else tensor)
-        taken.add(_memory(tensor))
+        result.append(tensor.clone() if _storage_id(tensor) in taken else tensor)
+        taken.add(_storage_id(tensor))
     return tuple(result)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Tells storages apart. What has none, such as a sparse tensor, counts for itself."""
+def _storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the tensor's storage, or the tensor if it has none, such as a sparse one."""
     return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)

@@ -1,4 +1,4 @@
-"""Nested containers of tensors, as modules take and return them: walked and rebuilt."""
+"""Maps functions over nested containers of tensors, as modules take and return them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pipekernels._torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
-    """``value`` with each of its leaves replaced by ``function(leaf, *leaves)``, where ``leaves``
-    are those at the same place in ``others``.
+    """``value`` with each leaf replaced by ``function(leaf, *leaves)``, where ``leaves`` are those
+    at the same place in ``others``.
 
-    Containers are dataclasses, dicts of any class, and what torch's pytree knows: tuples, named
-    tuples, lists, and the classes that libraries register there, such as the model outputs of
-    Hugging Face. All else is a leaf.
+    Containers are dataclasses, dicts of any class, and classes registered with torch's pytree:
+    tuples, named tuples, lists, and classes that libraries register, such as the model outputs of
+    Hugging Face. All other objects are leaves.
 
-    A container none of whose leaves changes is returned itself, not a copy: a module may be given a
-    list to append to.
+    A container without changed leaves is returned itself, not a copy: a module may append to a list
+    that it is given.
 
     Raises:
-        ValueError: ``others`` are not built like ``value``.
+        ValueError: ``others`` have other containers than ``value``.
     """
     return _mapped(function, value, others)[0]
 
@@ -42,13 +42,10 @@ def leaves(value: Any) -> list[Any]:
     return found
 
 
-# Whether something changed is handed up beside it, and containers are never compared: torch.compile
-# does not trace "is" between them.
-
-
 def _mapped(function: Callable[..., Any], value: Any, others: Sequence[Any]) -> tuple[Any, bool]:
-    """The result, and whether it is another object than ``value``."""
-    # A PackedSequence is a named tuple, but makes sense as a whole only.
+    """The result, and whether it is not ``value`` itself. The caller cannot find that out:
+    torch.compile does not trace "is" between containers."""
+    # PackedSequence is a named tuple whose fields must not be mapped one by one.
     if not isinstance(value, (torch.Tensor, PackedSequence)):
         children, spec = _one_level(value)
         if not spec.is_leaf():
@@ -78,14 +75,14 @@ def _one_level(value: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
-    """The fields of a dataclass, or the items of a dict of a class that pytree does not know."""
+    """The fields of a dataclass, or the items of a dict whose class pytree does not know."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return value if isinstance(value, dict) else None
 
 
 def _entries_of_alike(value: Any, others: Sequence[Any]) -> list[dict[Any, Any]] | None:
-    """The entries of ``value`` and of the others; None if it has none, or they are not alike."""
+    """The entries of all values; None if there are none, or classes or keys differ."""
     found: list[dict[Any, Any]] = []
     for item in (value, *others):
         entries = _entries(item) if type(item) is type(value) else None
@@ -106,11 +103,11 @@ def _with_entries_mapped(
             mapped[key] = new
     if not mapped:
         return value, False
-    # Not through the constructor, which need not take what there is by now.
+    # Not by the constructor, which may not accept the present entries.
     result = copy.copy(value)
     for key, new in mapped.items():
         if isinstance(result, dict):
             result[key] = new
         else:
-            object.__setattr__(result, key, new)  # A frozen one too.
+            object.__setattr__(result, key, new)  # Works for frozen dataclasses too.
     return result, True

@@ -1,4 +1,4 @@
-"""Values that travel between layers: a tensor, or containers of tensors and of anything else."""
+"""Separates values passed between layers into their tensors and the structure around these."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipekernels.local_ops.p2p_copy import p2p_copy
 
 
 class NoChunk:
-    """Marks a tensor in a pipe's input that every micro-batch is given whole, such as a mask over
+    """Marks a tensor in a pipe's input that every micro-batch gets unsplit, such as a mask over
     positions.
 
     Args:
-        tensor: must not require a gradient: it is not split, so no micro-batch has a part of it.
+        tensor: must not require a gradient.
 
     Raises:
         TypeError: ``tensor`` is no tensor.
@@ -43,18 +43,18 @@ class Arguments(NamedTuple):
 
 
 class _Tensor:
-    """Stands for a tensor among the leaves of a value."""
+    """Placeholder for a tensor among the leaves of a value."""
 
 
 _TENSOR = _Tensor()
 
 
 class Structure:
-    """How a value is put together from its tensors.
+    """A value without its tensors.
 
     Args:
         spec: its containers.
-        leaves: what they contain, with a mark where a tensor is.
+        leaves: their leaves, with ``_TENSOR`` in place of each tensor.
     """
 
     def __init__(self, spec: TreeSpec, leaves: Sequence[Any]) -> None:
@@ -62,7 +62,7 @@ class Structure:
         self._leaves = leaves
 
     def build(self, tensors: Sequence[Any]) -> Any:
-        """The value, with ``tensors`` in their places."""
+        """The value with ``tensors``."""
         if self is LONE:
             return tensors[0]
         rest = iter(tensors)
@@ -70,22 +70,18 @@ class Structure:
         return tree_unflatten(leaves, self._spec)
 
     def on(self, device: torch.device) -> Structure:
-        """The same, with the unsplit (:class:`NoChunk`) tensors on ``device``."""
-        for leaf in self._leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device != device:
-                break
-        else:
-            return self
-        return Structure(
-            self._spec,
-            [
-                p2p_copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in self._leaves
-            ],
-        )
+        """This structure with its unsplit (:class:`NoChunk`) tensors on ``device``."""
+        leaves = [
+            p2p_copy(leaf, device)
+            if isinstance(leaf, torch.Tensor) and leaf.device != device
+            else leaf
+            for leaf in self._leaves
+        ]
+        moved = any(new is not old for new, old in zip(leaves, self._leaves, strict=True))
+        return Structure(self._spec, leaves) if moved else self
 
     def foreign(self) -> str | None:
-        """The type of something in it that is neither a tensor's place nor a constant such as a
+        """The type of the first leaf that is neither a split tensor nor a constant such as a
         number."""
         for leaf in self._leaves:
             if leaf is not _TENSOR and type(leaf) not in _PLAIN:
@@ -93,7 +89,7 @@ class Structure:
         return None
 
     def same(self, other: Structure) -> bool:
-        """Whether both fit and have the same constants. Both have nothing :meth:`foreign`."""
+        """Whether both fit and have the same constants. Neither may have :meth:`foreign` leaves."""
         return self is other or (
             self.fits(other)
             and [(type(leaf), leaf) for leaf in self._leaves]
@@ -101,7 +97,7 @@ class Structure:
         )
 
     def fits(self, other: Structure) -> bool:
-        """Whether both have the same containers, and tensors in the same places."""
+        """Whether both have the same containers, with tensors in the same places."""
         return self is other or (
             self._spec == other._spec
             and [leaf is _TENSOR for leaf in self._leaves]
@@ -112,11 +108,11 @@ class Structure:
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 LONE = Structure(tree_flatten(_TENSOR)[1], (_TENSOR,))
-"""Of a value that is a tensor."""
+"""The structure of a value that is a tensor."""
 
 
 def merged(structures: Sequence[Structure]) -> Structure:
-    """The structure of a whole mini-batch's value from those of its micro-batches, which fit: what
+    """The structure of a mini-batch's value from the fitting ones of its micro-batches: a leaf that
     is no tensor becomes a list with an entry per micro-batch, but None stays None."""
     first = structures[0]
     if all(leaf is _TENSOR for leaf in first._leaves):
@@ -129,13 +125,13 @@ def merged(structures: Sequence[Structure]) -> Structure:
 
 
 def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Structure]:
-    """The tensors in ``value``, which an error calls ``what``, and how to put it together again.
+    """The tensors in ``value``, named ``what`` in errors, and its structure.
 
-    Containers are tuples, named tuples, lists, dicts and what is registered with torch's pytree.
+    Containers are tuples, named tuples, lists, dicts and classes registered with torch's pytree.
 
     Raises:
-        TypeError: there is no tensor in ``value``, or one in a dict or dataclass that pytree does
-            not know: it would be neither split nor differentiated.
+        TypeError: ``value`` has no tensor, or one in a dict or dataclass that pytree does not know,
+            which would be neither split nor differentiated.
     """
     if isinstance(value, torch.Tensor):
         return (value,), LONE
@@ -165,7 +161,7 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` and the containers that torch's pytree knows."""
+    """The tensors in ``value``, in containers that torch's pytree knows."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
