@@ -1,4 +1,4 @@
-"""What a graph of a stage has built in, and what it could not repeat."""
+"""What captured graphs of a stage depend on, and what prevents a capture."""
 
 from __future__ import annotations
 
@@ -21,20 +21,16 @@ from pipekernels.pipeline.values.structure import tensors_in
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 
-_looked_at: Callable[[Any], bool] = functools.cache(
+_affects_graphs: Callable[[Any], bool] = functools.cache(
     lambda kind: kind in _PLAIN or kind is tuple or issubclass(kind, torch.Tensor)
 )
-"""Whether graphs may have attributes of a type built in. Asked of every attribute in every
-mini-batch."""
+"""Whether a captured graph may depend on attributes of a type. Cached: called for every attribute
+in every mini-batch."""
 
 
 class Layout:
-    """Where a stage's tensors are and how its layers are set, as its graphs have it built in.
-
-    Args:
-        stage: the stage.
-        device: where its tensors should be.
-    """
+    """The addresses of a stage's tensors and the settings of its layers, on which captured graphs
+    depend. ``why_not`` is set if the stage, which should be on ``device``, cannot be captured."""
 
     def __init__(self, stage: nn.Module, device: torch.device) -> None:
         self.tensors: list[Any] = []
@@ -42,7 +38,7 @@ class Layout:
         settings: list[Any] = []
         numbers: dict[int, int] = {}
         layers: set[nn.Module] = set()
-        stack: list[nn.Module | None] = [stage]  # by hand, as in StageParameters
+        stack: list[nn.Module | None] = [stage]  # Faster than stage.modules().
         while stack:
             layer = stack.pop()
             if layer is None or layer in layers:
@@ -50,7 +46,7 @@ class Layout:
             layers.add(layer)
             stack.extend(reversed(layer._modules.values()))
             entries = vars(layer)
-            values = [value for value in entries.values() if _looked_at(type(value))]
+            values = [value for value in entries.values() if _affects_graphs(type(value))]
             attributes = [v for v in values if type(v) not in _PLAIN and type(v) is not tuple]
             settings.append(layer)
             settings += [v for v in values if type(v) in _PLAIN or _is_plain_tuple(v)]
@@ -80,7 +76,7 @@ def _is_plain_tuple(value: Any) -> bool:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """Settings of the calling thread that choose what layers do."""
+    """Settings of the calling thread that affect which kernels layers run."""
     return (
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
@@ -93,7 +89,7 @@ def torch_settings() -> tuple[Any, ...]:
 
 
 def unfit(value: Activation, device: torch.device) -> str | None:
-    """What in ``value`` cannot enter or leave a graph."""
+    """What in ``value`` cannot be an input or output of a graph; None if all can."""
     foreign = value.structure.foreign()
     if foreign is not None:
         return f"a {foreign}"
@@ -108,11 +104,7 @@ def unfit(value: Activation, device: torch.device) -> str | None:
 
 
 class _Watch(TorchDispatchMode):
-    """Notices operations that a graph could not repeat, or could repeat with the same values only.
-
-    Args:
-        device: that of the graph.
-    """
+    """Notes operations that a graph on ``device`` cannot replay, or only with the same values."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -134,13 +126,13 @@ class _Watch(TorchDispatchMode):
         here = [tensor.device == self._device for tensor in given]
         if any(here) and torch.Tag.data_dependent_output in func.tags:
             return f"the CPU reads a tensor ({name})"
-        # Indexing has a result whose shape depends on values only where it is by a mask.
+        # The shape of an indexing's result depends on values only if the index is a mask.
         masks = [t for t in given[1:] if t.dtype in (torch.bool, torch.uint8)]
         dynamic = torch.Tag.dynamic_output_shape in func.tags and (name != "index" or masks)
         if any(here) and dynamic:
             return f"a shape depends on values ({name})"
         there = [tensor.device != self._device for tensor in made]
-        # Attention returns its seed as well, on the CPU outside captures.
+        # all(): attention also returns its seed, which is on the CPU outside captures.
         if there and all(there) and torch.Tag.nondeterministic_seeded in func.tags:
             return f"random numbers are drawn on another device ({name})"
         if name in ("_to_copy", "copy_") and len({*here, *(not t for t in there)}) > 1:
@@ -150,7 +142,8 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def watched(stage: nn.Module, device: torch.device) -> Iterator[_Watch]:
-    """Watch a pass for what a graph could not repeat; tells afterwards."""
+    """Watch a pass of ``stage``; afterwards ``why_not`` of the yielded object says what a graph
+    could not replay."""
     before = [(layer, vars(layer).copy(), layer._buffers.copy()) for layer in stage.modules()]
     state = random.getstate()
     watch = _Watch(device)

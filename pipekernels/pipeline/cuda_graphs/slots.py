@@ -1,4 +1,4 @@
-"""What graphs of a stage's passes work on: the slots of its micro-batches in flight."""
+"""Slots: the memory and graphs of a captured stage's micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -16,29 +16,26 @@ from pipekernels.pipeline.values.structure import Structure
 
 
 class Signature:
-    """Passes that one graph fits, given other values.
-
-    Args:
-        structure: how the stage's input is put together.
-    """
+    """Passes that differ only in the values of tensors, so that the same graph can run them."""
 
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
+        """The structure of the stage's input."""
         self.ran = False
-        """Whether one has gone by without graphs, its backward included."""
+        """Whether a pass, backward included, has ended without graphs."""
         self.watched = False
-        """Whether one has been watched since: from then on graphs are used."""
+        """Whether a later pass has been watched: from then on graphs are used."""
         self.refused = False
         self.slots: list[Slot] = []
 
     def free_slot(self) -> Slot | None:
-        """One that nobody uses, if there is one."""
+        """A slot not in use, or None."""
         return next((slot for slot in self.slots if slot.lease() is None), None)
 
 
 @dataclass(eq=False)
 class Backward:
-    """A captured backward: the memory of the outputs' gradients, and that of its results."""
+    """A captured backward, with the memory of its arguments (``grads``) and results."""
 
     graph: Graph
     grads: Sequence[torch.Tensor]
@@ -47,18 +44,19 @@ class Backward:
 
 
 class Slot:
-    """Graphs for one micro-batch at a time, and all memory that outlives a replay.
+    """Graphs for one micro-batch at a time, and all memory that must outlive a replay.
 
-    They have a pool of their own: what a forward leaves behind must survive all that is replayed
-    until its backward, and what a backward does is copied before the next forward.
+    Each slot has its own memory pool, because replays of other slots between a forward and its
+    backward must not overwrite what the forward saved. Results of a backward are copied before the
+    slot's next forward.
 
     Args:
         graph: of the forward.
-        pool: what it was captured with, and backwards will be.
-        inputs: what it reads.
-        outputs: what it returned; None for a recomputation.
-        tape: what it left for the backward.
-        leaves: what stood in for the trainable parameters.
+        pool: memory pool of all the slot's captures.
+        inputs: tensors that the graph reads.
+        outputs: what the captured forward returned; None for a recomputation.
+        tape: the captured forward's.
+        leaves: the leaves that the captured forward used as trainable parameters.
     """
 
     def __init__(
@@ -75,21 +73,22 @@ class Slot:
         self.inputs = inputs
         self.tape = tape
         self.backwards: dict[tuple[bool, ...], Backward] = {}
-        """By which outputs have gradients."""
+        """Key: for each output, whether it has a gradient."""
         self.lease: Callable[[], Lease | None] = lambda: None
-        """The latest, while there is somebody who has it. Nothing is done when it ends: Ctrl-C that
-        comes up in a ``__del__`` is lost."""
+        """Weak reference to the latest lease; the slot is free once that is gone. Lease has no
+        ``__del__``, in which a KeyboardInterrupt would be lost."""
         self._outputs = outputs
         self._leaves = leaves
 
     def copied_outputs(self) -> Activation | None:
-        """What the latest replay returned."""
+        """Copies of the outputs of the latest replay."""
         if self._outputs is None:
             return None
         return replace(self._outputs, tensors=copies_of(self._outputs.tensors))
 
     def differentiate(self, task: Task, grads: Grads) -> tuple[Grads, Grads]:
-        """Go through the autograd graph; returns the gradients of the inputs and of the leaves."""
+        """Run the backward of the captured autograd graph; returns the gradients of inputs and of
+        leaves."""
         assert self.tape is not None
         (of_inputs,) = task.backward([self.tape], [grads], keep_graph=True)
         of_leaves = tuple([leaf.grad for leaf in self._leaves])
@@ -104,7 +103,7 @@ class Slot:
 
 
 class Lease:
-    """The use of a slot, until this object is gone."""
+    """Reserves a slot as long as this object lives."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -113,13 +112,13 @@ class Lease:
 
 @dataclass(slots=True)
 class Traced(Tape):
-    """A tape that a backward follows, of a pass with a signature."""
+    """The tape of a pass with a signature, which a backward will follow."""
 
     signature: Signature = None  # type: ignore[assignment]
     lease: Lease | None = None
-    """Of the slot whose memory it is about; None if it was not captured."""
+    """Lease of the slot that has the tape's tensors; None if the pass ran without graphs."""
     versions: int = 0
-    """Of the parameters, at the forward."""
+    """``versions_of`` the parameters, at the forward."""
 
     @classmethod
     def of(
@@ -130,18 +129,19 @@ class Traced(Tape):
 
 
 def versions_of(parameters: Sequence[torch.Tensor]) -> int:
-    """Grows whenever one is modified in place."""
+    """Sum of version counters: increases whenever a parameter is modified in place."""
     return sum([parameter._version for parameter in parameters])
 
 
 @torch.no_grad()
 def write(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Set what a graph reads, behind autograd's back, which remembers it from the capture."""
+    """Copy ``values`` into ``memory``, which a graph reads. Through ``.data``: autograd saved these
+    tensors in the capture and would reject a changed version counter."""
     for place, value in zip(memory, values, strict=True):
         place.data.copy_(value)
 
 
 @torch.no_grad()
 def copies_of(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """What may be referred to while graphs are replayed."""
+    """Copies, which later replays do not overwrite; None stays None."""
     return tuple([None if tensor is None else tensor.clone() for tensor in tensors])

@@ -1,19 +1,18 @@
-"""A stage's forwards and backwards as CUDA graphs: what small layers cost is launching them, and a
-graph is launched at once.
+"""A stage's forwards and backwards as CUDA graphs, which cost one launch instead of many.
 
 Every *signature* (kind of pass, shapes of the input, settings of layers and of torch) is run twice
-without graphs, which sets up what is set up late, and the second time watches for what a graph
-could not repeat. From then on each micro-batch in flight has a *slot*: a graph of the forward, one
-of the backward for each set of outputs that have gradients, and the memory they work on, which is
-nobody else's until the tape of the micro-batch is gone. What enters a graph is copied there, and
-what leaves it is copied out, so neither the user, nor an edge, nor the next stage ever refers to
-memory that a replay overwrites. A slot keeps the autograd graph of its capture as well: it holds
-what the backward needs, and the backward goes through it where it has no graph of its own.
+without graphs, so that lazy initialisation is done; the second run is watched for operations that a
+graph could not repeat. From then on each micro-batch in flight has a *slot*: a graph of the
+forward, one of the backward for each set of outputs that have gradients, and their memory, reserved
+until the tape of the micro-batch is gone. Inputs of a graph are copied in and results copied out,
+so no user, edge or other stage refers to memory that a replay overwrites. A slot also keeps the
+autograd graph of its capture: it has the tensors saved for backward, and runs a backward that has
+no CUDA graph.
 
-A capture changes nothing: no kernel runs, and it has leaves of its own in place of the parameters,
-which have been used on no other stream and are in no cache of autocast's. Generators are seeded
-before a replay as before any forward, and torch gives a graph the numbers that follow from their
-state, so random numbers are the same with graphs and without.
+A capture runs no kernel. It uses leaves of its own in place of the parameters, which no other
+stream has used and autocast has not cached. Generators are seeded before a replay as before any
+forward, and torch's graphs draw from the generators' current state, so random numbers are the same
+with graphs and without.
 """
 
 from __future__ import annotations
@@ -46,20 +45,16 @@ from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Activation, Grads, Randomness, Tape, Task
 
 LIMIT = 128
-"""Most signatures that a stage knows, and most slots that it keeps."""
+"""The most signatures, settings and slots of a stage."""
 PATIENCE = 5
-"""Mini-batches in a row, each with another layout of a stage, after which it says so."""
+"""Consecutive mini-batches with new settings or tensors after which a stage warns."""
 
 Work = Callable[[Activation, Randomness], tuple[Activation | None, Tape | None]]
-"""A pass that may be captured: a stage's forward, given its input."""
+"""A forward or recomputation of a stage, given its input."""
 
 
 class StageGraphs:
-    """The graphs of one stage, from mini-batch to mini-batch.
-
-    Args:
-        task: the stage.
-    """
+    """The graphs of one stage, kept across mini-batches."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -74,25 +69,22 @@ class StageGraphs:
         self._warned: set[str] = set()
 
     def slots(self) -> list[Slot]:
-        """All there are, in use or free."""
+        """All slots, in use or free."""
         return [slot for reference in self._slots if (slot := reference()) is not None]
 
     def add(self, slot: Slot) -> None:
-        """Count one more."""
+        """Add a slot to :meth:`slots`, which signatures and leases keep alive."""
         self._slots = [weakref.ref(known) for known in (*self.slots(), slot)]
 
     def of_run(self, parameters: StageParameters | None) -> GraphedTask:
-        """The stage for one mini-batch, during which its layers stay as they are now.
-
-        Args:
-            parameters: whose aliases the backwards accumulate into, None if there are none.
-        """
+        """The stage for one mini-batch, in which its layers must not change. Backwards accumulate
+        into the aliases of ``parameters``, None if there are none."""
         layout = Layout(self.stage, self.task.device)
         if layout.why_not is not None:
             self.warn(layout.why_not)
             return GraphedTask(self, parameters, None)
         if layout.tensors != self._tensors:
-            # Graphs would go on with the tensors that were there before, and keep their memory.
+            # Captured graphs use, and keep alive, the former tensors.
             self._signatures.clear()
             self._settings.clear()
             self._known = 0
@@ -108,7 +100,7 @@ class StageGraphs:
         return GraphedTask(self, parameters, number)
 
     def signature(self, kind: Any, inputs: Activation) -> Signature | None:
-        """That of passes of one kind on such inputs; None if they run without graphs."""
+        """The signature of passes of one kind on such inputs; None if they run without graphs."""
         why_not = unfit(inputs, self.task.device)
         if why_not is not None:
             self.warn(f"it is given {why_not}")
@@ -129,22 +121,21 @@ class StageGraphs:
         return signature
 
     def capture(self, work: Callable[[], Any], pool: Any, signature: Signature) -> Any:
-        """As ``Recorder.capture``; None if it failed, too, after which ``signature`` runs
-        without."""
+        """As ``Recorder.capture``; if it raises, refuse ``signature`` and return None."""
         try:
             return self.recorder.capture(work, pool)
-        except Exception as error:  # noqa: BLE001 - an error of the work itself comes up without graphs
+        except Exception as error:  # noqa: BLE001 - an error of `work` recurs without graphs
             self.refuse(signature, _reason(error))
             return None
 
     def refuse(self, signature: Signature, why: str) -> None:
-        """Run it without graphs from now on."""
+        """Run passes of ``signature`` without graphs from now on."""
         signature.refused = True
         signature.slots.clear()
         self.warn(why)
 
     def warn(self, why: str) -> None:
-        """Say, once, that passes of the stage run without graphs and why."""
+        """Warn, once per reason, that passes of the stage run without graphs."""
         if why not in self._warned:
             self._warned.add(why)
             warnings.warn(
@@ -153,19 +144,11 @@ class StageGraphs:
 
 
 class GraphedTask:
-    """A :class:`Task` in one mini-batch, which uses graphs where it can.
-
-    Args:
-        graphs: the stage's.
-        parameters: whose aliases the backwards accumulate into.
-        settings: the number of the stage's settings; None if it runs without graphs.
-    """
+    """A :class:`Task` in one mini-batch, which uses graphs where possible. ``settings`` is the
+    number of the stage's settings, None if it runs without graphs."""
 
     def __init__(
-        self,
-        graphs: StageGraphs,
-        parameters: StageParameters | None,
-        settings: int | None,
+        self, graphs: StageGraphs, parameters: StageParameters | None, settings: int | None
     ) -> None:
         self.stages = graphs.task.stages
         self.device = graphs.task.device
@@ -183,7 +166,7 @@ class GraphedTask:
         work = partial(self._task.forward, grad=grad, drop=drop)
         outputs, tape = self._run((grad, drop), work, inputs, randomness)
         if tape is not None and tape.inputs is not None:
-            tape = replace(tape, inputs=inputs)  # not the slot's
+            tape = replace(tape, inputs=inputs)  # Not the slot's, which a replay overwrites.
         assert outputs is not None
         return outputs, tape
 
@@ -214,7 +197,7 @@ class GraphedTask:
     def backward_of_inputs(
         self, tape: Tape, grads: Grads, *, keep_graph: bool
     ) -> tuple[Grads, WeightBackward | None]:
-        """The whole backward: graphs are not cut in two."""
+        """The whole backward: CUDA graphs are not cut in two."""
         return self._backward(tape, grads, keep_graph), None
 
     def _run(
@@ -256,12 +239,12 @@ class GraphedTask:
         else:
             outputs, tape = work(inputs, randomness)
         if tape is None or tape.inputs is not None:
-            signature.ran = True  # No backward belongs to it.
+            signature.ran = True  # The pass has no backward.
             return outputs, tape
         return outputs, Traced.of(tape, signature)
 
     def _slot(self, signature: Signature, work: Work, inputs: Activation) -> Slot | None:
-        """One that nobody uses; None if there can be no more."""
+        """A free slot, captured if there is none; None if that fails or the limit is reached."""
         free = signature.free_slot()
         if free is not None:
             return free
@@ -315,7 +298,7 @@ class GraphedTask:
         return of_inputs
 
     def _backward_graph(self, slot: Slot, signature: Signature, grads: Grads) -> Backward | None:
-        """That for outputs with such gradients; None if there can be none."""
+        """The captured backward for outputs with such gradients; None if it cannot be captured."""
         present = tuple([grad is not None for grad in grads])
         if present not in slot.backwards and not signature.refused:
 
@@ -338,7 +321,7 @@ class GraphedTask:
 
     @torch.no_grad()
     def _accumulate(self, grads: Grads) -> None:
-        """Add to the aliases' gradients what may be overwritten afterwards."""
+        """Add ``grads``, memory that later replays overwrite, to the aliases' gradients."""
         pairs = [(a, g) for a, g in zip(self._aliases, grads, strict=True) if g is not None]
         sums = [(alias.grad, grad) for alias, grad in pairs if alias.grad is not None]
         first = [(alias, grad) for alias, grad in pairs if alias.grad is None]
@@ -352,8 +335,8 @@ class GraphedTask:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what ``error`` says, or of the error that it came up after: the end of a
-    capture that failed raises as well."""
+    """The first line of the message of ``error``, or of its context: if a capture fails, ending it
+    raises a second error."""
     first = error.__context__ or error
     return str(first).strip().partition("\n")[0] or type(first).__name__
 
