@@ -13,8 +13,8 @@ from pipekernels.pipeline.engine import lanes
 from pipekernels.pipeline.schedule.program import Action, Program
 
 Compute = Callable[[Action, Any], Any]
-"""Does an action, given the result of the one on the stage before (``Program.before``; None where
-there is none), and returns its own."""
+"""Runs an action, given the result of the same action on the stage ``Program.before``, or None if
+there is no such stage; returns its own result."""
 
 _STOP = object()
 
@@ -22,7 +22,7 @@ _STOP = object()
 def run_inline(program: Program, compute: Compute, order: Sequence[Action] | None = None) -> None:
     """Run all actions one after another on the calling thread, in ``order``. Default:
     ``program.order``."""
-    results: dict[tuple[int, int, bool], Any] = {}  # by who gets it: stage, micro-batch, direction
+    results: dict[tuple[int, int, bool], Any] = {}  # by receiver: stage, micro-batch, direction
     for action in program.order if order is None else order:
         key = (action.stage, action.micro_batch, action.goes_up)
         result = compute(action, results.pop(key) if program.before(action) is not None else None)
@@ -40,15 +40,15 @@ def run_on_lanes(
 ) -> None:
     """Run each lane of the program on a thread of its own, the last one on the calling thread.
 
-    Results travel through one queue per receiving stage and direction. Its order is the sender's
-    order of actions, which every schedule keeps on both sides. When an action raises, the other
-    lanes stop at their next action, and the first exception is raised here, with its traceback.
+    There is one queue per receiving stage and direction. In every schedule the receiving stage
+    handles micro-batches in the order of the sending one. When an action raises, the other lanes
+    stop at their next action, and the first exception is raised here, with its traceback.
 
     Args:
-        program: per lane, its actions in order.
+        program: the actions.
         compute: called on the lanes.
         threads: intra-op threads of each lane.
-        around: makes the context that a lane enters for the whole program.
+        around: returns a context that a lane enters for the whole program.
     """
     inboxes: dict[tuple[int, bool], SimpleQueue[Any]] = {
         (stage, goes_up): SimpleQueue()
@@ -88,5 +88,5 @@ def run_on_lanes(
         if failures:
             raise failures[0]
     finally:
-        # The exception's frames hold this list: break the cycle, the pass's memory hangs on it.
+        # The exception's frames refer to this list: break the cycle, which keeps the pass's memory.
         failures.clear()

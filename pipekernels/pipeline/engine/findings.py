@@ -1,14 +1,11 @@
-"""What running a pipe's layers has shown about them."""
+"""What a pipe has observed about its layers while running them."""
 
 from __future__ import annotations
 
 
 class LayerFindings:
-    """Kept by a pipe from mini-batch to mini-batch; mini-batches add to it, from any thread.
-
-    Attributes:
-        changing_buffers: ids of buffers that layers change in their forwards.
-    """
+    """Kept across mini-batches, which add to it from any thread. ``changing_buffers`` has the ids
+    of buffers that layers change in their forwards."""
 
     def __init__(self) -> None:
         self.changing_buffers: set[int] = set()
@@ -17,24 +14,21 @@ class LayerFindings:
         self._restores = False
 
     def note_hidden_randomness(self) -> None:
-        """Random numbers are drawn where threads could not keep those of different stages apart."""
+        """Note that layers draw random numbers that lanes cannot seed separately."""
         self._hidden_randomness = True
 
     def note_draws(self) -> None:
-        """Layers draw random numbers where threads keep them apart."""
+        """Note that layers draw random numbers that lanes can seed separately."""
         self._draws = True
 
     def note_restores(self) -> None:
-        """Layers put the process's generator into an earlier state, as those do that recompute
-        themselves. Threads that draw from it meanwhile would draw other numbers."""
+        """Note that layers restore an earlier state of the process-wide generator, as layers do
+        that recompute themselves. That changes the random numbers of other threads."""
         self._restores = True
 
     def refuse_hidden_randomness(self) -> None:
-        """For random numbers that a backward draws on a lane.
-
-        Raises:
-            RuntimeError: always; from the next mini-batch on the pipe runs on one thread.
-        """
+        """Note random numbers drawn by a backward on a lane, and raise a RuntimeError. From the
+        next mini-batch on the pipe runs on one thread."""
         self.note_hidden_randomness()
         raise RuntimeError(
             "a layer of the pipe has begun to draw random numbers in its backward, as layers do "

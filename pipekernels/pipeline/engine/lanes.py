@@ -1,8 +1,7 @@
 """Threads that run stages at the same time, each with its own share of torch's intra-op threads.
 
-Workers belong to the process, not to a pipe: a pass borrows as many as it has lanes and gives them
-back, so pipes come and go without starting threads. They are daemons that sleep on a queue, so they
-never delay interpreter exit.
+Workers belong to the process: a pass borrows one per lane, so a new pipe need not start threads.
+They are daemon threads that wait on a queue, so they never delay interpreter exit.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class _Worker:
         self._jobs.put((job, ended, done))
 
     def _run(self) -> None:
-        # Here: Ctrl-C may keep whoever has started this thread from doing it.
+        # Not by the starting thread, which a KeyboardInterrupt may stop before it does so.
         _workers.append(self)
         while True:
             job, ended, done = self._jobs.get()
             job()
             ended.add(self)
             done.put(None)
-            # Nothing of a finished pass may stay alive in a sleeping worker.
+            # A waiting worker must not keep objects of a finished pass alive.
             del job, ended, done
 
 
@@ -65,7 +64,7 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 
 def _borrow(loan: _Loan) -> _Worker:
-    """One that is no other's until ``loan`` is over."""
+    """A worker for the pass of ``loan``, until ``loan.over``."""
     with holding(_workers_lock):
         for worker in _workers:
             if worker.loan.over:
@@ -78,8 +77,8 @@ _DENORMAL = float.fromhex("0x1p-1074")
 
 
 def _flushes_denormals() -> bool:
-    """Whether ``torch.set_flush_denormal`` is on, on the calling thread. torch does not tell; but
-    then processors take such numbers for zero in comparisons too."""
+    """Whether ``torch.set_flush_denormal`` is on, on the calling thread. torch has no getter, but
+    then comparisons too treat denormals as zero."""
     return _DENORMAL == 0.0
 
 
@@ -104,8 +103,8 @@ def run_together(
     Args:
         jobs: must not raise; they report failure by other means.
         threads: intra-op threads of each job.
-        interrupted: told of an exception (Ctrl-C) that reaches the caller while it waits for the
-            others; it must make them end.
+        interrupted: called with an exception (Ctrl-C) that reaches the caller while it waits for
+            the others; it must make them end.
     """
 
     def on_worker(job: Job) -> Job:
@@ -116,7 +115,7 @@ def run_together(
             if begun:
                 return
             begun.append(None)
-            # A worker keeps both: it has no other use. They are of the thread that sets them.
+            # Both settings are per thread, and need not be restored on a worker.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             if _flushes_denormals() != flush:
@@ -136,12 +135,11 @@ def run_together(
             worker.submit(job, ended, done)
 
     def wait() -> None:
-        # Noted by the workers: an exception may reach this thread between taking a token and noting
-        # it.
+        # Not a count of tokens: an exception may hit this thread after get() has taken one.
         while len(ended) < len(work):
             try:
                 done.get()
-            except BaseException as error:  # noqa: BLE001 - handed on, after the other jobs have ended
+            except BaseException as error:  # noqa: BLE001 - `interrupted` passes it on
                 interrupted(error)
         loan.over = True
 
@@ -153,4 +151,4 @@ def run_together(
                 jobs[-1]()
         except BaseException as error:  # noqa: BLE001
             interrupted(error)
-            submit_all()  # Perhaps not all were; none runs twice.
+            submit_all()  # Some may not have been submitted; a job runs only once.

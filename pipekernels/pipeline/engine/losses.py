@@ -1,4 +1,4 @@
-"""The loss inside the pipeline: that of each micro-batch, and its gradients."""
+"""The loss of each micro-batch, computed inside the pipeline, and its gradients."""
 
 from __future__ import annotations
 
@@ -22,21 +22,16 @@ LossFunction = Callable[..., torch.Tensor]
 
 
 class LossGradients:
-    """Gradients that a loss's own graph has for the stages' parameters, kept apart from theirs.
-
-    Stages accumulate into the aliases meanwhile: there the order, and so the last bits of the sum,
-    would be left to timing.
-
-    Args:
-        stages: whose aliases are in place.
-    """
+    """Gradients that flow from a loss directly to parameters of ``stages``, whose aliases are
+    installed. They are summed separately: stages accumulate into the aliases at the same time, and
+    the order, and so the last bits of a common sum, would depend on timing."""
 
     def __init__(self, stages: Sequence[StageParameters]) -> None:
         self._keys = {id(alias): key for stage in stages for key, (_, alias) in stage.pairs.items()}
         self._grads: dict[int, torch.Tensor] = {}  # by id of the parameter
 
     def capture(self, root: Node | None) -> None:
-        """Take the gradients that a backward from ``root`` has for aliases."""
+        """Register hooks that take the gradients of aliases in a backward from ``root``."""
         stack = [] if root is None else [root]
         seen = set(stack)
         while stack:
@@ -62,7 +57,7 @@ class LossGradients:
     def added_to(
         self, grads: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]
     ) -> tuple[torch.Tensor | None, ...]:
-        """``grads``, those of ``parameters``, with what was captured."""
+        """``grads``, those of ``parameters``, plus the captured gradients."""
         own = [self._grads.get(id(parameter)) for parameter in parameters]
         return tuple(
             [
@@ -76,14 +71,14 @@ class Losses:
     """Computes the loss of each micro-batch, weighted by its share of the batch.
 
     Args:
-        loss: called with the outputs of a micro-batch, as the last stage returned them, and its
-            targets; returns a scalar.
+        loss: called with the last stage's output for a micro-batch, and its targets; returns a
+            scalar.
         targets: the tensors of the targets, None if ``loss`` takes none.
-        structure: how a micro-batch's targets are put together.
+        structure: of a micro-batch's targets.
         mean: whether ``loss`` is a mean over its rows, rather than a sum.
         sizes: rows of each micro-batch.
-        randomness: entered for the loss of a micro-batch: gives it random numbers of its own.
-        gradients: takes the gradients that losses have for the pipe's parameters.
+        randomness: takes a micro-batch; returns a context that seeds its loss.
+        gradients: captures the gradients that losses have for the pipe's parameters.
     """
 
     def __init__(
@@ -120,7 +115,7 @@ class Losses:
             for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
         ]
         tensors = [
-            tensor if leaf is None else Entry.apply(leaf)  # A loss may work in place.
+            tensor if leaf is None else Entry.apply(leaf)  # A loss may modify its input in place.
             for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
         ]
         arguments = [outputs.structure.build(tensors)]
@@ -154,11 +149,7 @@ class Losses:
         return tuple(None if leaf is None else leaf.grad for leaf in leaves)
 
     def check(self) -> None:
-        """Whether there was anything to go through backwards, when all is done.
-
-        Raises:
-            RuntimeError: no loss required a gradient.
-        """
+        """After all micro-batches: raise a RuntimeError if no loss required a gradient."""
         if not self._required_grad:
             raise RuntimeError(
                 "no loss requires a gradient, so nothing can be trained: all parameters are "

@@ -1,4 +1,4 @@
-"""What a mini-batch is to autograd: one node, whose backward the schedule drives."""
+"""A mini-batch as one autograd node, whose backward runs the schedule's backwards."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class PipeNode(torch.autograd.Function):
     """A whole pipe as one node: inputs and parameters in, outputs out.
 
     Args of ``apply``:
-        mini_batch: what runs.
-        outputs: filled by its forward.
+        mini_batch: runs the forward and the backward.
+        outputs: filled by the forward.
         lock: held during each backward.
-        recycle: called after the last one.
+        recycle: called after the last backward.
         *tensors: the inputs, then the parameters.
     """
 
@@ -64,14 +64,14 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool
 
 
 class Given(torch.autograd.Function):
-    """A scalar above tensors, which get ``grads`` as their gradients, those that are None left out.
-    The list is emptied: autograd copies a gradient that anybody else refers to."""
+    """A scalar whose backward gives ``tensors`` the gradients ``grads``, without its Nones. It
+    empties the list, because autograd copies gradients that others refer to."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.grads = grads
-        # On a device that has streams, if any: autograd then has who accumulates wait for the
-        # current one.
+        # On a device with streams, if any, so that autograd makes the accumulation wait for the
+        # current stream.
         devices = [tensor.device for tensor in tensors]
         return torch.zeros((), device=next(filter(has_streams, devices), devices[0]))
 

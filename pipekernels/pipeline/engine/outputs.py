@@ -16,17 +16,18 @@ from pipekernels.pipeline.values.structure import Structure, merged
 
 
 class Sink(Protocol):
-    """Takes the last stage's micro-batches and knows their gradients; only its lane calls it."""
+    """Receives the last stage's outputs and returns their gradients; only that stage's lane calls
+    it."""
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Take the outputs of micro-batch ``m``."""
 
     def grads(self, m: int) -> Grads:
-        """The gradients of the outputs of micro-batch ``m``, None for one that has none."""
+        """The gradients of the outputs of micro-batch ``m``, None for an output without one."""
 
 
 class Outputs:
-    """Joins micro-batches into whole outputs, and cuts the gradients of those up again.
+    """Joins micro-batches into whole outputs, and splits the gradients of the whole outputs.
 
     Args:
         sizes: rows of each micro-batch.
@@ -45,7 +46,7 @@ class Outputs:
         """Write the outputs of micro-batch ``m`` to their place.
 
         Raises:
-            ValueError: they are put together in another way than those of the micro-batches before.
+            ValueError: their structure differs from that of earlier micro-batches.
         """
         if not self._gathers:
             self._gathers = [Gather(self._sizes, self._dim) for _ in outputs.tensors]
@@ -67,13 +68,12 @@ class Outputs:
         return tuple(gather.take() for gather in self._gathers)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The whole output, with ``tensors`` as those that :meth:`take` gave."""
+        """The whole output, built of ``tensors``, the result of :meth:`take`."""
         return merged(self._structures).build(tensors)
 
     @contextmanager
     def given(self, grads: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Have the gradients of the whole outputs in the body, None for one that nobody
-        differentiated."""
+        """Keep the gradients of the whole outputs during the body, None for one without."""
         parts = [
             [None] * len(self._sizes) if grad is None else gather.slices(grad)
             for gather, grad in zip(self._gathers, grads, strict=True)

@@ -1,12 +1,11 @@
-"""Whether a pass runs inline or on threads, and there with backwards whole or in two parts:
-measured, not guessed.
+"""Measures which execution is fastest: inline, on threads, or on threads with split backwards.
 
-With tiny layers, lanes hand the interpreter lock back and forth on every operation, which costs
-more than they hide; and a backward in two parts enters autograd once more for every layer. Where
-the break-even lies depends on the model, the machine and its load, so the first passes of each kind
-try all ways, the fastest is kept, and the others are tried again now and then, so rarely that each
-costs about 1% of the time. Results do not depend on the choice: all ways run the same operations on
-the same number of intra-op threads with the same random numbers.
+With tiny layers, passing the interpreter lock between lanes on every operation costs more than the
+overlap saves; and a backward in two parts enters autograd once more for every layer. Which is
+faster depends on the model, the machine and its load. So the first passes of each kind try all
+executions, the fastest is kept, and the others are tried again so rarely that each costs about 1%
+of the time. Results do not depend on the choice: all run the same operations on the same number of
+intra-op threads with the same random numbers.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ Way = Literal["inline", "threads", "split"]
 """On the calling thread; on a thread per lane; likewise, with backwards in two parts."""
 
 RECENT = 3
-"""Passes of each way that are tried at first, and that are remembered; the best of them counts."""
+"""Number of first trials of each execution, and of latest times kept; the smallest counts."""
 RARELY = 5
-"""The fewest passes between two trials of a slower way."""
+"""The fewest passes between two trials of a slower execution."""
 COST = 0.01
-"""Share of the time that trials of a slower way may take."""
+"""Share of the time that trials of a slower execution may take."""
 
 
 class Kind(NamedTuple):
-    """Alike for passes that take about equally long."""
+    """Passes of equal kind are expected to take about equally long."""
 
     schedule: Schedule
     micro_batches: int
@@ -39,12 +38,12 @@ class Kind(NamedTuple):
     training: tuple[bool, ...]
     """Training flag of each layer."""
     recomputed: int
-    """How many micro-batches are recomputed."""
+    """Number of recomputed micro-batches."""
     may_split: bool
 
 
 class _Record:
-    """What is known of one kind of pass."""
+    """The times of one kind of pass."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self.seconds: dict[Way, deque[float]] = {way: deque(maxlen=RECENT) for way in ways}
@@ -71,7 +70,7 @@ class _Record:
 
 
 class Pace:
-    """Times the ways for each kind of pass and keeps to the fastest."""
+    """Chooses the fastest execution for each kind of pass, from measured times."""
 
     def __init__(self) -> None:
         self._records: dict[Hashable, _Record] = {}
@@ -82,20 +81,15 @@ class Pace:
         return record is None or not record.warm
 
     def choose(self, key: Hashable, ways: Sequence[Way]) -> Way:
-        """The way for the next pass of kind ``key``. Until one has ended they run inline, to warm
-        up.
-
-        Args:
-            key: what tells kinds apart that take about equally long.
-            ways: those that are possible for this kind; always the same.
-        """
+        """The execution of the next pass of kind ``key``: inline until one has ended, to warm up.
+        ``ways`` are the possible ones, always the same for a kind."""
         record = self._records.get(key)
         if record is None:
             record = self._records[key] = _Record(ways)
         return record.choose()
 
     def record(self, key: Hashable, way: Way, seconds: float) -> None:
-        """Note how long a pass of kind ``key`` took; the first is not counted."""
+        """Note how long a pass of kind ``key`` took; the first one is ignored."""
         record = self._records[key]
         if record.warm:
             record.seconds[way].append(seconds)
@@ -103,12 +97,7 @@ class Pace:
 
 
 class Pass:
-    """One pass: the way it goes, and how long it takes.
-
-    Args:
-        pace: what is known of passes.
-        kind: its kind.
-    """
+    """One pass: its execution, and how long it takes."""
 
     def __init__(self, pace: Pace, kind: Kind) -> None:
         self.is_first = pace.is_new(kind)
@@ -119,8 +108,7 @@ class Pass:
         self._seconds = 0.0
 
     def add(self, seconds: float, *, last: bool) -> None:
-        """Count the time of a part of it, ``last`` if nothing follows: a forward counts together
-        with its backward."""
+        """Add the time of a forward or backward; ``last`` if no backward follows."""
         self._seconds += seconds
         if last:
             self._pace.record(self._kind, self.way, self._seconds)

@@ -1,5 +1,4 @@
-"""Where the random numbers of one mini-batch come from, and what is watched for while they are
-drawn."""
+"""Seeds the tasks of one mini-batch, and watches how their layers draw random numbers."""
 
 from __future__ import annotations
 
@@ -16,28 +15,28 @@ from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
     DrawWatch,
     HookWatch,
-    LaneRandom,
     RunRandom,
 )
 
 Mode = Literal["inline", "hooks", "audited", "threads"]
-"""Tasks run one after another; likewise, and hooks on tensors are noticed; likewise, and it is
-watched whether threads could keep all random numbers apart; tasks run beside each other."""
+"""``inline``: tasks run one after another. ``hooks``: likewise, and hooks on tensors are noted.
+``audited``: likewise, and it is checked whether lanes could seed all random numbers. ``threads``:
+tasks run at the same time."""
 
 
 class TaskRandomness:
     """The random numbers of each (stage, micro-batch) of one mini-batch.
 
-    Making one draws a number from the default CPU generator.
+    The constructor draws a number from the default CPU generator.
 
     Args:
-        devices: where the stages are.
-        findings: hears what is found out about the layers.
+        devices: of the stages.
+        findings: gets what is observed about the layers.
         mode: how the tasks run.
 
     Attributes:
-        saw_tensor_hooks: whether a forward made hooks on tensors; unknown in mode ``'inline'``.
-        in_backward: makes the context in which graphs are gone through backwards.
+        saw_tensor_hooks: whether a forward made hooks on tensors; always False in mode 'inline'.
+        in_backward: returns the context in which autograd runs a graph's backward.
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class TaskRandomness:
         if mode == "threads":
             self.in_backward = partial(entered, DrawWatch(findings.refuse_hidden_randomness))
         elif mode == "audited":
-            # A layer that recomputes its forward puts back the state of the process's generator,
-            # which on lanes would be anybody's.
+            # A layer that recomputes its forward restores the state of the process-wide generator,
+            # which other lanes use too.
             watch = BackwardWatch(findings.note_hidden_randomness, findings.note_restores)
             self.in_backward = partial(entered, watch)
 
     def of(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        """Entered around a task, on its thread."""
+        """A context for a task, entered on its thread."""
         if self._mode == "inline":
             return self._random.inline(micro_batch, stage)
         if self._mode == "hooks":
@@ -74,15 +73,12 @@ class TaskRandomness:
     @contextmanager
     def _watching_draws(self, micro_batch: int, stage: int) -> Iterator[None]:
         audits = self._mode == "audited"
-        with entered(self._task_random(micro_batch, stage, audits)) as watch:
+        make = self._random.audited if audits else self._random.on_lane
+        with entered(make(micro_batch, stage)) as watch:
             yield
-        if watch.saw_tensor_hooks:  # Not `|=`, by which lanes could undo each other's.
+        if watch.saw_tensor_hooks:  # Not `|=`, which is not atomic: lanes run this concurrently.
             self.saw_tensor_hooks = True
         if watch.drew:
             self._findings.note_draws()
         if audits and not watch.saw_everything():
             self._findings.note_hidden_randomness()
-
-    def _task_random(self, micro_batch: int, stage: int, audits: bool) -> LaneRandom:
-        make = self._random.audited if audits else self._random.on_lane
-        return make(micro_batch, stage)

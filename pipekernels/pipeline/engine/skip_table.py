@@ -1,4 +1,4 @@
-"""Skips on their way from stage to stage, and their gradients on the way back."""
+"""Passes skips from stage to stage, and their gradients back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ Skips = Mapping[Key, tuple[torch.Tensor, bool]]
 
 
 class SkipTable:
-    """The skips of one mini-batch, and their gradients, between the stage that leaves them here and
-    the one that takes them. All that lies between the two in the pipeline has happened between, so
-    nobody waits.
+    """The skips of one mini-batch, and their gradients, from the stage that stashes them until the
+    one that pops them. The stages in between run in between, so no synchronisation is needed.
 
     Args:
-        routes: which there are.
+        routes: which stages send and receive skips.
         devices: of the stages.
     """
 
@@ -28,12 +27,12 @@ class SkipTable:
         self._devices = devices
         self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
         self._versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
-        # Where those were that are brought to another device. Their gradients go back to it.
+        # Devices of skips before they were copied to another; their gradients are copied back.
         self._homes: dict[tuple[Key, int], torch.device] = {}
         self._grads: dict[tuple[Key, int], torch.Tensor | None] = {}
 
     def leave(self, skips: Skips, m: int, transport: Transport) -> None:
-        """Leave those of micro-batch ``m`` for the stages that pop them."""
+        """Keep skips of micro-batch ``m`` for the stages that pop them."""
         for key, (skip, wants) in skips.items():
             receiver = self._routes.receiver[key]
             device = self._devices[receiver]
@@ -45,10 +44,10 @@ class SkipTable:
                 self._versions[key, m] = skip._version
 
     def take(self, keys: Sequence[Key], m: int) -> Skips:
-        """Those of ``keys`` that there are of micro-batch ``m``.
+        """The skips of micro-batch ``m`` for ``keys``; those that are None are left out.
 
         Raises:
-            RuntimeError: one that wants a gradient was written to meanwhile.
+            RuntimeError: a skip that wants a gradient has been modified in place.
         """
         found = {key: self._skips.pop((key, m)) for key in keys if (key, m) in self._skips}
         for key, (skip, wants) in found.items():
@@ -67,7 +66,7 @@ class SkipTable:
         m: int,
         transport: Transport,
     ) -> None:
-        """Leave the gradients of ``keys`` for the stages that have stashed these."""
+        """Keep the gradients of ``keys`` for the stages that stashed them."""
         for key, grad in zip(keys, grads, strict=True):
             home = self._homes.get((key, m))
             if home is not None:
@@ -76,9 +75,9 @@ class SkipTable:
             self._grads[key, m] = grad
 
     def take_grads(self, keys: Sequence[Key], m: int) -> list[torch.Tensor | None]:
-        """The gradients of ``keys``, None of one that has none."""
+        """The gradients of ``keys``, None for a skip without one."""
         return [self._grads.pop((key, m), None) for key in keys]
 
     def forget_grads(self) -> None:
-        """A backward has ended."""
+        """Drop what a backward that has ended left."""
         self._grads.clear()

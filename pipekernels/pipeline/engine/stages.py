@@ -1,4 +1,4 @@
-"""The stages of a pipe: their layers, where they are, and what runs them."""
+"""The stages of a pipe: their layers, devices and tasks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from pipekernels.pipeline.stage.task import Task
 
 @dataclass(frozen=True)
 class LayerTraits:
-    """What can be seen of layers without running them, and decides how they may run."""
+    """Properties of the layers, known without running them, that restrict how they may run."""
 
     training: tuple[bool, ...]
     """Training flag of each layer."""
     has_deferred_batch_norm: bool
     recurrent: tuple[nn.RNNBase, ...]
-    """Layers that draw their dropout inside one call with all else that they do."""
+    """Layers that draw their dropout masks in C++, inside one call."""
     may_use_threads: bool
-    """Whether stages may run beside each other, as far as can be told without running them."""
+    """Whether stages may run at the same time, as far as is known without running them."""
 
     def draw_hidden_dropout(self) -> bool:
-        """Whether random numbers are drawn where threads could not keep those of stages apart."""
+        """Whether layers draw random numbers that lanes cannot seed separately."""
         return any(layer.dropout > 0 and layer.training for layer in self.recurrent)
 
 
 class Stages:
-    """What stays the same from mini-batch to mini-batch, unless layers change.
+    """The state that mini-batches share.
 
     Args:
         modules: the stages' layers.
@@ -45,12 +45,12 @@ class Stages:
 
     Attributes:
         modules, devices: as above.
-        skips: which skips go from stage to stage.
+        skips: the routes of skips between stages.
         tasks: one per stage.
-        graphs: by stage, those that run as CUDA graphs.
-        fused: all stages as one task, where they may be run so on one thread.
+        graphs: by stage, for stages that run as CUDA graphs.
+        fused: all stages as one task, or None if they must not be fused.
         with_streams: the devices whose work is issued to streams.
-        done_when_issued: stages whose work is done when the thread that runs them has issued it.
+        done_when_issued: stages on devices without streams, whose calls return when done.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Stages:
         )
 
     def look_at_layers(self) -> LayerTraits:
-        """Their traits now; to be called again whenever they have changed.
+        """The present traits of the layers; must be called again whenever layers have changed.
 
         Raises:
             ValueError: FSDP shards a layer.
@@ -101,17 +101,17 @@ class Stages:
                 all(device.type == "cpu" for device in self.devices)
                 and not self.graphs
                 # Stages that share a layer would run it, and accumulate into its parameters, in an
-                # order left to timing.
+                # order that depends on timing.
                 and len(layers) == len(set(layers))
-                # Ranks must call collectives in one order, and lanes know none between stages.
+                # All ranks must call collectives in one order; lanes do not order their stages'.
                 and not any(map(has_collectives, layers))
             ),
         )
 
 
 def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:
-    """FSDP puts the gathered parameters where the aliases are, and keeps gradients to itself until
-    a backward, as autograd knows it, has ended."""
+    """Raise a ValueError if FSDP shards a layer: it would replace the aliases by gathered
+    parameters, and reduces gradients only after the backward of the whole autograd graph."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return

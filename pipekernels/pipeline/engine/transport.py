@@ -1,12 +1,11 @@
-"""What goes from stage to stage where stages are on several devices, and on which streams they
-compute.
+"""Copies activations between stages' devices, and chooses the streams on which stages compute.
 
-A stage computes on the stream that was its device's current one in the forward, so a device does
-its stages' work in the order of issue, and what the caller does before and after needs no
-synchronisation. The run keeps these streams: a backward may be called from another thread, of
-autograd or of the user, whose current streams are others. Copies have streams of their own
-(``device/edge.py``); one begins when the stage that made its source has been issued, and the stage
-that takes it waits for it when its own turn comes.
+A stage computes on the stream that was its device's current one in the forward, so a device runs
+its stages in the order of issue, and the caller needs no synchronisation before or after. The run
+keeps these streams, because its backward may be called from another thread, of autograd or of the
+user, with other current streams. Copies have streams of their own (``device/edge.py``): a copy is
+issued right after the stage that made its source, and the receiving stage waits for it before it
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pipekernels.pipeline.schedule.timeline import Clock, HostClock, StreamClock
 
 
 class Receiver(NamedTuple):
-    """Who uses what is sent: an action's stage, -1 for the caller, and micro-batch."""
+    """The action that uses a copy: its stage (-1: the caller), micro-batch and direction."""
 
     stage: int
     micro_batch: int
@@ -34,20 +33,16 @@ class Receiver(NamedTuple):
 
 
 class Transport:
-    """Moves the tensors of one run between devices.
-
-    Args:
-        devices: those of the stages' that have streams.
-    """
+    """Moves tensors of one run between devices; ``devices`` are those of stages with streams."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams: dict[torch.device, Stream] = {
             device: streams.current(device) for device in devices
         }
         self.arrivals: dict[Receiver, list[Arrival]] = {}
-        """What is on its way."""
+        """Copies that their receivers have not waited for yet."""
         self._edges: set[Edge] = set()
-        # Where a forward's backward never comes, its graph keeps received buffers until then.
+        # If no backward is run, the graph keeps received buffers until it is freed: settle then.
         self._at_end = at_end(settle_all) if devices else None
 
     def stream(self, device: torch.device) -> Stream:
@@ -59,14 +54,14 @@ class Transport:
         return streams.using(self.stream(device))
 
     def clock(self, device: torch.device) -> Clock:
-        """Tells when stages on ``device`` do their work."""
+        """A clock for the work of stages on ``device``."""
         stream = self.stream(device)
         return HostClock() if stream is streams.HOST else StreamClock(stream)  # type: ignore[arg-type]
 
     @contextmanager
     def phase(self) -> Iterator[None]:
-        """A forward or a backward of the run: behind what the caller's current streams have been
-        given, and before what they are given afterwards."""
+        """A context for a forward or backward. Its work waits for earlier work on the caller's
+        current streams; later work there waits for it."""
         callers = streams.currents(self._streams)
         for device, stream in self._streams.items():
             _follow(stream, streams.current(device))
@@ -77,12 +72,12 @@ class Transport:
             streams.make_current(callers)
             for device, stream in self._streams.items():
                 _follow(streams.current(device), stream)
-                # Autograd takes it that gradients on another device than their node's were made on
-                # the default stream there (until torch 2.8; on the current one since).
+                # For gradients on another device than their node's, autograd waits for the default
+                # stream there (until torch 2.8; since then for the current one).
                 _follow(streams.default(device), stream)
 
         with restoring(leave):
-            # The first stage's device is the current one in the end.
+            # Reversed, so that the first stage's device becomes the current one.
             streams.make_current(reversed(self._streams.values()))
             yield
 
@@ -92,15 +87,16 @@ class Transport:
         targets: Sequence[torch.device],
         receiver: Receiver,
     ) -> tuple[Any, ...]:
-        """Begin to copy each tensor to its target, behind what its device's current stream has been
-        given; :meth:`receive` gives the copies' values. What is in its place, and None, stays."""
+        """Issue copies of each tensor to its target, after the work that its device's current
+        stream has been given. The copies may be read after :meth:`receive`. Tensors that are on
+        their target already, and None, are returned as they are."""
         result = list(tensors)
-        ways: dict[tuple[torch.device, torch.device], list[int]] = {}
+        routes: dict[tuple[torch.device, torch.device], list[int]] = {}
         for i, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
             if tensor is not None and tensor.device != target:
-                ways.setdefault((tensor.device, target), []).append(i)
-        for way, indices in ways.items():
-            used = edge(*way, backward=receiver.backward)
+                routes.setdefault((tensor.device, target), []).append(i)
+        for route, indices in routes.items():
+            used = edge(*route, backward=receiver.backward)
             copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self._edges.add(used)
             self.arrivals.setdefault(receiver, []).append(arrival)
@@ -109,7 +105,7 @@ class Transport:
         return tuple(result)
 
     def receive(self, receiver: Receiver) -> None:
-        """Wait for all that was sent to ``receiver``: to be called before it uses any of it."""
+        """Make ``receiver`` wait for all copies sent to it; it must call this before it reads."""
         for arrival in self.arrivals.pop(receiver, ()):
             arrival.wait()
         if not self._streams:
