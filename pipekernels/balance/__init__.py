@@ -1,5 +1,4 @@
-"""A ``balance`` for ``Pipe`` from measurements: what the layers cost, cut so that the most
-expensive stage costs least.
+"""A ``balance`` for ``Pipe`` that minimises the cost of the most expensive stage, as measured.
 
 The interface is fairscale's and torchgpipe's::
 
@@ -9,9 +8,9 @@ The interface is fairscale's and torchgpipe's::
     balance = balance_by_time(2, module, sample)
     pipe = Pipe(module, balance, chunks=8)
 
-Profiling leaves the module as it is: parameters and their ``.grad``, buffers, training mode,
-devices; and the state of torch's random number generators. It runs copies of the layers, one at a
-time. Layers with collectives cannot be timed: balance first, then shard them.
+Profiling runs copies of the layers, one at a time. It does not change the module (parameters and
+their ``.grad``, buffers, training mode, devices) nor the state of torch's random number generators.
+Layers with collectives cannot be timed: balance first, then shard them.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
-    """The balance whose slowest stage takes least time for a forward and a backward.
+    """The balance that minimises the slowest stage's time for a forward and a backward.
 
     Args:
         partitions: number of stages.
         module: the layers.
         sample: a typical argument of the first layer: a tensor ``[batch, ...]`` or a tuple, list or
-            dict of them. Best is the size of a micro-batch: small ones are relatively more work for
-            some layers than for others.
+            dict of them. Best is the size of a micro-batch, because the relative cost of layers
+            depends on it.
         timeout: how long to measure, in seconds. All layers take turns, each at least three times
             after a warm-up; the smallest of its times counts.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
@@ -81,22 +80,21 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]:
-    """The balance whose largest stage takes least memory.
+    """The balance that minimises the largest stage's memory.
 
-    A stage's memory is taken as what one micro-batch keeps for its backward, which is what
-    checkpointing leaves of the activations, and ``param_scale`` times its trainable parameters;
-    parameters that are frozen, and buffers, count once. Without checkpointing use
-    :func:`pipekernels.plan_pipeline`.
+    A stage's memory is estimated as the activations that one micro-batch keeps for its backward, as
+    with checkpointing, plus ``param_scale`` times its trainable parameters, plus frozen parameters
+    and buffers. Without checkpointing use :func:`pipekernels.plan_pipeline`.
 
     Args:
         partitions: number of stages.
         module: the layers.
-        input: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple,
+        input: a mini-batch of the size used in training: a tensor ``[batch, ...]`` or a tuple,
             list or dict of them.
         chunks: number of micro-batches that it will be cut into.
-        param_scale: how many times the parameters are held in training: themselves, their
-            gradients, and the optimizer's state. SGD 2, with momentum 3; Adam 4, with ``amsgrad``
-            5; Adagrad 3; RMSprop 3, with momentum or ``centered`` 4, with both 5.
+        param_scale: memory for a parameter, its gradient and optimizer state, in sizes of the
+            parameter. SGD 2, with momentum 3; Adam 4, with ``amsgrad`` 5; Adagrad 3; RMSprop 3,
+            with momentum or ``centered`` 4, with both 5.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Contiguous blocks of a sequence, about equally large."""
+"""Cuts a sequence into contiguous blocks with about equal sums."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pipekernels.pipeline.stage import partition
 def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
     """Cut ``sequence`` into blocks so that the largest sum of a block is smallest.
 
-    fairscale and torchgpipe look for the smallest variance (Barany and Grinberg, 2013) and may miss
-    it; this is exact::
+    This is exact; fairscale and torchgpipe search for the smallest variance (Barany and Grinberg,
+    2013) and may miss it::
 
         >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
         [[1, 2, 3, 4], [5, 6]]

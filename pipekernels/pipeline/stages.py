@@ -1,4 +1,4 @@
-"""Pipelines put together from stage objects."""
+"""Pipelines built from stage objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PipelineStage(nn.Module):
         stage = PipelineStage(0).add_layer(nn.Linear(784, 256)).add_layer(nn.ReLU())
 
     Args:
-        index: its place in the pipeline, from 0.
+        index: the stage's position in the pipeline, from 0.
 
     Raises:
         ValueError: ``index`` is no integer of at least 0.
@@ -71,9 +71,9 @@ class PipelineParallel(Pipe):
         output = pipeline(input)
 
     An input of ``b`` entries is cut into ``min(num_micro_batches, b)`` micro-batches. Each stage
-    runs on the device where its layers are; one without parameters and buffers on that of the stage
-    before it, or, at the beginning, of the first stage that has some. All else is as in ``Pipe``,
-    whose partitions are the stages.
+    runs on the device of its layers; a stage without parameters and buffers runs on the device of
+    the previous stage or, if no earlier stage has any, on that of the first stage that has some.
+    The rest is as in ``Pipe``, whose partitions are the stages.
 
     Args:
         stages: in any order; their indices are 0 to n - 1.
@@ -86,8 +86,9 @@ class PipelineParallel(Pipe):
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
             1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
 
-    Its forward and ``train_step`` raise a TypeError when a stage has got hooks and the like since,
-    and a RuntimeError when its layers are others: layers are replaced in ``partitions``.
+    If a stage gets hooks, parameters or a forward of its own later, forward and ``train_step``
+    raise a TypeError; if layers of a stage are replaced, a RuntimeError: replace them in
+    ``partitions``.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class PipelineParallel(Pipe):
         )
         for stage in ordered:
             stage._complete = True
-        # In tuples they are not registered: the partitions hold the layers already.
+        # Tuples, so that they are not registered as submodules, which the partitions' layers are.
         self._stages = tuple(ordered)
         self._given = tuple([tuple(stage.layers) for stage in ordered])
 
@@ -133,7 +134,7 @@ class PipelineParallel(Pipe):
         return len(self._stages)
 
     def stage(self, index: int) -> PipelineStage | None:
-        """The stage of that index; None where there is none."""
+        """The stage with that index, or None."""
         return self._stages[index] if 0 <= index < len(self._stages) else None
 
 
@@ -174,7 +175,7 @@ def _check_only_layers(stage: PipelineStage) -> None:
 
 
 def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
-    """Where each stage runs."""
+    """The device of each stage."""
     found = [_device(stage) for stage in stages]
     current = next((device for device in found if device is not None), torch.device("cpu"))
     devices = []

@@ -1,2 +1,2 @@
-"""Device maps: the modules of any model placed on devices by name, and its forward run micro-batch
-by micro-batch. Public doors: ``pipekernels.parallelize_pipeline`` and its companions."""
+"""Device maps (``pipekernels.parallelize_pipeline``): places the modules of any model on devices by
+name, and runs its forward micro-batch by micro-batch."""

@@ -1,4 +1,4 @@
-"""What layers cost, measured; what a pipe of them would cost; and the search for the best one.
+"""Measures the cost of layers, predicts that of pipes, and searches for the best pipe.
 
-Stands above ``Pipe``, which it builds; ``pipekernels.balance`` calls in too.
+Depends on ``Pipe``, which it builds; ``pipekernels.balance`` uses the measurements too.
 """

@@ -1,2 +1,2 @@
-"""Who runs which micro-batch when, as data: programs, the simulator that times them, and the
-timeline of what ran. Knows nothing of layers; the engine and the planner call in."""
+"""Schedules as data, a simulator that predicts their times, and timelines of actual runs. Does not
+depend on layers; used by the engine and the planner."""

@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: who runs which micro-batch, in which order.
+"""Pipeline schedules as data: which lane runs which action, in which order.
 
-Nothing here touches a tensor or a thread: the executors (``executor.py``) run programs,
-:func:`simulate` predicts them.
+No tensors and threads here: the executors (``executor.py``) run programs, :func:`simulate` predicts
+their times.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
 from pipekernels._arguments import integer
@@ -30,23 +30,19 @@ class Action(NamedTuple):
 
     @property
     def goes_up(self) -> bool:
-        """Whether its result travels from the last stage towards the first."""
+        """Whether its result goes from the last stage towards the first."""
         return self.kind in ("B", "I")
 
 
 class Program:
-    """Per lane, the actions that it runs, in order.
-
-    Args:
-        lanes: one sequence of actions per lane. A stage belongs to one lane.
-    """
+    """The actions of each lane, in order. A stage belongs to one lane."""
 
     def __init__(self, lanes: Sequence[Sequence[Action]]) -> None:
         self.lanes = tuple(tuple(lane) for lane in lanes)
         self.stages = 1 + max((a.stage for lane in self.lanes for a in lane), default=-1)
 
     def before(self, action: Action) -> int | None:
-        """The stage whose result ``action`` is given, None for none."""
+        """The stage whose result ``action`` receives, or None."""
         if action.kind == "F":
             return action.stage - 1 if action.stage > 0 else None
         if action.goes_up:
@@ -54,7 +50,7 @@ class Program:
         return None
 
     def after(self, action: Action) -> int | None:
-        """The stage that is given the result of ``action``, None for none."""
+        """The stage that receives the result of ``action``, or None."""
         if action.kind == "F":
             return action.stage + 1 if action.stage < self.stages - 1 else None
         if action.goes_up:
@@ -63,17 +59,17 @@ class Program:
 
     @cached_property
     def order(self) -> tuple[Action, ...]:
-        """All actions in one order that a single thread can run."""
+        """All actions, in an order in which a single thread can run them."""
         return linearize(self)
 
     @cached_property
     def lane_of(self) -> dict[int, int]:
-        """Which lane runs a stage."""
+        """The lane of each stage."""
         return {action.stage: i for i, lane in enumerate(self.lanes) for action in lane}
 
     @cached_property
     def splits(self) -> bool:
-        """Whether it has backwards in two parts."""
+        """Whether the program has backwards in two parts."""
         return any(action.kind == "I" for lane in self.lanes for action in lane)
 
     @cached_property
@@ -90,13 +86,12 @@ class Program:
 def _split_backwards(
     stage: int, micro_batches: Iterable[int], forwards: Sequence[Action] = ()
 ) -> list[Action]:
-    """The backwards of ``stage`` in two parts, W behind I by as many micro-batches as there are
-    stages before it: just enough for those to find work without a pause, and no more, because the
-    graph of a micro-batch lives until its W. Stage 0 has nobody who waits. ``forwards`` follow the
-    backwards one by one."""
+    """The backwards of ``stage`` in two parts, alternating with ``forwards``. W is ``stage``
+    micro-batches behind I: enough to keep the earlier stages busy, and no more, because the graph
+    of a micro-batch lives until its W. No stage waits for stage 0, whose backwards are whole."""
     waiting: list[int] = []
     actions: list[Action] = []
-    more = iter(forwards)
+    remaining = iter(forwards)
     for m in micro_batches:
         if stage == 0:
             actions.append(Action("B", stage, m))
@@ -105,7 +100,7 @@ def _split_backwards(
             waiting.append(m)
         if len(waiting) > stage:
             actions.append(Action("W", stage, waiting.pop(0)))
-        actions += [action for action in (next(more, None),) if action is not None]
+        actions += islice(remaining, 1)
     return actions + [Action("W", stage, m) for m in waiting]
 
 
@@ -114,13 +109,13 @@ def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
     """The schedule of GPipe (Huang et al., 2019): every forward, then every backward, last
     micro-batch first.
 
-    The last micro-batch leads the backward because ``checkpoint='except_last'`` keeps its
-    activations: while the others are recomputed, it already travels up the pipeline.
+    The backward begins with the last micro-batch because ``checkpoint='except_last'`` keeps its
+    activations: earlier stages can begin while the others are recomputed.
 
     Args:
         stages: number of stages, a lane each.
         micro_batches: number of micro-batches.
-        split: whether stages do their backwards in two parts (:func:`zb_h1`).
+        split: whether backwards are in two parts (:func:`zb_h1`).
     """
     lanes = []
     for stage in range(stages):
@@ -149,9 +144,9 @@ def one_f_one_b(stages: int, micro_batches: int) -> Program:
 
 @lru_cache(maxsize=256)
 def zb_h1(stages: int, micro_batches: int) -> Program:
-    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B whose backwards are done in
-    two parts, so that gradients travel up sooner and the rest fills the bubble at the end. A stage
-    holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B.
+    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B with backwards in two parts,
+    so that gradients reach earlier stages sooner and the second parts fill the bubble at the end. A
+    stage holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B.
 
     Args:
         stages: number of stages, a lane each.
@@ -170,11 +165,11 @@ def zb_h1(stages: int, micro_batches: int) -> Program:
 @lru_cache(maxsize=256)
 def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     """Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): lane ``i`` runs the stages ``i``,
-    ``i + lanes``, ``i + 2 * lanes``, ... The more stages per lane, the shorter the bubble and the
-    more travels between lanes. With one stage per lane it is 1F1B.
+    ``i + lanes``, ``i + 2 * lanes``, ... More stages per lane mean a shorter bubble and more
+    communication between lanes. With one stage per lane it is 1F1B.
 
-    Micro-batches go through a lane's stages in groups of ``lanes``, or a few more where they do not
-    come out even.
+    Micro-batches go through a lane's stages in groups of ``lanes``, or of a few more if ``lanes``
+    does not divide their number.
 
     Args:
         lanes: number of lanes.
@@ -184,21 +179,21 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     Raises:
         ValueError: ``stages`` is no multiple of ``lanes``.
     """
-    _check_deal(lanes, stages)
-    rounds = stages // lanes  # Stages per lane.
+    _check_lanes(lanes, stages)
+    stages_per_lane = stages // lanes
     count = max(1, micro_batches // lanes)
     bounds = [group * micro_batches // count for group in range(count + 1)]
     groups = [range(begin, end) for begin, end in pairwise(bounds)]
     largest = max(len(group) for group in groups)
     program = []
     for lane in range(lanes):
-        mine = range(lane, stages, lanes)
-        forwards = [Action("F", s, m) for group in groups for s in mine for m in group]
-        backwards = [Action("B", s, m) for group in groups for s in reversed(mine) for m in group]
-        if rounds == 1:
+        own = range(lane, stages, lanes)
+        forwards = [Action("F", s, m) for group in groups for s in own for m in group]
+        backwards = [Action("B", s, m) for group in groups for s in reversed(own) for m in group]
+        if stages_per_lane == 1:
             warm_up = lanes - lane
         else:
-            warm_up = 2 * (lanes - lane - 1) + (rounds - 1) * largest + 1
+            warm_up = 2 * (lanes - lane - 1) + (stages_per_lane - 1) * largest + 1
         warm_up = min(warm_up, len(forwards))
         actions = forwards[:warm_up]
         for i, backward in enumerate(backwards):
@@ -208,7 +203,7 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     return Program(program)
 
 
-def _check_deal(lanes: int, stages: int) -> None:
+def _check_lanes(lanes: int, stages: int) -> None:
     if lanes < 1 or stages % lanes:
         raise ValueError(
             f"{stages} stages cannot be dealt out to {lanes} lanes alike; "
@@ -222,7 +217,7 @@ class Schedule:
 
     Args:
         name: one of :data:`SCHEDULES`.
-        interleave: for ``'interleaved'``, the number of lanes that the stages are dealt out to.
+        interleave: for ``'interleaved'``, the number of lanes.
 
     Raises:
         ValueError: there is no such schedule, or ``interleave`` is missing, no integer of at least
@@ -244,17 +239,13 @@ class Schedule:
             integer("the number of lanes", self.interleave)
 
     def lanes(self, stages: int) -> int:
-        """How many lanes run ``stages`` stages.
-
-        Raises:
-            ValueError: the stages cannot be dealt out to the lanes alike.
-        """
+        """Number of lanes for ``stages`` stages; ValueError if it does not divide ``stages``."""
         lanes = min(self.interleave or stages, stages)
-        _check_deal(lanes, stages)
+        _check_lanes(lanes, stages)
         return lanes
 
     def program(self, stages: int, micro_batches: int, *, split: bool = False) -> Program:
-        """The program; ``split``, for GPipe's alone: with backwards in two parts."""
+        """The program; ``split``, for GPipe only, gives it backwards in two parts."""
         if self.interleave is not None:
             return interleaved(self.lanes(stages), stages, micro_batches)
         if split:
@@ -273,7 +264,7 @@ GPIPE = Schedule("gpipe")
 
 
 class _Progress:
-    """Which actions of a program are done, and whether a lane's next one may start."""
+    """The actions of a program that are done, and which may start."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -287,8 +278,8 @@ class _Progress:
         return actions[position] if position < len(actions) else None
 
     def needs(self, action: Action) -> list[Action]:
-        """What must be done before ``action``: the same on the stage before, and for a backward its
-        own forward, or its first part."""
+        """The actions that must be done before ``action``: that of ``Program.before``, and for a
+        backward its forward or first part."""
         kind, stage, m = action
         needs: list[Action] = []
         before = self.program.before(action)
@@ -297,7 +288,7 @@ class _Progress:
             needs += [Action(k, before, m) for k in kinds]
         if kind != "F":
             needs.append(Action("I" if kind == "W" else "F", stage, m))
-        # A program may hold one phase alone; what it does not contain has happened before.
+        # Actions missing from the program, such as the forwards of backwards alone, are done.
         return [need for need in needs if need in self.all]
 
     def ready(self, action: Action) -> bool:
@@ -309,8 +300,8 @@ class _Progress:
 
 
 def linearize(program: Program) -> tuple[Action, ...]:
-    """One order of all actions that a single thread can run: backwards first, then as deep as
-    possible, so that little is in flight.
+    """One order of all actions that a single thread can run: backwards first, then micro-batches
+    furthest along, so that few are in flight.
 
     Raises:
         ValueError: the program cannot be run by any order (its lanes wait for each other).
@@ -323,7 +314,7 @@ def linearize(program: Program) -> tuple[Action, ...]:
         if not runnable:
             waiting = [a for _, a in heads if a is not None]
             raise ValueError(f"the program deadlocks: its lanes wait at {waiting}")
-        # Forwards go down the pipeline, backwards up: the furthest along its way is the deepest.
+        # Furthest along: the last stage for a forward, the first stage for a backward.
         action, lane = max(
             runnable, key=lambda al: (al[0].kind != "F", al[0].stage * (1 - 2 * al[0].goes_up))
         )
@@ -334,14 +325,14 @@ def linearize(program: Program) -> tuple[Action, ...]:
 
 @lru_cache(maxsize=256)
 def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tuple[Action, ...]:
-    """One order of all actions for a thread that issues them to devices and goes on at once: that
-    in which ideal lanes would start them. A device that several lanes share, and that works in the
-    order of issue, is then not kept waiting by what is far from ready.
+    """The order in which ideal lanes would start the actions, for a thread that issues them to
+    devices asynchronously. A device runs actions in the order of issue, so this order keeps it from
+    waiting for an action that cannot start while others could.
 
     Args:
-        program: per lane, its actions in order.
-        waits: stages whose actions the thread does itself; of actions that could start together
-            they come last.
+        program: the actions.
+        waits: stages whose actions the thread runs itself; they come after others that could start
+            at the same time.
     """
     start = simulate(program).start
     return tuple(sorted(program.order, key=lambda action: (start[action], action.stage in waits)))
@@ -358,7 +349,7 @@ class Simulation:
 
 
 def units(action: Action) -> float:
-    """Duration of ``action`` where nothing else is known, in the time of a forward."""
+    """Default duration of ``action``, in units of a forward's."""
     return 2.0 if action.kind == "B" else 1.0
 
 
@@ -366,7 +357,7 @@ def simulate(program: Program, cost: Callable[[Action], float] = units) -> Simul
     """Run ``program`` on ideal lanes, without communication cost.
 
     Args:
-        program: per lane, its actions in order.
+        program: the actions.
         cost: duration of an action, in any unit.
 
     Raises:

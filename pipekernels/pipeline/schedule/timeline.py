@@ -1,5 +1,4 @@
-"""What really ran, when and on which stage: bubbles measured, drawn, and exported for trace
-viewers."""
+"""Records when actions ran; measures bubbles, draws them, and exports them for trace viewers."""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ _NAMES: dict[ActionKind, str] = {
 
 
 class Clock(Protocol):
-    """Tells when something happens that is issued between two calls."""
+    """Measures when work runs that is issued between two marks."""
 
     def mark(self) -> Any:
-        """Now."""
+        """Mark the present position in the order of issue."""
 
     def seconds(self, mark: Any) -> float:
-        """A mark's time, in seconds of ``time.perf_counter``. May wait until it has come."""
+        """When ``mark`` was reached, in seconds of ``time.perf_counter``. May wait for that."""
 
 
 class HostClock:
-    """Of work that is done when the call returns."""
+    """Clock for work that is done when its call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -48,11 +47,8 @@ class HostClock:
 
 
 class StreamClock:
-    """Of a CUDA stream's work.
-
-    Args:
-        stream: waited for once, so that its time can be told on the host's clock.
-    """
+    """Clock for a CUDA stream's work. The constructor waits for the stream, to relate the device's
+    time to the host's."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -94,7 +90,7 @@ class Phase:
 
     @property
     def kind(self) -> str:
-        """Which of the three it is."""
+        """``"forward"``, ``"backward"`` or ``"training step"``."""
         kinds = {action.kind == "F" for lane in self.program.lanes for action in lane}
         return "training step" if len(kinds) == 2 else "forward" if True in kinds else "backward"
 
@@ -112,16 +108,16 @@ class Phase:
 
 
 class Timeline:
-    """Records every forward of a pipe inside ``with pipe.timeline() as timeline:``, and the
-    backwards of these there.
+    """Records the forwards of a pipe in ``with pipe.timeline() as timeline:``, and their backwards
+    there.
 
-    Of stages on CUDA devices, the device's time is recorded, not the time of issue; the thread then
-    waits for the devices before and after each of them. Copies between devices are not shown, but
-    the time that a stage waits for them counts as its own.
+    For stages on CUDA devices it records the device's time, not the time of issue; the thread waits
+    for the devices before and after each forward and backward. Copies between devices are not
+    shown; a stage's time includes waiting for them.
 
     Attributes:
         phases: what was recorded.
-        is_recording: whether the body of that ``with`` runs, and none inside it.
+        is_recording: whether the body of that ``with`` runs, outside the body of an inner one.
     """
 
     def __init__(self) -> None:
@@ -135,14 +131,8 @@ class Timeline:
         program: Program,
         clock_of: Callable[[int], Clock],
     ) -> Iterator[Callable[[Action, Any], Any]]:
-        """``compute``, which runs the actions of ``program`` on any thread in the body, with a
-        record of each.
-
-        Args:
-            compute: does an action.
-            program: which there are.
-            clock_of: the clock of a stage.
-        """
+        """Yield a version of ``compute`` that records each action of ``program``, on any thread;
+        ``clock_of`` returns the clock of a stage."""
         phase = Phase(program)
         self.phases.append(phase)
         marks: list[tuple[Action, Any, Any]] = []
@@ -165,8 +155,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Measured idle share of (lanes x makespan), over all phases, 0 to 1. Time between phases
-        is not counted."""
+        """Measured idle share of (lanes x makespan), over all phases, 0 to 1, without the time
+        between phases."""
         capacity = sum(phase.lanes * phase.makespan for phase in self.phases)
         busy = sum(e.end - e.start for phase in self.phases for e in phase.events)
         return 1.0 - busy / capacity if capacity > 0 else 0.0
@@ -175,15 +165,13 @@ class Timeline:
     def ideal_bubble(self) -> float:
         """Idle share of the same programs on ideal lanes with equal stages, where a backward takes
         twice as long as a forward."""
-        simulated = [simulate(phase.program) for phase in self.phases]
-        capacity = sum(p.lanes * s.makespan for p, s in zip(self.phases, simulated, strict=True))
-        idle = sum(
-            p.lanes * s.makespan * s.bubble for p, s in zip(self.phases, simulated, strict=True)
-        )
+        simulated = [(phase.lanes, simulate(phase.program)) for phase in self.phases]
+        capacity = sum(lanes * run.makespan for lanes, run in simulated)
+        idle = sum(lanes * run.makespan * run.bubble for lanes, run in simulated)
         return idle / capacity if capacity > 0 else 0.0
 
     def __str__(self) -> str:
-        """What was recorded, in a line."""
+        """A summary in one line."""
         if not self.phases:
             return "Timeline: nothing was recorded"
         kinds = Counter(phase.kind for phase in self.phases)
@@ -281,7 +269,7 @@ class Timeline:
         FigureCanvasAgg(figure).print_figure(os.fspath(path), dpi=130)
 
     def _lane_names(self) -> list[str]:
-        """Each lane by the stages that it runs."""
+        """A name for each lane, from its stages."""
         stages: dict[int, set[int]] = {}
         for phase in self.phases:
             for stage, lane in phase.program.lane_of.items():
