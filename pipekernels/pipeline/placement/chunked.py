@@ -14,8 +14,7 @@ from pipekernels.pipeline.values.nested import leaves, map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
 DEPTH = 4
-"""How far down tensors are looked for in an object that is no container: a cache may have
-layers."""
+"""Depth of attributes searched for tensors in an object that is no container, such as a cache."""
 
 
 def forward_in_chunks(
@@ -27,28 +26,28 @@ def forward_in_chunks(
     chunks: int,
     order: Sequence[str] = (),
 ) -> Any:
-    """``forward(*args, **kwargs)``, from ``min(chunks, batch)`` calls on micro-batches.
+    """``forward(*args, **kwargs)``, computed by ``min(chunks, batch)`` calls on micro-batches.
 
-    The batch is dimension 0 of the first tensor among the arguments that has a dimension. Every
-    tensor of that size in dimension 0 is split, nested ones too; every call gets the rest
-    unchanged, and the tensor in a ``NoChunk`` whole. With a single micro-batch, or without such a
-    tensor, ``forward`` is simply called.
+    The batch size is that of dimension 0 of the first tensor among the arguments that has a
+    dimension. Every tensor of that size in dimension 0 is split, nested ones too; every call gets
+    the other arguments unchanged, and tensors in ``NoChunk`` unsplit. With a single micro-batch,
+    or without such a tensor, ``forward`` is called once.
 
-    Otherwise results are joined: tensors along dimension 0, where each brings the rows of its
-    micro-batch or a multiple of them; an object that all calls return, or hashable ones that are
-    equal, once.
+    Otherwise results are joined: tensors are concatenated along dimension 0, where each must have
+    the rows of its micro-batch or a multiple of them; an object that all calls return, or equal
+    hashable objects, are returned once.
 
     Args:
-        module: whose forward it is; its DeferredBatchNorms commit once.
+        module: the module of ``forward``; its DeferredBatchNorms commit once.
         forward: called on the calling thread, in order.
         args: positional arguments.
         kwargs: keyword arguments.
         chunks: the most micro-batches; their sizes differ by at most one.
-        order: names of keyword arguments that come first, however the caller orders them.
+        order: names of keyword arguments to consider first, in the order of the signature.
 
     Raises:
-        TypeError: an argument holds tensors, from the beginning or since a micro-batch, but is
-            neither a tensor nor a known container.
+        TypeError: an argument has tensors, perhaps only after a micro-batch, but is neither a
+            tensor nor a known container.
         ValueError: results that cannot be joined.
     """
     inputs = (tuple(args), {name: kwargs[name] for name in order if name in kwargs} | dict(kwargs))
@@ -60,7 +59,7 @@ def forward_in_chunks(
         if len(sizes) == 1:
             whole_args, whole_kwargs = whole(*inputs)
             return forward(*whole_args, **whole_kwargs)
-        # By identity: attention layers ask whether query and key are one object.
+        # One split per tensor object: attention layers check whether query and key are identical.
         parts = {id(t): t.split(sizes) for t in tensors if t.size(0) == batch}
         results = []
         for m in range(len(sizes)):
@@ -72,7 +71,7 @@ def forward_in_chunks(
 
 
 def whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Arguments of a call that nothing is split for: without ``NoChunk`` around tensors."""
+    """Unsplit arguments, with ``NoChunk`` objects replaced by their tensors."""
     return _micro_batch((args, kwargs), {}, 0)
 
 
@@ -96,7 +95,8 @@ def _deny_opaque(leaf: Any) -> None:
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
-    """Whether an attribute of an object does, as of a key-value cache, or of an object in one."""
+    """Whether attributes of an object, such as a key-value cache, have tensors, down to ``depth``
+    levels."""
     if isinstance(value, torch.Tensor):
         return True
     if depth == 0 or isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
@@ -109,7 +109,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def _join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What the micro-batches returned at one place, as one."""
+    """One value from those that the micro-batches returned at one place."""
     first = pieces[0]
     if all(piece is first for piece in pieces):
         return first

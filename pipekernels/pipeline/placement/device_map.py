@@ -1,4 +1,4 @@
-"""Device maps: the modules of any model placed on devices of their own, by name, and back."""
+"""Device maps: places the modules of any model on devices by name, and undoes that."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pipekernels.pipeline.values.structure import NoChunk
 
 Device = torch.device | str | int
 Placement = Device | tuple[Device, Device] | list[Device]
-"""A device, or a pair of them: where a module computes, and where its results go."""
+"""A device, or a pair: that on which a module computes, and that to which its results go."""
 
 Devices = tuple[torch.device, torch.device]
 
-_UNDO = "_parallelized"  # attribute of a parallelized module: a list of what is to be removed
+_UNDO = "_parallelized"  # Attribute of a parallelized module: its hooks and overrides, to remove.
 
 
 def get_device(device: Device) -> torch.device:
@@ -59,13 +59,12 @@ def move_to_device(data: Any, device: Device) -> Any:
     """``data`` with every tensor in it on ``device``, differentiably.
 
     Tuples, lists, dicts of any class, dataclasses and containers that torch's pytree knows are
-    rebuilt around the copies; where nothing is to be moved, they are returned themselves. Objects
-    of other kinds with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are
-    moved by it; all else, modules included, stays as it is.
+    rebuilt with the copies, or returned themselves if nothing has to move. Other objects with a
+    ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by it. All other
+    objects, and modules, are returned unchanged.
 
-    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they
-    overlap what both devices compute, and make the caller wait where they go to the CPU or come
-    from pinned memory.
+    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they overlap with
+    computation on both devices; the caller waits for copies to the CPU and from pinned memory.
 
     Raises:
         TypeError: ``device`` is none; see :func:`get_device`.
@@ -91,10 +90,10 @@ def _moved(device: torch.device, leaf: Any) -> Any:
 def parallelize_module(
     module: nn.Module, processing_device: Device, output_device: Device | None = None
 ) -> nn.Module:
-    """Place one module: :func:`parallelize_pipeline` with it as the root and nothing else.
+    """Place one module: :func:`parallelize_pipeline` with it as the root alone.
 
     Args:
-        module: moved to ``processing_device`` with all that it holds; returned.
+        module: moved to ``processing_device`` with its submodules; returned.
         processing_device: where it computes; its arguments are moved there.
         output_device: where its results are moved. Default: ``processing_device``.
     """
@@ -110,11 +109,10 @@ def unparallelize_module(module: nn.Module, common_device: Device | None = None)
 def parallelize_pipeline(
     model: nn.Module, module_to_device: Mapping[str, Placement], *, chunks: int = 1
 ) -> nn.Module:
-    """Place the modules of ``model`` on devices, in place, and have their arguments follow them.
+    """Place the modules of ``model`` on devices, in place, and move their arguments there.
 
-    Each module named computes on its device, with all that it holds, save modules inside it that
-    are named themselves: of two names the deeper one counts. When it is called its arguments are
-    moved to its device, and its results to its output device::
+    Each named module computes on its device, with its submodules except those named themselves.
+    Each call moves the arguments to that device, and the results to the output device::
 
         parallelize_pipeline(
             model,
@@ -122,34 +120,35 @@ def parallelize_pipeline(
             chunks=4,
         )
 
-    Give the root (``""``) a device too: what no name covers stays where it is. An ``nn.ModuleList``
-    or ``nn.ModuleDict``, which nobody calls, stands for each of its entries. Weights go straight to
-    their place, so no device needs room for the whole model. Make optimizers afterwards.
+    Give the root (``""``) a device too: modules that no name covers are not moved. An entry for an
+    ``nn.ModuleList`` or ``nn.ModuleDict``, which is never called, applies to each of its modules.
+    Weights are moved directly to their device, so no device needs memory for the whole model. Make
+    optimizers afterwards.
 
     With ``chunks`` the model's forward is called once per micro-batch. One thread issues them all,
-    and CUDA launches return at once, so a device works on a micro-batch while the next device works
-    on the one before it, in the backward too: the schedule of GPipe (Huang et al., 2019) without an
-    ``nn.Sequential``. A device does its work in the order of issue. So micro-batches have to go
-    from device to device and not back: one that returns to a device, by an output device or a later
-    layer, keeps it waiting, and nothing overlaps. (The root's output device is different: results
-    go there when all are joined.) Nor does anything overlap if the model makes Python wait, as
-    ``.item()`` does, or on CPUs alone, where ``Pipe`` has lanes.
+    and CUDA launches return at once, so devices work on different micro-batches at the same time,
+    in the backward too: the schedule of GPipe (Huang et al., 2019) without an ``nn.Sequential``. A
+    device runs its work in the order of issue. So a micro-batch must not return to an earlier
+    device, through an output device or a later layer: that device would wait for it, and nothing
+    would overlap. (The root's output device is an exception: results go there after all are
+    joined.) Nothing overlaps either if the model makes Python wait, as ``.item()`` does, or on CPUs
+    alone, where ``Pipe`` has lanes.
 
-    What is split is dimension 0 of the first tensor among the arguments and of every other tensor
-    of that size there, nested ones too; all else is given to each micro-batch unchanged. Keyword
-    arguments count in the order of the forward's parameters. A tensor that is not to be split
-    although its size agrees, such as a square mask, is given as ``NoChunk(tensor)``, or with a
-    leading dimension of 1.
+    The first tensor among the arguments, and every other tensor of the same size in dimension 0,
+    nested ones too, is split along dimension 0; each micro-batch gets the other arguments
+    unchanged. Keyword arguments are considered in the order of the forward's parameters. Pass a
+    tensor of that size that must not be split, such as a square mask, as ``NoChunk(tensor)``, or
+    with a leading dimension of 1.
 
     The model may return tensors with the batch, or a multiple of it (``[batch * tokens, ...]``), in
-    dimension 0, in any nesting; they are concatenated. Objects that are no tensors must be equal
-    for all micro-batches. So a model cannot be given, nor return, a cache of the keys and values of
-    its batch (``use_cache=False`` for those of Hugging Face). A mean over the batch, such as a
-    loss, is that of a micro-batch inside the model, and scalars are refused: compute it outside.
-    Layers that look across the batch see micro-batches;
-    :func:`pipekernels.batchnorm.convert_deferred_batch_norm` first keeps BatchNorm's running
-    statistics those of the whole batch. Gradients are the unwrapped model's. An input that requires
-    a gradient must not be modified in place.
+    dimension 0, in any nesting; they are concatenated. Other objects must be equal for all
+    micro-batches. So a model must not take or return a cache of its batch's keys and values
+    (``use_cache=False`` for models of Hugging Face). A mean over the batch inside the model is one
+    over a micro-batch, and scalar results are refused: compute a loss outside. Layers that mix the
+    batch's rows see a micro-batch;
+    :func:`pipekernels.batchnorm.convert_deferred_batch_norm`, called before, keeps BatchNorm's
+    running statistics those of the whole batch. Gradients are the unwrapped model's. An input that
+    requires a gradient must not be modified in place.
 
     Args:
         model: any module; returned.
@@ -182,14 +181,14 @@ def parallelize_pipeline(
     for name, module in modules.items():
         home = homes[name]
         if home is not None:
-            # Its own tensors only: with the root, the whole model would go to one device first.
-            # One that overrides this need not know recurse, and needs it only with modules inside.
+            # Without recursion: else the root would move the whole model to its device first. A
+            # module without submodules may override _apply() without that parameter.
             recurse = {"recurse": False} if module._modules else {}
             module._apply(lambda tensor, home=home: tensor.to(home), **recurse)
     for module, (processing, output) in called.items():
         _attach(module, processing, output)
     undo = vars(model).setdefault(_UNDO, [])
-    if chunks > 1 or has_deferred_batch_norm(model):  # Its statistics are committed there.
+    if chunks > 1 or has_deferred_batch_norm(model):  # forward_in_chunks commits its statistics.
         in_chunks = partial(forward_in_chunks, chunks=chunks, order=_parameters(model.forward))
         undo.append(Override(model, "forward", in_chunks))
     else:
@@ -198,14 +197,12 @@ def parallelize_pipeline(
 
 
 def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None) -> nn.Module:
-    """Undo :func:`parallelize_pipeline`, in place: every module in ``model`` has its own forward
-    and repr again, and nothing of it is left.
-
-    A model that is not parallelized is only moved.
+    """Undo :func:`parallelize_pipeline`, in place: restore every module's forward and repr. A model
+    that is not parallelized is only moved.
 
     Args:
         model: returned.
-        common_device: where the model is moved. Default: its modules stay where they are.
+        common_device: where to move the model. Default: its modules are not moved.
 
     Raises:
         RuntimeError: a forward that was replaced here has been replaced again since, or
@@ -250,11 +247,11 @@ def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]) -> N
 def _called(
     modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]
 ) -> dict[nn.Module, Devices]:
-    """The modules whose calls move tensors: those placed, with the entries of lists and dicts of
-    modules in the place of these."""
+    """The modules whose calls move tensors: those placed, but for ModuleLists and ModuleDicts the
+    modules in them."""
     named = dict(placed)
     called: dict[nn.Module, Devices] = {}
-    for name, module in modules.items():  # a module comes before those it holds
+    for name, module in modules.items():  # A module comes before its submodules.
         if name not in named:
             continue
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -280,15 +277,14 @@ def _deny_scripted(called: Iterable[nn.Module]) -> None:
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(forward).parameters)
-    except ValueError:  # One that is not written in Python may have none.
+    except ValueError:  # A forward not written in Python may have no signature.
         return ()
 
 
 def _homes(
     modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]
 ) -> dict[str, torch.device | None]:
-    """Where each module computes: its own device, or else that of the module that holds it; None
-    where neither has one."""
+    """The device of each module: its own, or else its parent's; None if there is neither."""
     homes: dict[str, torch.device | None] = {}
     for name in modules:
         holder = name.rpartition(".")[0]
@@ -315,7 +311,7 @@ def _deny_sharing_across_devices(
 
 def _attach(module: nn.Module, processing: torch.device, output: torch.device) -> None:
     vars(module)[_UNDO] = [
-        # Before and after the hooks that are there already: those find everything on one device.
+        # Run before and after the existing hooks, which find all tensors on one device.
         module.register_forward_pre_hook(
             partial(_receive, processing), prepend=True, with_kwargs=True
         ),

@@ -1,4 +1,4 @@
-"""A method of one module replaced, reversibly."""
+"""Reversible replacement of a method of one module."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 
 class Override:
-    """Stands in for a method of one module until it is removed.
+    """Replaces a method of one module until it is removed.
 
-    It refers to the module weakly: a cycle would keep a dropped model's memory until the next
+    The reference to the module is weak: a cycle would keep a dropped model's memory until the next
     garbage collection.
 
     Args:
@@ -27,30 +27,26 @@ class Override:
         self._module = weakref.ref(module)
         self._name = name
         self._function = function
-        self._former = vars(module).get(name)  # an override of someone else's
+        self._former = vars(module).get(name)  # A replacement made by other code.
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._owner()
         original = self._former
         if original is None:
-            # Not a bound method: torch.compile would look its name up again, and find this object.
+            # Not a bound method: torch.compile would look up its name and find this object.
             original = partial(getattr(type(module), self._name), module)
         return self._function(module, original, args, kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The original's: callers such as Hugging Face's Trainer look up what they may pass."""
+        """The original's, which callers such as Hugging Face's Trainer inspect."""
         module = self._owner()
         original = self._former or getattr(type(module), self._name).__get__(module)
         return inspect.signature(original)
 
     def check(self) -> None:
-        """Whether it can be removed.
-
-        Raises:
-            RuntimeError: the method was replaced again since.
-        """
+        """Raise a RuntimeError if the method was replaced again later: it cannot be removed."""
         module = self._owner()
         if vars(module).get(self._name) is not self:
             raise RuntimeError(
@@ -59,7 +55,7 @@ class Override:
             )
 
     def remove(self) -> None:
-        """Bring back what was there before; see :meth:`check`."""
+        """Restore the former method; call :meth:`check` first."""
         module = self._owner()
         if self._former is None:
             delattr(module, self._name)

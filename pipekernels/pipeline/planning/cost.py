@@ -1,6 +1,6 @@
-"""What stages cost, from what their layers cost: seconds of every action, bytes at the peak.
+"""Predicts times of actions and peak memory of stages from the costs of their layers.
 
-Pure arithmetic: nothing here runs a layer. ``profile.py`` measures, ``planner.py`` searches.
+Runs no layers: ``profile.py`` measures, ``planner.py`` searches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipekernels.pipeline.stage.checkpoint import checkpointed
 
 @dataclass(frozen=True)
 class Affine:
-    """``fixed + slope * x``. A small micro-batch is inefficient because of ``fixed``."""
+    """``fixed + slope * x``; ``fixed`` makes small micro-batches inefficient."""
 
     fixed: float
     slope: float = 0.0
@@ -33,8 +33,8 @@ class Affine:
 
     @staticmethod
     def fit(points: Iterable[tuple[float, float]]) -> Affine:
-        """The line through ``points`` (x, y) with the smallest squares of relative errors; neither
-        coefficient is negative. Points of one single x are taken as proportional to it, or as
+        """Least-squares fit of relative errors to ``points`` (x, y), with non-negative
+        coefficients. If all points have the same x, y is taken as proportional to it, or as
         constant if it is 0."""
         points = list(points)
         top = max(y for _, y in points) or 1.0
@@ -57,7 +57,8 @@ class Affine:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: seconds, and bytes as in ``profile.Bytes``, over the rows of a micro-batch."""
+    """Seconds and bytes (see ``profile.Bytes``) of one layer, as functions of a micro-batch's
+    rows."""
 
     forward: Affine
     backward: Affine
@@ -72,14 +73,7 @@ class LayerCost:
 
 
 class Setting:
-    """One way to run a pipeline, whatever its balance.
-
-    Args:
-        schedule: name of the schedule.
-        program: what each lane does.
-        rows: size of each micro-batch.
-        checkpoint: one of ``checkpoint.MODES``.
-    """
+    """How a pipeline is run, apart from its balance: ``rows`` are the micro-batches' sizes."""
 
     def __init__(
         self, schedule: str, program: Program, rows: Sequence[int], checkpoint: str
@@ -90,7 +84,8 @@ class Setting:
         self.checkpoint = checkpoint
         self.dropped = tuple(checkpointed(checkpoint, m, len(rows)) for m in range(len(rows)))
         self.held = [self._held(stage) for stage in range(program.stages)]
-        """Of each stage, the most that it holds at once: (graphs, inputs of dropped ones) pairs."""
+        """For each stage, the Pareto-maximal (graphs, inputs kept for recomputation) held at
+        once."""
 
     def _held(self, stage: int) -> list[tuple[int, int]]:
         graphs = inputs = 0
@@ -120,8 +115,9 @@ class CostModel:
 
     Args:
         layers: the layers of the module.
-        hand_off: seconds over bytes for a micro-batch to get from one lane to another.
-        param_scale: how many times trainable parameters are held in training.
+        hand_off: seconds, by bytes, for passing a micro-batch from one lane to another.
+        param_scale: memory for a trainable parameter, its gradient and optimizer state, in sizes of
+            the parameter.
     """
 
     def __init__(self, layers: Sequence[LayerCost], hand_off: Affine, param_scale: float) -> None:
@@ -137,7 +133,7 @@ class CostModel:
 
     def seconds(self, setting: Setting, edges: Sequence[int]) -> Callable[[Action], float]:
         """Durations of the actions if stage ``s`` has the layers ``edges[s]`` to
-        ``edges[s + 1] - 1``; one that is given something by another lane includes the hand-off."""
+        ``edges[s + 1] - 1``, including the hand-off if another lane sends the input."""
 
         lane_of = setting.program.lane_of
 
@@ -166,46 +162,44 @@ class CostModel:
         )
 
     def least_step(self, setting: Setting) -> float:
-        """A lower bound of the step time, whatever the balance: the lanes share all the work."""
-        work, _ = self._work_and_way(setting)
+        """A lower bound of the step time for any balance: all work, divided by the lanes."""
+        work, _ = self._work_and_latency(setting)
         return work[-1] / len(setting.program.lanes)
 
     def least_seconds(self, setting: Setting, limit: float) -> Callable[[int, int, int], float]:
-        """A lower bound of the step time, from one stage: ``(stage, begin, end)``, its layers.
-
-        Its lane does all of the stage's work, after a micro-batch has come down to it and before
-        its gradient has gone up again. Infinite if the stage needs more than ``limit`` bytes.
-        """
-        work, way = self._work_and_way(setting)
+        """A lower bound of the step time, as a function of one stage and its layers: ``(stage,
+        begin, end)``. It is the time of the stage's work, plus that of one micro-batch's forward
+        through earlier stages and backward through them; ``inf`` above ``limit`` bytes."""
+        work, latency = self._work_and_latency(setting)
         stage_bytes = self.stage_bytes(setting)
 
         def compute(stage: int, begin: int, end: int) -> float:
             if limit < inf and stage_bytes(stage, begin, end) > limit:
                 return inf
-            return way[begin] + work[end] - work[begin]
+            return latency[begin] + work[end] - work[begin]
 
         return compute
 
-    def _work_and_way(self, setting: Setting) -> tuple[list[float], list[float]]:
-        """Of the layers before each one, and of all: the seconds of their work on the mini-batch,
-        and those of a micro-batch on its way through them and of its gradient on the way back."""
+    def _work_and_latency(self, setting: Setting) -> tuple[list[float], list[float]]:
+        """Sums over the first 0, 1, ... layers: seconds of work on the mini-batch, and seconds of
+        one micro-batch's forward and backward."""
         count, rows = len(setting.rows), sum(setting.rows)
         forwards = count + sum(setting.dropped)
         forward_rows = rows + sum(compress(setting.rows, setting.dropped))
         smallest = min(setting.rows)
-        work, way = [], []
+        work, latency = [], []
         for forward, backward in zip(self._forward, self._backward, strict=True):
             work.append(
                 (forwards * forward.fixed + forward_rows * forward.slope)
                 + (count * backward.fixed + rows * backward.slope)
             )
-            # A lane may end with gradients of parameters, for which nobody waits.
+            # With split backwards a stage's last action may be a W, for which no stage waits.
             back = 0.0 if setting.program.splits else backward(smallest)
-            way.append(forward(smallest) + back)
-        return work, way
+            latency.append(forward(smallest) + back)
+        return work, latency
 
     def stage_bytes(self, setting: Setting) -> Callable[[int, int, int], int]:
-        """Peak memory of one stage: ``(stage, begin, end)``, its layers."""
+        """Peak memory of one stage, as a function of ``(stage, begin, end)``."""
         rows, batch = max(setting.rows), sum(setting.rows)
         kept = [sums(rows) for sums in self._kept]
         working = [layer.working(rows) for layer in self.layers]

@@ -1,4 +1,4 @@
-"""Balance, chunks, schedule and checkpointing, chosen for a module by what its layers cost."""
+"""Chooses balance, chunks, schedule and checkpointing for a module by the costs of its layers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.partition import check_sequential, cuts, layers
 
 STAGES_PER_LANE = 2
-"""Of the interleaved schedule."""
+"""For the interleaved schedule."""
 CHUNKS_PER_LANE = 4
-"""How far chunks go by default: with as many the bubble is at most a fifth (Huang et al., 2019)."""
+"""Default of ``max_chunks``, per lane: the bubble is at most a fifth then (Huang et al., 2019)."""
 CUTS = 16
-"""The most cuts to try for one setting, by time and then by memory. The most promising come first;
-the search ends earlier if no other cut can be better."""
+"""The most cuts to try for one setting, by time and then by memory, most promising ones first. The
+search ends earlier if no other cut can be better."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to run a module as a pipeline, and what that is predicted to take.
+    """How to run a module as a pipeline, with the predicted time and memory.
 
     ``print(plan)`` shows it; :meth:`build` makes the pipe.
     """
@@ -60,7 +60,7 @@ class Plan:
     schedule: str
     """For ``Pipe.train_step``; calling the pipe and then ``backward()`` is always GPipe's."""
     lanes: int
-    """Number of lanes, which is that of the stages unless the schedule deals several to each."""
+    """Number of lanes: that of the stages unless the schedule is interleaved."""
     chunks: int
     checkpoint: str
     batch: int
@@ -141,7 +141,7 @@ def plan_pipeline(
     timeout: float = 1.0,
 ) -> Plan:
     """Choose the fastest pipeline for ``module`` that fits into memory, and predict its step time
-    and peak memory, before anything of it is built::
+    and peak memory, without building it::
 
         plan = plan_pipeline(module, sample, memory_limit=2 * 2**30)
         print(plan)
@@ -149,29 +149,28 @@ def plan_pipeline(
         loss = pipe.train_step(input, target, loss_fn, **plan.train_arguments)
 
     Every layer is timed, forward and backward, at three micro-batch sizes, and a line (fixed cost,
-    cost per row) is fitted to its times; likewise to its memory. What it costs to hand a
-    micro-batch on is measured once. The module and torch's random numbers stay as they are. Then
-    every number of chunks, schedule and checkpoint mode is tried with the cuts that promise most,
-    each simulated.
+    cost per row) is fitted to its times; likewise to its memory. The cost of passing a micro-batch
+    between lanes is measured once. The module and torch's random numbers are not changed. Then, for
+    every number of chunks, schedule and checkpoint mode, the most promising cuts are simulated.
 
-    Predicted are forward and backward of one mini-batch. Modelled are: uneven layers, small
-    micro-batches, hand-offs, recomputation; of memory parameters, gradients and optimizer state
-    (``param_scale``), buffers, activations of all micro-batches in flight, the largest working
-    memory of a layer, the mini-batch, and its output with a gradient. Not modelled are:
+    The prediction is for forward and backward of one mini-batch. The time includes uneven layers,
+    small micro-batches, hand-offs and recomputation; the memory includes parameters, gradients and
+    optimizer state (``param_scale``), buffers, activations of all micro-batches in flight, the
+    largest working memory of a layer, the mini-batch, and its output with a gradient. Not modelled:
 
     * the loss, the optimizer's step, and the pipe's own cost per task;
     * that lanes share a GPU, memory bandwidth, caches and the interpreter lock;
     * that copies between devices overlap with computation;
-    * that on CPUs fewer chunks than stages leave threads to spare, and that the pipe runs on one
-      thread, or splits the backward of ``pipe(x)``, where that is faster;
-    * skips and messages under way between lanes, and the allocator's rounding.
+    * that on CPUs fewer chunks than stages leave threads idle, and that the pipe runs on one
+      thread, or splits the backward of ``pipe(x)``, if that is faster;
+    * memory of skips and of messages between lanes, and the allocator's rounding.
 
-    Layers with collectives cannot be measured: ranks would run them a different number of times. So
-    plan first, then ``tensor_parallelize``.
+    Layers with collectives cannot be measured, because ranks would run them a different number of
+    times: plan first, then ``tensor_parallelize``.
 
-    Memory is an estimate from above: stages of one device are taken to reach their peaks at the
-    same time, gradients of parameters to be there from the start, and what two stages share, an
-    activation or a parameter, counts twice.
+    Memory is an upper estimate: it assumes that stages of one device reach their peaks at the same
+    time and that gradients of parameters exist from the start, and counts an activation or
+    parameter shared by two stages twice.
 
     Args:
         module: the layers.
@@ -232,7 +231,8 @@ def plan_pipeline(
 def possible_settings(
     lanes: int, layer_count: int, batch: int, max_chunks: int, schedules: Iterable[str]
 ) -> list[Setting]:
-    """All settings for a mini-batch of ``batch`` rows; of those that come to the same, the first.
+    """All settings for a mini-batch of ``batch`` rows, without duplicates that drop the same
+    activations.
 
     Raises:
         ValueError: there is no schedule of that name, or none for so few layers.
@@ -307,15 +307,12 @@ def choose(
 def _candidates(
     model: CostModel, devices: Sequence[torch.device], setting: Setting, limit: float
 ) -> Iterator[tuple[float, int, list[int]]]:
-    """The cuts to try: those with the lowest bounds of the step time, best first, among the cuts
-    whose stages each fit into ``limit`` bytes; then, if none of these fits on the devices, the cuts
-    that need the least memory.
-
-    The first of the latter needs the least of all if each device has one stage, or one device has
-    all stages.
+    """The cuts to try: those with the lowest bounds of the step time, best first, among cuts whose
+    stages each fit into ``limit`` bytes. Then, if none of these fits on the devices, the cuts that
+    need the least memory; their first is optimal if each device has one stage, or one has all.
 
     Yields:
-        (lower bound of the step time, peak of the device that needs most, length of each stage).
+        (lower bound of the step time, largest peak of a device, length of each stage).
     """
     n, stages, stage_bytes = len(model.layers), setting.program.stages, model.stage_bytes(setting)
     fits = False
