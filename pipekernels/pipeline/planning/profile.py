@@ -1,9 +1,9 @@
-"""What the layers of a module cost: seconds and bytes of each, measured on copies of them.
+"""Measures the seconds and bytes of each layer of a module.
 
-Layers run one after another, each on a copy that is thrown away, with the outputs of the one before
-as its inputs; so the module and the caller's sample stay as they are, and one layer at a time has
-to fit on the device. Forward hooks run as in training; what they or a layer change outside the
-layer (files, ``random``, NumPy's generator) is the caller's own business.
+Each layer runs as a temporary copy, on the outputs of the previous one. So the module and the
+caller's sample are not changed, and only one layer at a time has to fit on the device. Forward
+hooks run as in training; side effects outside the layer (files, ``random``, NumPy's generator) are
+not undone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pipekernels.pipeline.values.micro_batch import rows_of
 from pipekernels.pipeline.values.structure import take_apart, tensors_in
 
 PASSES = 3
-"""The fewest times that a layer is timed: one of them may be disturbed."""
+"""The fewest times that a layer is timed; the fastest counts."""
 HAND_OFFS = 200
-"""Times that a hand-off between threads is measured; the median counts, as much of it is waiting
-for the scheduler."""
+"""Number of measured hand-offs between threads; the median counts, because the operating system's
+scheduler is part of the cost."""
 COPIES = 5
-"""Times that a copy between devices is measured; the fastest counts."""
+"""Number of measured copies between devices; the fastest counts."""
 
 Device = torch.device | int | str
 
@@ -49,8 +49,7 @@ class Seconds(NamedTuple):
     forward: float
     backward: float
     input_backward: float
-    """The share of ``backward`` that goes into the gradients of the inputs; 0 if it was not told
-    apart."""
+    """The part of ``backward`` that computes gradients of inputs; 0 if it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,16 @@ class Bytes:
     """Memory of one layer on one micro-batch."""
 
     kept: int
-    """What it keeps for its backward, less what an earlier layer keeps already and the sample."""
+    """Memory kept for its backward, without what earlier layers keep and without the sample."""
     entry: int
-    """What is kept besides, if a stage begins here: of its inputs, what ``kept`` leaves out. (If
-    the layer hands its inputs on, and one behind it keeps them, they count twice in that stage.)"""
+    """Memory of inputs that is not in ``kept``, which a stage keeps if it begins with this layer.
+    (If the layer returns its inputs and a later one keeps them, they count twice.)"""
     inputs: int
     """Its inputs."""
     outputs: int
     """Its outputs."""
     working: int
-    """The most that it needs for a moment, in its forward or backward, on top of ``kept``."""
+    """Temporary memory of its forward and backward, at the peak, without ``kept``."""
     trainable: int
     """Its trainable parameters."""
     constant: int
@@ -83,18 +82,17 @@ def measure_seconds(
     timeout: float,
     split: bool = False,
 ) -> list[list[Seconds]]:
-    """Time every layer on every sample, in turn, again and again until ``timeout``.
+    """Time every layer on every sample, in turn, repeatedly until ``timeout``.
 
-    The smallest of a layer's times counts: whatever disturbs a measurement makes it longer. Every
-    gradient is added to one that is there already, as from the second micro-batch on.
+    The smallest of a layer's times counts, because disturbances only make it longer. Gradients are
+    added to existing ones, as from the second micro-batch on.
 
     Args:
         module: its layers are timed in training mode, or in their own modes if it is in training.
         samples: at least one argument of the first layer.
-        device: where to run. Copies of layers and samples are taken there.
-        timeout: in seconds. Each layer is timed at least ``PASSES`` times, after a run that does
-            not count.
-        split: whether to tell the two parts of a backward apart.
+        device: where to run copies of the layers.
+        timeout: in seconds. Each layer is timed at least ``PASSES`` times, after a warm-up.
+        split: whether to time the gradients of inputs separately.
 
     Returns:
         For each sample, a time per layer.
@@ -105,7 +103,7 @@ def measure_seconds(
     if not 0 <= timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds, at least 0")
     for name, part in module.named_modules():
-        # A rank that ran them once more would meet others' later calls, and nobody might notice.
+        # An extra call on one rank would pair with later calls of the others, perhaps silently.
         if has_collectives(part):
             raise ValueError(
                 f"{name!r}, a {type(part).__name__}, has collectives, which ranks would call a "
@@ -128,10 +126,10 @@ def measure_seconds(
 
 @restore_despite_interrupt
 def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> list[Bytes]:
-    """Measure the memory of every layer by the storages that its operations make: which of them are
-    alive after each operation, and which when its graph is all that is left. Works on any device.
+    """Measure the memory of every layer: the storages that its operations make and that are alive
+    after each operation, and those that its graph alone keeps alive. Works on any device.
 
-    Not seen: scratch memory inside an operation, and the allocator's rounding.
+    Not measured: scratch memory inside an operation, and the allocator's rounding.
 
     Args:
         module: its layers run in training mode, or in their own modes if it is in training.
@@ -143,14 +141,9 @@ def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> l
 
 
 def measure_hand_off(devices: Sequence[torch.device]) -> list[tuple[int, float]]:
-    """Time what it takes to pass a micro-batch from one lane to the next, as (bytes, seconds).
-
-    On CPUs a reference goes from thread to thread, whatever its size; between devices its bytes are
-    copied; on one accelerator nothing is to be done.
-
-    Args:
-        devices: one per lane.
-    """
+    """Time the passing of a micro-batch from one lane to the next, as (bytes, seconds). On CPUs a
+    reference goes from thread to thread, between devices bytes are copied, on one accelerator it
+    costs nothing. ``devices`` are one per lane."""
     if all(device.type == "cpu" for device in devices):
         return [(0, _thread_hand_off())]
     others = [device for device in devices if device != devices[0]]
@@ -193,7 +186,7 @@ def _copy_seconds(source: torch.device, target: torch.device, nbytes: int) -> fl
 
 
 def _now(*devices: torch.device) -> float:
-    """The time when all that was launched on ``devices`` has ended."""
+    """Wait for all work on ``devices``; returns the time."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -217,16 +210,14 @@ def first_rows(sample: Any, rows: int) -> Any:
 
 
 class _LayerRun:
-    """One layer's turn: a copy of it, with inputs of its own.
-
-    Whoever has it calls :meth:`forward`, and sets ``result`` and ``stashed`` to what later layers
-    get.
+    """One run of a copy of a layer, with its own inputs. The user calls :meth:`forward`, and sets
+    ``result`` and ``stashed``, the inputs of later layers.
 
     Args:
         layer: the copy.
         value: its argument.
         popped: the skips that it pops.
-        device: where all of them are.
+        device: of all of them.
     """
 
     def __init__(
@@ -239,13 +230,13 @@ class _LayerRun:
                 parameter.grad = torch.zeros_like(parameter)
         leaves = _detached((value, popped))
         self.leaves = tensors_in(leaves)
-        # A layer may work in place on its inputs, but not on a leaf.
+        # Clones, because autograd forbids layers to modify leaves in place.
         self.value, self.popped = tree_map_only(torch.Tensor, torch.Tensor.clone, leaves)
         self.result: Any = None
         self.stashed: dict[Key, Any] = {}
 
     def forward(self) -> tuple[Any, dict[Key, Any]]:
-        """Run the layer, once, and give up the inputs; returns its result and what it stashes."""
+        """Run the layer, once, and drop the inputs; returns its result and what it stashes."""
         value, self.value = self.value, None
         with carried(self.popped) as skips:
             self.popped = {}
@@ -255,7 +246,7 @@ class _LayerRun:
 def _chain(module: nn.Sequential, sample: Any, device: torch.device) -> Iterator[_LayerRun]:
     value = tree_map_only(torch.Tensor, lambda t: t.to(device), _detached(sample))
     skips: dict[Key, Any] = {}
-    # A namespace is the same for all layers that use it, so it must not be copied with each.
+    # Layers share namespaces, so deepcopy must not copy them with each layer.
     namespaces = {ns for layer in layers(module) for ns, _ in _skips(layer, "stashable")}
     for index, layer in enumerate(layers(module)):
         weights = chain(layer.parameters(), layer.buffers())
@@ -287,7 +278,7 @@ def _sandbox(device: torch.device) -> Iterator[None]:
 
 
 def _detached(value: Any) -> Any:
-    """``value`` without its graph; its tensors want gradients where they did before."""
+    """``value`` without its graph; its tensors keep their ``requires_grad``."""
     return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
@@ -340,15 +331,15 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def alive(self) -> dict[StorageWeakRef, int]:
-        """Those that somebody still holds, and their bytes."""
+        """The storages that still exist, and their bytes."""
         self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
         return self._made
 
 
 @dataclass
 class _Trace:
-    """Which storages a layer was given by the one before, hands on to the next and keeps; and what
-    does not depend on other layers. A skip that it pops is as if it had made it."""
+    """The storages that a layer received from the previous one, returned (``given``) and keeps; and
+    sizes that do not depend on other layers. Popped skips count as made by the layer."""
 
     received: list[StorageWeakRef]
     given: list[StorageWeakRef]
@@ -383,7 +374,7 @@ def _trace(run: _LayerRun) -> _Trace:
     root = _Root.apply(grads, *wanted) if wanted else None
     one = torch.ones(())
     del outputs, wanted
-    # The graph is all that is left: what is alive now is what the backward needs.
+    # Only the graph is left: the storages alive now are those that the backward needs.
     made = live.alive()
     kept = [*made, *(ref for ref in inputs if not ref.expired())]
     lost = [ref for ref in inputs if ref.expired()]
@@ -398,11 +389,8 @@ def _trace(run: _LayerRun) -> _Trace:
 
 
 class _Root(torch.autograd.Function):
-    """A scalar above tensors whose gradients are told later.
-
-    It holds their graph and not their memory, as gradient edges do; but in torch 2.6 those do not
-    hold a graph that ends in a custom function.
-    """
+    """A scalar that keeps the graph of ``tensors``, not their memory; ``grads`` are set later. Not
+    gradient edges, which in torch 2.6 do not keep a graph that ends in a custom function."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -416,7 +404,7 @@ class _Root(torch.autograd.Function):
 
 def _tally(traces: Sequence[_Trace]) -> list[Bytes]:
     """Count every storage once, for the first layer that keeps it."""
-    origin: dict[StorageWeakRef, StorageWeakRef] = {}  # of a layer's copy of what it was given
+    origin: dict[StorageWeakRef, StorageWeakRef] = {}  # Of a layer's input: the producer's storage.
     nbytes: dict[StorageWeakRef, int] = {}
     for trace in reversed(traces):
         nbytes |= trace.nbytes

@@ -7,10 +7,10 @@ the communication is a few nodes in each rank's graph, threaded on a chain of em
     start -- take 0       put 0 -- take 1       put 1 -- ... -- output
                   \_module_/            \_module_/
 
-Take brings a micro-batch from the previous stage, put passes the module's result on; in the
-backward put brings the gradient and take passes it on. The chain makes the backward go through the
-forward's iterations in reverse, and through all of them or none, whatever the loss depends on. What
-lies between take and put is an ordinary graph: its memory is freed as the backward passes.
+Take receives a micro-batch from the previous stage, put sends the module's result to the next; in
+the backward put receives the gradient and take sends it. The chain makes the backward run the
+forward's iterations in reverse, and all of them or none, whatever the loss depends on. Between take
+and put is an ordinary graph, whose memory the backward frees step by step.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def execute_pipeline(
     replicated_axis_names: Collection[str] = (),
     **kwargs: Any,
 ) -> Tensor:
-    """Run a batch through the stages that the ranks of a mesh dimension hold; all of them call it.
+    """Run a batch through stages on the ranks of a mesh dimension; all of these ranks must call it.
 
-    The rank of index i along the dimension runs stage i. A stage may change the shape and the dtype
-    of what it passes on, alike for all micro-batches. Communication stays within the dimension's
-    process group: data and tensor parallelism along other dimensions go on beside it.
+    The rank of index i along the dimension runs stage i. A stage may change the shape and dtype of
+    its input, in the same way for all micro-batches. Communication stays within the dimension's
+    process group, so data and tensor parallelism may use the other dimensions.
 
     The result is differentiable, once, with respect to ``x``, the module's parameters, and tensors
     in ``args`` and ``kwargs``. Every rank of the dimension must run the backward: all compute the
@@ -135,7 +135,7 @@ def _execute(
         with random.inline(m, key):
             return module(part, *args, **kwargs)
 
-    # Until all have agreed, the mini-batch may have failed.
+    # Commits only after _agree(): until then another rank may have failed.
     with committed([module]):
         token = _start(axis, source, x, module, args, kwargs)
         failure = _batch_error(x, num_microbatches, needed=axis.is_first)
@@ -147,7 +147,7 @@ def _execute(
             with preserved([axis.device]):
                 token, failure = _pass_all(stage, num_microbatches, source, sink, token)
         if failure is not None or not arriving:
-            # The neighbours count on every message.
+            # The neighbours wait for every message.
             source.skip()
             sink.give_up()
         sink.finish()
@@ -271,7 +271,7 @@ class PipelineModule(nn.Module):
 
 @restore_despite_interrupt
 def _made(module_fn: Callable[[], nn.Module], axis: Axis) -> nn.Module:
-    """A module whose random numbers are those of a stage."""
+    """``module_fn()``, run with random numbers that depend on the stage."""
     random = RunRandom([axis.device])
     with preserved([axis.device]), random.inline(0, axis.index):
         return module_fn()
@@ -293,7 +293,7 @@ def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _random_key(mesh: DeviceMesh, model_axis_name: str, replicated: Collection[str]) -> int:
-    """The same for ranks that work on the same activations, different for others."""
+    """A number that is equal on ranks that work on the same activations, and distinct otherwise."""
     if model_axis_name in replicated:
         raise ValueError(
             f"replicated_axis_names has {model_axis_name!r}, whose ranks hold different stages; "
@@ -330,8 +330,7 @@ def _start(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    # An output requires a gradient on all ranks or none, so this must not hang on what this rank
-    # has.
+    # The output requires a gradient on all ranks or none, so the token always requires one.
     anchor = torch.empty(0, device=axis.device, requires_grad=True)
     x = x if isinstance(x, Tensor) else None
     given = (*module.parameters(), *tensors_in((args, kwargs)))
@@ -342,7 +341,7 @@ def _start(
 def _pass_all(
     stage: Callable[[int, Tensor], Any], count: int, source: Source, sink: Sink, token: Tensor
 ) -> tuple[Tensor, Exception | None]:
-    """All micro-batches through this rank's stage; stops at an exception and returns it."""
+    """Run all micro-batches through this rank's stage; stops at an exception and returns it."""
     for m in range(count):
         part, token = _Take.apply(source, m, token)
         try:
@@ -355,7 +354,8 @@ def _pass_all(
 
 
 def _agree(axis: Axis, failure: Exception | None, features: Features | None) -> Features:
-    """Tell the others how this rank's forward went; what is known of the last stage's output."""
+    """Exchange errors between all stages and raise if there is one; returns the features of the
+    last stage's output."""
     report = None if failure is None else repr(failure), features and features.as_message()
     reports = messages.all_gather_in_group(report, _report, axis.group)
     if failure is not None:
@@ -380,8 +380,8 @@ def _report(record: Any) -> tuple[str | None, Features | None]:
 
 
 class _Start(torch.autograd.Function):
-    """Ties what the pipeline depends on to its chain, so that a backward for any of it runs the
-    whole chain."""
+    """Connects the pipeline's inputs and parameters to its chain, so that a backward for any of
+    them runs the whole chain."""
 
     @staticmethod
     def forward(

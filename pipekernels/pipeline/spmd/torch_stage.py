@@ -26,13 +26,7 @@ def torch_stage(
     device: torch.device | int | str | None,
     group: dist.ProcessGroup | None,
 ) -> PipelineStage:
-    """The stage that ``Pipe.to_torch_stage`` documents.
-
-    Args:
-        partitions: the layers of each stage.
-        devices: where they are.
-        stage_index, device, group: those of ``Pipe.to_torch_stage``.
-    """
+    """Implements ``Pipe.to_torch_stage``."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised; call init_process_group() first, in a process "
@@ -52,7 +46,8 @@ def torch_stage(
 
 
 class _Layers(nn.Sequential):
-    """A partition that takes a tuple of tensors as arguments, as the stages of torch pass it on."""
+    """A partition whose forward takes a tuple of tensors as separate arguments, as torch's stages
+    pass them."""
 
     def __init__(self, partition: nn.Sequential) -> None:
         super().__init__(OrderedDict(partition._modules))
@@ -65,8 +60,7 @@ class _Layers(nn.Sequential):
 
 
 class _FirstLayers(_Layers):
-    """The first partition: what the schedule is given are its first layer's arguments, as in a
-    pipe."""
+    """The first partition, which takes the arguments of its first layer, as a pipe does."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         first, *rest = layers(self)
@@ -89,7 +83,7 @@ def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
 
 
 def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
-    """Raises where stages that are processes of their own would compute something else."""
+    """Raise a ValueError if stages in separate processes would compute something else."""
     home: dict[int, int] = {}
     received = SkipRoutes(partitions).received
     for index, partition in enumerate(partitions):

@@ -1,5 +1,5 @@
-"""What travels between the stages of an SPMD pipeline: a stage's neighbours, where its
-micro-batches come from, and where its results go."""
+"""Communication between the stages of an SPMD pipeline: the sources of a stage's micro-batches and
+the sinks of its results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 if dist.is_available():
-    # What is the default group when this is imported stays its functions' default argument, for
-    # good. torch imports it with its compiler, which may be after a group was made.
+    # Import now: the default group at import becomes the default argument of its functions. torch's
+    # compiler imports it too, perhaps after a group was made, and the functions would keep that.
     import torch.distributed.nn.functional
 
 
@@ -32,7 +32,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 class Features(NamedTuple):
-    """What a rank must know of a tensor that it will get, or of its gradient."""
+    """What a rank must know about a tensor, or its gradient, before it receives it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,14 +68,14 @@ def zeros(features: Features, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks of one mesh dimension that differ from this rank in no other."""
+    """The ranks along one mesh dimension that have this rank's coordinates in all others."""
 
     group_name: str
     """Not the group: graphs and modules hold this object, and a group that outlives
     ``destroy_process_group()`` still has threads when the interpreter ends (pytorch#190489)."""
     device_type: str
     ranks: list[int]
-    """Their numbers in the default group, by stage."""
+    """Ranks in the default group, by stage."""
     index: int
 
     @classmethod
@@ -107,9 +107,9 @@ class Axis:
 
 @functools.cache
 def _collect_at_exit() -> None:
-    """End groups that are left in reference cycles before the interpreter begins to end: Gloo's
-    threads may still need its lock (pytorch#190489). torch leaves such cycles of its callers'
-    frames where it loads its compiler, which is with the first call of what does without it."""
+    """Collect groups in reference cycles before the interpreter shuts down: Gloo's threads may
+    still need its lock (pytorch#190489). Loading torch's compiler, which the first call of a
+    function that disables it does, leaves cycles that refer to callers' frames."""
     atexit.register(gc.collect)
 
 
@@ -134,11 +134,11 @@ def ranks_along(mesh: DeviceMesh, names: Collection[str]) -> list[int]:
 class _Link:
     """Messages to and from the rank of a neighbouring stage.
 
-    They flow one way at a time: results first, gradients the other way later. The receiver is ready
-    for a message before it works on the one before it. So a rank that waits, for a message or until
-    its last one is taken, waits for the work on an earlier micro-batch of a neighbour, never for
-    one that waits for it: sends and receives need not be batched, and each starts as early as it
-    can.
+    They flow one way at a time: first results, later gradients the other way. A receiver posts the
+    receive of the next message before it works on the present one. So a rank that waits, for a
+    message or for the end of its last send, waits for a neighbour's work on an earlier micro-batch,
+    never for a rank that waits for it. Sends and receives need not be batched, and start as early
+    as possible.
     """
 
     def __init__(self, axis: Axis, stage: int) -> None:
@@ -149,19 +149,19 @@ class _Link:
         self._coming: tuple[dist.Work, Tensor]
 
     def send(self, tensor: Tensor) -> None:
-        """Send without waiting, except for the message before."""
+        """Send without waiting, except for the end of the previous send."""
         self.flush()
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         self._sent = cast(dist.Work, dist.isend(dense, self._rank, self._axis.group)), dense
 
     def flush(self) -> None:
-        """Wait until nothing that was sent needs its memory."""
+        """Wait for the end of the last send, and release its memory."""
         if self._sent is not None:
             self._sent[0].wait()
             self._sent = None
 
     def announce(self, features: Features | None, count: int) -> None:
-        """Tell the receiver what will come, and how many; None: nothing will."""
+        """Tell the receiver the features and number of tensors to come; None: there are none."""
         message = features and features.as_message(), count
         messages.send(message, self._rank, self._axis.group)
 
@@ -169,7 +169,7 @@ class _Link:
         return messages.receive(_announcement, self._rank, self._axis.group)
 
     def expect(self, features: Features, count: int) -> None:
-        """Get ready for ``count`` tensors. While one is worked on, the next is on its way."""
+        """Post the first of ``count`` receives; :meth:`receive` posts the next one."""
         self._features, self._left = features, count
         self._coming = self._receive_later()
 
@@ -184,7 +184,7 @@ class _Link:
         return tensor
 
     def skip(self) -> None:
-        """Receive what is still to come and drop it."""
+        """Receive the remaining tensors and drop them."""
         while self._left:
             self.receive()
 
@@ -200,7 +200,7 @@ def _announcement(record: Any) -> tuple[Features | None, int]:
 
 
 class Source(ABC):
-    """Where a stage's micro-batches come from, and where their gradients go."""
+    """The source of a stage's micro-batches, to which their gradients are given back."""
 
     wants_grad = False
 
@@ -230,7 +230,7 @@ class Source(ABC):
 
 
 class FromBatch(Source):
-    """The first stage's: slices of the batch."""
+    """The first stage's source: slices of the batch."""
 
     def __init__(self, x: Any, count: int) -> None:
         self.wants_grad = isinstance(x, Tensor) and x.requires_grad
@@ -258,7 +258,7 @@ class FromBatch(Source):
 
 
 class FromPrevious(Source):
-    """Any other stage's: what the previous stage sends."""
+    """Any other stage's source: what the previous stage sends."""
 
     def __init__(self, axis: Axis, count: int, features: Features | None = None) -> None:
         self._link = _Link(axis, axis.index - 1)
@@ -302,7 +302,7 @@ class FromPrevious(Source):
 
 
 class FromNothing(Source):
-    """The first stage's state in a single step, which nobody sends."""
+    """The first stage's state in ``execute_pipeline_step``: zeros."""
 
     def __init__(self, axis: Axis, features: Features) -> None:
         self.wants_grad = features.requires_grad
@@ -313,11 +313,11 @@ class FromNothing(Source):
 
 
 class Sink(ABC):
-    """Where a stage's results go, and where their gradients come from.
+    """The destination of a stage's results, from which their gradients come.
 
     Args:
-        count: how many results there will be.
-        features: what was agreed on them; None to go by the first.
+        count: number of results.
+        features: those that every result must have; None: those of the first.
     """
 
     def __init__(self, count: int, features: Features | None = None) -> None:
@@ -325,7 +325,7 @@ class Sink(ABC):
         self._count = count
 
     def check(self, m: int, result: Any) -> None:
-        """Raises where ``result`` is not what the receiver counts on."""
+        """Raise a TypeError or ValueError if ``result`` is not what the receiver expects."""
         if not isinstance(result, Tensor):
             raise TypeError(f"the module must return a tensor, not {type(result).__name__}")
         if result.layout is not torch.strided or hasattr(result, "device_mesh"):
@@ -349,7 +349,8 @@ class Sink(ABC):
         """Pass on result ``m``, which was checked."""
 
     def give_up(self) -> None:
-        """Put something in place of the results that will not come. Some have nothing to do."""
+        """After a failure, tell or send the receiver something in place of missing results. Some
+        have nothing to do."""
         return
 
     def finish(self) -> None:
@@ -366,7 +367,7 @@ class Sink(ABC):
 
 
 class ToWhole(Sink):
-    """The last stage's: one output, written micro-batch by micro-batch."""
+    """The last stage's sink: one output, written micro-batch by micro-batch."""
 
     _output: Tensor
 
@@ -390,7 +391,7 @@ class ToWhole(Sink):
 
     def take(self) -> Tensor:
         """All results, along dimension 0."""
-        # Keeps no reference: the output's graph holds this object.
+        # Drops the reference: the output's graph keeps this object.
         output = self._output
         del self._output
         return output
@@ -403,7 +404,7 @@ class ToWhole(Sink):
 
 
 class ToNext(Sink):
-    """Any other stage's: what the next stage receives."""
+    """Any other stage's sink: what the next stage receives."""
 
     def __init__(self, axis: Axis, count: int, features: Features | None = None) -> None:
         super().__init__(count, features)
