@@ -46,7 +46,7 @@ Device = torch.device | int | str
 
 _MOVE_DENIED = (
     "a Pipe manages where its stages live and cannot be moved; build it with devices=[...] "
-    "(Pipe.to(dtype) is allowed; accelerate leaves it where it is with "
+    "(Pipe.to(dtype) is allowed; with accelerate, use "
     "accelerator.prepare(pipe, device_placement=[False]))"
 )
 
@@ -55,11 +55,11 @@ class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` as a pipeline: its layers are cut into stages, each input into
     micro-batches.
 
-    Stages work on different micro-batches at the same time: on CPUs in threads that share out
-    torch's intra-op threads, on CUDA devices asynchronously, on the streams that are current when
-    the forward is called; copies between devices overlap both sides' work. To autograd the whole is
-    one node, so losses, optimizers, hooks and ``torch.autograd.grad`` are used as with the bare
-    module, but for second derivatives (``create_graph=True`` is an error)::
+    Stages work on different micro-batches at the same time: on CPUs in threads that divide torch's
+    intra-op threads, on CUDA devices asynchronously, on the streams that are current when the
+    forward is called; copies between devices overlap with computation. A pipe is one autograd node,
+    so losses, optimizers, hooks and ``torch.autograd.grad`` are used as with the bare module,
+    except for second derivatives (``create_graph=True`` is an error)::
 
         model = nn.Sequential(a, b, c, d)
         model = Pipe(model, balance=[2, 2], chunks=8)
@@ -70,69 +70,67 @@ class Pipe(nn.Module):
     micro-batches, last one first, as autograd does for ``torch.cat([module(x) for x in
     input.tensor_split(chunks)])``. Under autocast that is the loop with ``cache_enabled=False``:
     every micro-batch casts the parameters itself, and gradients are summed in the parameters'
-    dtype. (Uses that share a cast have theirs summed in autocast's.)
+    dtype, not autocast's.
 
-    Every forward draws one number from the default CPU generator; from it each (stage, micro-batch)
-    gets random numbers of its own, so results with a fixed seed do not depend on timing and
-    recomputation repeats its forward.
+    Every forward draws one number from the default CPU generator, which seeds each (stage,
+    micro-batch). So results with a fixed seed do not depend on timing, and a recomputation draws
+    the numbers of its forward.
 
     The keys of the state_dict are ``partitions.<stage>.<key in the module>``. ``to_sequential()``
-    has the same layers under the module's own keys: to save checkpoints that fit the bare module
-    and any balance, call its ``state_dict``, and its ``load_state_dict`` to load them.
+    has the same layers under the module's own keys: to save and load checkpoints that fit the bare
+    module and any balance, call ``state_dict`` and ``load_state_dict`` of that.
 
-    ``torch.compile`` leaves a pipe as it is, in a compiled program too: compile its layers.
+    ``torch.compile`` does not compile a pipe, even inside a compiled program: compile its layers.
 
     Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its
     stages do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has
-    parameters that are ``DTensor``. Layers that hide their collectives otherwise do not belong in a
-    pipe on CPUs. FSDP2 goes around a pipe, ``fully_shard(pipe)``; layers that it shards one by one
-    are refused.
+    parameters that are ``DTensor``. Do not use layers with other collectives, which a pipe cannot
+    detect, in a pipe on CPUs. FSDP2 may shard a whole pipe, ``fully_shard(pipe)``, not its layers
+    one by one.
 
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
-    threads must not read or change the pipe's parameters, nor draw from the default generator, as a
-    pipe of theirs with dropout does: checkpointing could then not repeat the numbers of a forward.
-    Layers must not call the pipe that they are in. An error that a layer raises says where in a
-    note.
+    threads must not read or change the pipe's parameters, nor draw from the default generator, as
+    another pipe with dropout does: a recomputation might then draw other numbers than its forward.
+    Layers must not call the pipe that they are in. Errors of layers name the layer in a note.
 
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
             list or dict with tensors in it. Layers may have skips (:mod:`pipekernels.skip`).
         balance: number of layers of each stage. Default: as many stages as there are devices (on a
-            CPU-only machine: intra-op threads), of about equally many parameters, as nothing else
-            is known before there is an input. ``pipekernels.balance.balance_by_time`` measures;
+            CPU-only machine: intra-op threads), with about equal numbers of parameters.
+            ``pipekernels.balance.balance_by_time`` measures layers instead;
             ``pipekernels.plan_pipeline`` chooses chunks, schedule and checkpointing too.
         devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
             stage where there is none.
         chunks: most micro-batches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
             that differ by at most one.
         checkpoint: which micro-batches keep their inputs only and are recomputed in the backward:
-            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is. Recomputed
-            layers are in the mode, and have the parameters and buffers, of their forward; their
-            hooks and attributes are those of the backward. Buffers that layers change in their
-            forwards, as spectral norm does, have the values that the forward found (what is written
-            through ``.data`` goes unnoticed). Parameters modified in place and layers changed in
-            between are an error.
+            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is. Layers are
+            recomputed with the training mode, parameters and buffers of their forward, but with
+            their present hooks and attributes. Buffers that a forward changes, as spectral norm
+            does, get their values from before it (changes through ``.data`` are not detected).
+            Modifying parameters in place or changing layers in between is an error.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
         execution: how mini-batches run on CPUs. ``'auto'``: the fastest of the others, measured for
             each kind of mini-batch; the first of a kind runs inline, and is watched for random
-            numbers that threads could not keep apart. ``'inline'``: on the calling thread.
+            numbers that threads cannot seed separately. ``'inline'``: on the calling thread.
             ``'threads'``: each lane of the schedule on a thread of its own, unwatched: results do
             not depend on timing if torch's Python functions draw all random numbers. ``'split'``:
-            likewise, and where graphs allow it the backward of ``pipe(x)`` computes gradients of
+            likewise, and if graphs allow it the backward of ``pipe(x)`` computes gradients of
             inputs first. Stages that share layers or have collectives run inline.
         cuda_graphs: experimental, no GPU has run it yet: launch the work of each stage on a CUDA
-            device as CUDA graphs, captured in the third mini-batch of a kind; stages elsewhere run
-            as ever. Python in layers is run while they are captured only, so what it does must
-            follow from the shapes of a stage's input, its layers' attributes, and constants. A
-            stage that cannot be captured runs without, and a warning says why. Parameters must not
-            be modified between a forward and its backward.
+            device as CUDA graphs, captured in the third mini-batch of a kind. Python code in layers
+            runs only during the capture, so its effects must depend on nothing but the shapes of a
+            stage's input, its layers' attributes, and constants. A stage that cannot be captured
+            runs without graphs, and a warning says why. Parameters must not be modified between a
+            forward and its backward.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential`` or has a forward, parameters or hooks of its
             own, skips of its layers do not match, ``balance`` does not list integers or ``devices``
-            devices, or a BatchNorm to be deferred is of a class that does more.
+            devices, or a BatchNorm cannot be deferred (``convert_deferred_batch_norm``).
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
         IndexError: fewer devices than stages.
@@ -191,27 +189,27 @@ class Pipe(nn.Module):
             convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = self._new_engine()
 
-    # torch.compile could follow neither lanes nor their locks.
+    # torch.compile supports neither lanes nor their locks.
     @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
         Args:
             *inputs: the first layer's arguments: tensors with a dimension ``batch_dim`` of one
-                size, or tuples, lists and dicts of them. Tensors are cut into micro-batches;
-                anything else, and tensors in ``NoChunk(tensor)``, every micro-batch is given whole.
+                size, or tuples, lists and dicts of them. Tensors are cut into micro-batches; every
+                micro-batch gets other values, and tensors in ``NoChunk(tensor)``, unsplit.
             **kwargs: the first layer's keyword arguments, likewise.
 
         Returns:
-            What the module returns, on the last stage's device; the tensors of all micro-batches
-            are joined along ``batch_dim``. What is no tensor comes as a list with an entry per
-            micro-batch, but None as None. A pipe without layers returns its input itself.
+            What the module returns, on the last stage's device, with tensors of all micro-batches
+            joined along ``batch_dim``. A value that is no tensor becomes a list with an entry per
+            micro-batch, but None stays None. A pipe without layers returns its input itself.
 
         Raises:
             TypeError: there is no tensor in the input, or in what a stage returns.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ.
-            RuntimeError: inside a transform of ``torch.func``, or with tangents, of forward-mode
-                differentiation; or an entry of ``partitions`` has been replaced.
+            RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
+                differentiation); or an entry of ``partitions`` has been replaced.
         """
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         batch = self._batch(value)
@@ -234,15 +232,14 @@ class Pipe(nn.Module):
         begin before all forwards have ended. Accumulates into ``.grad`` like ``loss.backward()``.
 
         With ``'1f1b'`` a stage holds the activations of at most as many micro-batches as there are
-        stages, whatever ``chunks``; ``'gpipe'`` holds those of all; ``'zb-h1'`` holds no more than
-        ``'1f1b'`` and idles less, at the price of entering autograd once more for every layer.
-        ``'interleaved'`` deals the stages out to fewer lanes. ``1f1b``, ``interleaved`` and
-        ``zb-h1`` sum gradients over micro-batches first one first, so the last bits may differ from
-        those of ``loss_fn(pipe(input), target).backward()``.
+        stages, for any ``chunks``; ``'gpipe'`` holds those of all; ``'zb-h1'`` holds no more than
+        ``'1f1b'`` and idles less, but enters autograd once more for every layer. ``'interleaved'``
+        runs several stages on each of fewer lanes. ``1f1b``, ``interleaved`` and ``zb-h1`` sum
+        gradients over micro-batches first one first, so the last bits may differ from those of
+        ``loss_fn(pipe(input), target).backward()``.
 
-        A mean over anything but rows, as of cross-entropy with ``ignore_index`` or class weights,
-        is not that of the batch when it is taken per micro-batch, and NaN where one has nothing to
-        count.
+        A mean over anything but rows, such as cross-entropy with ``ignore_index`` or class weights,
+        differs per micro-batch from the batch's, and is NaN for one without elements to count.
         Divide a sum by the count of the whole batch instead::
 
             valid = (target != -100).sum()
@@ -252,18 +249,18 @@ class Pipe(nn.Module):
 
             pipe.train_step(input, target, loss_fn, loss_reduction="sum")
 
-        ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Its share of
-        their gradients is summed up by itself, like that of each stage where stages share a
-        parameter. There each stage has another object for it; ``pipe.parameters()`` gives one of
-        them.
+        ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Their
+        gradients from the loss are summed separately, as are those of each stage that shares a
+        parameter with others. Inside ``loss_fn`` such stages have different objects for it;
+        ``pipe.parameters()`` gives one of them.
 
-        ``DistributedDataParallel`` averages gradients after calls of its own forward alone; after
-        those of ``train_step``, average them yourself. A pipe that FSDP2 shards has no
-        ``train_step``.
+        ``DistributedDataParallel`` averages gradients only after calls of its own forward: after
+        ``train_step``, average them yourself. ``train_step`` is not available if FSDP2 shards the
+        pipe.
 
         Args:
             input: the first layer's only argument, as in :meth:`forward`.
-            target: tensors of the same batch size, cut up like the input; None if ``loss_fn`` takes
+            target: tensors of the same batch size, split like the input; None if ``loss_fn`` takes
                 outputs only.
             loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of
                 one micro-batch; returns a scalar.
@@ -307,8 +304,8 @@ class Pipe(nn.Module):
             tensors, structure = take_apart(target, "target")
             if any(tensor.grad_fn is not None for tensor in tensors):
                 raise ValueError(
-                    "a target has a graph, which the micro-batches would go through backwards one "
-                    "by one; detach it, or use loss_fn(pipe(input), target).backward()"
+                    "a target has a graph, whose backward each micro-batch would run again; detach "
+                    "it, or use loss_fn(pipe(input), target).backward()"
                 )
             targets = Scatter(tensors, self.chunks, self.batch_dim, "target")
             if targets.batch != rows:
@@ -343,15 +340,13 @@ class Pipe(nn.Module):
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """Record what runs when, on which stage, while the body runs. A timeline around this one
-        does not record meanwhile."""
+        """Record when each action runs in the body. An outer timeline does not record there."""
         timeline = Timeline()
         with self._engine.recorded_by(timeline):
             yield timeline
 
     def to_sequential(self) -> nn.Sequential:
-        """The wrapped model again: its layers, under their own names, on the devices where they are
-        now."""
+        """The wrapped model: its layers, under their own names, on their present devices."""
         named: OrderedDict[str, nn.Module] = OrderedDict()
         for partition in self._partitions():
             for name, layer in partition._modules.items():
@@ -379,15 +374,14 @@ class Pipe(nn.Module):
             schedule.step(input) if stage.is_first else schedule.step(target=target)
 
         The first stage takes the pipe's arguments, keyword arguments too. The stage's module has
-        the pipe's layers, with their names in the wrapped module's state_dict. The pipe's
-        checkpointing and random numbers do not come along, and stages cannot pass on a tuple of one
-        tensor.
+        the pipe's layers, with their names in the wrapped module's state_dict. It does not use the
+        pipe's checkpointing and seeding, and stages cannot pass on a tuple of one tensor.
 
         Args:
             stage_index: which stage. Default: the one of this rank's number, for a group with a
                 rank per stage. Schedules that interleave take several stages per rank.
-            device: where the stage is to run; its layers are moved there, and the pipe itself
-                cannot be used any more if they were elsewhere. Default: where they are.
+            device: the stage's layers are moved there; if they were elsewhere, the pipe itself
+                cannot be used any more. Default: the layers' present device.
             group: the ranks that run the stages. Default: all.
 
         Raises:
@@ -402,7 +396,7 @@ class Pipe(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; also in ``loss_fn`` those that stages share come once."""
+        """As of any module; parameters that stages share are listed once, in ``loss_fn`` too."""
         seen: set[int] = set()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if not remove_duplicate or identity(parameter) not in seen:
@@ -462,7 +456,7 @@ class Pipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def to_empty(self, *, device: Device | None, recurse: bool = True) -> Pipe:
-        """Denied: see ``devices``. Give the layers memory before they become a pipe."""
+        """Denied: see ``devices``. Give the layers memory before making the pipe."""
         raise TypeError(_MOVE_DENIED)
 
     def __getstate__(self) -> dict[str, Any]:
