@@ -144,8 +144,7 @@ class SharedFlag {
   std::atomic<int>* const flag_;
 };
 
-// ---- successful calls --------------------------------------------------------------------------
-
+// ---- successful calls
 void use_everything(Communicator& core) {
   Rank rank(core);
   const int n = rank.cuda.world_size(), me = rank.number();
@@ -268,8 +267,7 @@ void reuse_memory(Communicator& core) {
   CHECK(first[7] == 2);
 }
 
-// ---- set-up ------------------------------------------------------------------------------------
-
+// ---- set-up
 void fail_set_up(Communicator& core) {
   auto& device = fake_cuda::device();
   const size_t room = device.room;
@@ -284,8 +282,7 @@ void fail_set_up(Communicator& core) {
   CHECK(has(thrown<std::runtime_error>([&] { Rank rank(core); }), "has been closed"));
 }
 
-// ---- failures ----------------------------------------------------------------------------------
-
+// ---- failures
 void call_differently(Communicator& core) {
   Rank rank(core);
   std::vector<float> data(20, 1.0f);
@@ -403,8 +400,7 @@ void lose_rank_1(Communicator& core, Leave how) {
   CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Before the timeout of 30 s.
 }
 
-// ---- shutdown ----------------------------------------------------------------------------------
-
+// ---- shutdown
 // Memory that a peer still has mapped is freed by the next allocation after the peer has unmapped
 // it.
 void keep_mapped_memory(Communicator& core, const SharedFlag& closed) {

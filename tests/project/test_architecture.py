@@ -170,18 +170,17 @@ def is_private(name: str) -> bool:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """The names that a module defines, and the attributes that it sets."""
+    """The names that a module defines, and the attributes that it sets on objects of its own:
+    ``self``, and a class that it has ``added`` to."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "added") else set()
         elif isinstance(node, (ast.AnnAssign, ast.Assign)):
             targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
             found |= {target.id for target in targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Dict):  # Its keys may be passed to setattr().
-            found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
     return found
 
 
