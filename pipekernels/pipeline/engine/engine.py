@@ -18,7 +18,7 @@ from pipekernels.pipeline.engine.execution import Chooser
 from pipekernels.pipeline.engine.findings import LayerFindings
 from pipekernels.pipeline.engine.losses import Losses, LossGradients
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
-from pipekernels.pipeline.engine.node import Given, PipeNode
+from pipekernels.pipeline.engine.node import GivenGradients, PipeNode
 from pipekernels.pipeline.engine.outputs import Outputs
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule.program import GPIPE, Schedule
@@ -68,7 +68,7 @@ class Engine:
         execution: str = "auto",
     ) -> None:
         self.stages = Stages(partitions, devices, cuda_graphs=cuda_graphs)
-        self._traits = self.stages.look_at_layers()
+        self._traits = self.stages.inspect_layers()
         self._findings = LayerFindings()
         self._chooser = Chooser(self.stages, self._findings, execution)
         self._timeline: Timeline | None = None
@@ -149,7 +149,7 @@ class Engine:
                 target for target, grad in zip(targets, grads, strict=True) if grad is not None
             ]
             # Accumulated by autograd, so that the parameters' hooks run.
-            root = Given.apply(grads, *wanted) if wanted else None
+            root = GivenGradients.apply(grads, *wanted) if wanted else None
         if root is not None:
             torch.autograd.backward(root)
         return losses.total()
@@ -206,7 +206,7 @@ class Engine:
             for stage, previous in zip(stages.modules, known, strict=True)
         ]
         if not all(map(StageParameters.is_made_up_as, parameters, self._parameters)):
-            self._traits = stages.look_at_layers()
+            self._traits = stages.inspect_layers()
         self._parameters = parameters
         grad = torch.is_grad_enabled()
         wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in batch.tensors)

@@ -202,7 +202,7 @@ class MiniBatch:
         if inputs is None:
             assert self._structure is not None
             inputs = Activation(self._scatter.take(m), self._wants_grad, self._structure)
-            inputs = self._sent(inputs, stage, m)
+            inputs = self._to_device(inputs, stage, m)
         task = self._tasks[stage]
         if task.received_skips:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
@@ -233,9 +233,9 @@ class MiniBatch:
         if stage == len(self._tasks) - 1:
             sink.collect(m, outputs)
             return outputs
-        return self._sent(outputs, stage + 1, m)
+        return self._to_device(outputs, stage + 1, m)
 
-    def _sent(self, value: Activation, stage: int, m: int) -> Activation:
+    def _to_device(self, value: Activation, stage: int, m: int) -> Activation:
         """Start copying ``value`` to the device of ``stage``, if it is on another one."""
         device = self._tasks[stage].device
         for tensor in value.tensors:
@@ -255,7 +255,7 @@ class MiniBatch:
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
-                self._go_back(task, m, partial(second_part, keep_graph))
+                self._run_backward(task, m, partial(second_part, keep_graph))
             return ()
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m, backward=True))
@@ -277,23 +277,23 @@ class MiniBatch:
         # Not in two parts if tensors have hooks: each part would call them.
         if kind == "I" and not self._randomness.saw_tensor_hooks:
             compute = partial(task.backward_of_inputs, tape, grads, keep_graph=keep_graph)
-            result, second_part = self._go_back(task, m, compute)
+            result, second_part = self._run_backward(task, m, compute)
             if second_part is not None:
                 self._second_parts[stage, m] = second_part
         else:
             whole = partial(task.backward, [tape], [grads], keep_graph=keep_graph)
-            (result,) = self._go_back(task, m, whole)
+            (result,) = self._run_backward(task, m, whole)
         if tape.received:
             n = len(result) - len(tape.received)
             self._skips.leave_grads(tape.received, result[n:], m, self._transport)
             result = result[:n]
         if self._homes:
-            result = self._returned(result, stage, m)
+            result = self._to_homes(result, stage, m)
         if stage == 0:
             self._input_grads[m] = result
         return result
 
-    def _go_back(self, task: Task | GraphedTask, m: int, compute: Callable[[], T]) -> T:
+    def _run_backward(self, task: Task | GraphedTask, m: int, compute: Callable[[], T]) -> T:
         """Call ``compute``, which runs autograd on graphs of micro-batch ``m``."""
         try:
             with self._execution.in_backward():
@@ -320,7 +320,7 @@ class MiniBatch:
             note_layer(error, task.stages, m, "recomputation")
             raise
 
-    def _returned(self, grads: Grads, stage: int, m: int) -> Grads:
+    def _to_homes(self, grads: Grads, stage: int, m: int) -> Grads:
         """Start copying the gradients of the inputs of ``stage`` back to these inputs' devices."""
         if (stage, m) not in self._homes:
             return grads
@@ -347,7 +347,7 @@ class MiniBatch:
                 raise
             self._input_grads = results
             if self._homes:
-                self._input_grads = [self._returned(r, 0, m) for m, r in enumerate(results)]
+                self._input_grads = [self._to_homes(r, 0, m) for m, r in enumerate(results)]
         self._note_time(time.perf_counter() - begin, last=True)
 
     @contextmanager

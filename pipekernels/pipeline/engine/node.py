@@ -63,7 +63,7 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool
     return (*inputs, *parameters)
 
 
-class Given(torch.autograd.Function):
+class GivenGradients(torch.autograd.Function):
     """A scalar whose backward gives ``tensors`` the gradients ``grads``, without its Nones. It
     empties the list, because autograd copies gradients that others refer to."""
 

@@ -82,7 +82,7 @@ class Stages:
             index for index, device in enumerate(devices) if not has_streams(device)
         )
 
-    def look_at_layers(self) -> LayerTraits:
+    def inspect_layers(self) -> LayerTraits:
         """The present traits of the layers; must be called again whenever layers have changed.
 
         Raises:
@@ -92,7 +92,7 @@ class Stages:
         layers = [layer for stage in self.modules for layer in stage.modules()]
         _refuse_fsdp(layers)
         for task in (*self.tasks, *filter(None, [self.fused])):
-            task.look_at_layers()
+            task.inspect_layers()
         return LayerTraits(
             training=tuple(layer.training for layer in layers),
             has_deferred_batch_norm=any(map(has_deferred_batch_norm, self.modules)),

@@ -153,9 +153,9 @@ class Task:
         self.sent_skips = tuple(sent)
         self._skips = [skips_of(stage) for stage in stages]
         self._has_skips = any(self._skips)
-        self.look_at_layers()
+        self.inspect_layers()
 
-    def look_at_layers(self) -> None:
+    def inspect_layers(self) -> None:
         """Must be called after the layers have changed.
 
         Raises:
