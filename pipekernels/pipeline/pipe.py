@@ -207,7 +207,8 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: there is no tensor in the input, or in what a stage returns.
-            ValueError: the input cannot be split: no batch dimension, or batch sizes differ.
+            ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
+                the outputs of micro-batches cannot be joined along ``batch_dim``.
             RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
                 differentiation); or an entry of ``partitions`` has been replaced.
         """

@@ -16,6 +16,7 @@ in the same order.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from pipekernels._torch_private import has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
 from pipekernels.local_ops.sharded_gemm import sharded_gemm
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
+from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, features_of, linear_classes
 from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
@@ -43,7 +44,7 @@ from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_
 class ShardedLinear(nn.Module):
     """Base of both layers: shards the parameters of a full ``nn.Linear`` and gathers them."""
 
-    # Parameter name -> its sharded dimension; parameters not listed are replicated.
+    # Parameter name -> its sharded dimension in nn.Linear; parameters not listed are replicated.
     shard_dims: ClassVar[dict[str, int]]
 
     weight: nn.Parameter
@@ -58,6 +59,7 @@ class ShardedLinear(nn.Module):
         skip_bias_add: bool,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
+        blocks: Sequence[int] = (),
     ) -> None:
         super().__init__()
         if not isinstance(comm, Communicator):
@@ -72,6 +74,9 @@ class ShardedLinear(nn.Module):
         self.world_size = comm.world_size
         self.skip_bias_add = skip_bias_add
         self.name: str | None = None
+        # Sizes of the layers that are fused into this one, each of which is sharded by itself.
+        self._blocks = tuple(blocks)
+        self._transposed = False  # Weights are [in, out], as those of transformers' Conv1D.
         self._gradients_are_checked = False
         import_module("pipekernels.local_ops.flops")
         device = None if device is None else usable(device)
@@ -86,17 +91,19 @@ class ShardedLinear(nn.Module):
         fused kernel for evaluation, which would read a shard as the full weight.
 
         Args:
-            linear: the full layer, the same on every rank. Its parameters are copied, not shared.
+            linear: the full layer, the same on every rank: an ``nn.Linear``, or a ``Conv1D`` of
+                transformers, whose weight the shard keeps transposed. Its parameters are copied,
+                not shared.
             comm: the communicator.
             kwargs: the remaining keyword arguments of the class, without ``device`` and ``dtype``.
 
         Raises:
-            TypeError: ``linear`` is not an ``nn.Linear``, is a lazy one without a shape yet, or has
-                a parametrization, an adapter, hooks or a forward of its own; or ``device`` or
+            TypeError: ``linear`` is neither, is a lazy one without a shape yet, or has a
+                parametrization, an adapter, hooks or a forward of its own; or ``device`` or
                 ``dtype`` is given.
             ValueError: as for the constructor.
         """
-        if not isinstance(linear, nn.Linear):
+        if not isinstance(linear, linear_classes()):
             raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
         if is_lazy(linear.weight):
             raise TypeError("linear has no in_features yet; call it once, linear(input)")
@@ -106,8 +113,9 @@ class ShardedLinear(nn.Module):
         extras = extras_of(linear)
         if extras is not None:
             raise TypeError(f"linear has {extras}, which would be lost; {REMEDY}")
-        sizes = linear.in_features, linear.out_features
+        sizes = features_of(linear)
         layer = cls(*sizes, linear.bias is not None, comm=comm, device="meta", **kwargs)
+        layer._transposed = not isinstance(linear, nn.Linear)
         layer._adopt(linear)
         return layer.train(linear.training)
 
@@ -120,6 +128,7 @@ class ShardedLinear(nn.Module):
         sizes, bias, weight = (self.in_features, self.out_features), self.bias, self.weight
         full = nn.Linear(*sizes, bias is not None, device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
+            full.weight.data = full.weight.t() if self._transposed else full.weight
             for name, parameter in self._plain_parameters().items():
                 parameter.copy_(distributed_like(parameter, self.shard(name, getattr(full, name))))
 
@@ -163,22 +172,41 @@ class ShardedLinear(nn.Module):
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
-        dim = self.shard_dims[name]
-        size = self.full_shape(name)[dim]
-        joined = gather_from_ranks(as_full_tensor(part).movedim(dim, -1), self.comm, size)
-        return joined.movedim(-1, dim).contiguous()
+        dim = self._shard_dim(name)
+        blocks = self._blocks or self.full_shape(name)[dim : dim + 1]
+        own = [shard_sizes(size, self.world_size)[self.rank] for size in blocks]
+        parts = as_full_tensor(part).movedim(dim, -1).split(own, -1)
+        joined = [
+            gather_from_ranks(block, self.comm, size)
+            for block, size in zip(parts, blocks, strict=True)
+        ]
+        return torch.cat(joined, -1).movedim(-1, dim).contiguous()
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""
-        return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
+        if name == "bias":
+            return (self.out_features,)
+        shape = self.out_features, self.in_features
+        return shape[::-1] if self._transposed else shape
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         """A copy of this rank's shard of the full parameter ``name``."""
         if name in self.shard_dims:
-            dim = self.shard_dims[name]
-            sizes = shard_sizes(full.shape[dim], self.world_size)
-            full = full.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
+            dim = self._shard_dim(name)
+            parts = []
+            for block in full.split(self._blocks or full.shape[dim], dim):
+                sizes = shard_sizes(block.shape[dim], self.world_size)
+                parts.append(block.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank]))
+            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return full.clone(memory_format=torch.contiguous_format)
+
+    def _shard_dim(self, name: str) -> int:
+        dim = self.shard_dims[name]
+        return 1 - dim if self._transposed and name == "weight" else dim
+
+    def _matrix(self) -> Tensor:
+        """The weight, ``[out, in]``."""
+        return self.weight.t() if self._transposed else self.weight
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -310,7 +338,8 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        self._check_input(x, self.weight.shape[1] if self.input_is_parallel else self.in_features)
+        weight = self._matrix()
+        self._check_input(x, weight.shape[1] if self.input_is_parallel else self.in_features)
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
             if self.input_is_parallel and x.requires_grad and not self._gradients_are_checked:
@@ -318,10 +347,9 @@ class RowParallelLinear(ShardedLinear):
         if not self.input_is_parallel:
             x = scatter_to_ranks(x, self.comm)
         if self.reduce == "none":
-            y = _linear(x, self.weight)
+            y = _linear(x, weight)
         else:
-            scatter = self.reduce == "reduce_scatter"
-            y = row_linear(x, self.weight, self.comm, scatter=scatter)
+            y = row_linear(x, weight, self.comm, scatter=self.reduce == "reduce_scatter")
         bias: Tensor | None = self.bias
         if bias is not None and self.reduce == "reduce_scatter":
             # Each rank adds the bias to its own rows only, so its gradient is a sum over ranks.
@@ -353,6 +381,9 @@ class ColumnParallelLinear(ShardedLinear):
         bias: whether there is one; sharded like the output.
         comm: the communicator whose ranks hold the layer.
         gather_output: return the full output on every rank, instead of this rank's features.
+        blocks: sizes of the layers that are fused into this one (``qkv``, ``gate_up_proj``), whose
+            sum is ``out_features``: each is sharded by itself, so that this rank's output is a
+            smaller fused one. Default: it is one layer.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         device: of the parameters.
         dtype: of the parameters.
@@ -369,7 +400,8 @@ class ColumnParallelLinear(ShardedLinear):
 
     Raises:
         TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
-        ValueError: more ranks than ``out_features``; an input of the wrong shape or device.
+        ValueError: more ranks than ``out_features`` or a block has; blocks that do not fit; an
+            input of the wrong shape or device.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -382,11 +414,19 @@ class ColumnParallelLinear(ShardedLinear):
         *,
         comm: Communicator,
         gather_output: bool = False,
+        blocks: Sequence[int] | None = None,
         skip_bias_add: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, comm, skip_bias_add, device, dtype)
+        if blocks is not None and (sum(blocks) != out_features or gather_output):
+            raise ValueError(
+                f"blocks={list(blocks)} must sum up to out_features={out_features}, and there is "
+                "no gather_output with them; without blocks the gathered output is the full one"
+            )
+        super().__init__(
+            in_features, out_features, bias, comm, skip_bias_add, device, dtype, blocks or ()
+        )
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -396,7 +436,7 @@ class ColumnParallelLinear(ShardedLinear):
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
         x = copy_to_ranks(x, self.comm)
-        y = _linear(x, self.weight, None if self.skip_bias_add else bias)
+        y = _linear(x, self._matrix(), None if self.skip_bias_add else bias)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
         if y.requires_grad and not torch.compiler.is_compiling():
@@ -409,25 +449,6 @@ class ColumnParallelLinear(ShardedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
-
-
-REMEDY = (
-    "remove it first (parametrize.remove_parametrizations, remove_weight_norm, prune.remove, "
-    "handle.remove()), or leave this layer as it is"
-)
-
-
-def extras_of(linear: nn.Linear) -> str | None:
-    """What ``linear`` has that a sharded layer would lose (state, forward, hooks), if anything."""
-    names = linear.state_dict().keys() - {"weight", "bias"}
-    if names:
-        return f"state of its own ({', '.join(sorted(names))})"
-    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
-        return "a forward of its own"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(linear, kind) for kind in hooks) or any(map(has_hooks, linear.parameters())):
-        return "hooks"
-    return None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.functional import shard_sizes
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's aliases share.
@@ -50,6 +51,26 @@ class _SumGradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SumGradients:
         return self  # A copied model shares the communicator.
+
+
+def split_output(module: nn.Module, comm: Communicator) -> None:
+    """Let ``module`` return this rank's part of its output's last dimension."""
+    module.register_forward_hook(_SplitOutput(comm))
+
+
+class _SplitOutput:
+    """Forward hook."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __call__(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
+        sizes = shard_sizes(output.shape[-1], self._comm.world_size)
+        parts: tuple[Tensor, ...] = output.split(sizes, -1)
+        return parts[self._comm.rank]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SplitOutput:
+        return self
 
 
 def mark_column_output(y: Tensor, bias: Tensor | None) -> None:

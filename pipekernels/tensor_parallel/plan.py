@@ -6,32 +6,22 @@ import zlib
 from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
 from math import nan
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.auto import ALIASES, carried_plan
-from pipekernels.tensor_parallel.linear import (
+from pipekernels.tensor_parallel.auto import auto_plan, divide
+from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    ShardedLinear,
     extras_of,
+    features_of,
+    linear_classes,
 )
-from pipekernels.tensor_parallel.partial_gradients import sum_gradients
+from pipekernels.tensor_parallel.kinds import KINDS, SPLIT, SUMMED, canonical, is_known, shard
+from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
 from pipekernels.tensor_parallel.pretrained import save_full_models
-
-# Kinds of sharded layers that a plan may name: class and arguments.
-LAYERS: dict[str, tuple[Any, dict[str, bool]]] = {
-    "column": (ColumnParallelLinear, {}),
-    "column_gather_output": (ColumnParallelLinear, {"gather_output": True}),
-    "row": (RowParallelLinear, {}),
-    "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
-}
-SUMMED = "replicated_with_grad_allreduce"
-KINDS = (*LAYERS, SUMMED)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,8 +39,8 @@ def tensor_parallelize(
     the two see only this rank's features:
 
     - Divide head counts by the world size (``attention.num_heads //= comm.world_size``).
-    - Ranks take consecutive features, so the shard of a fused layer (``qkv``, ``gate_up_proj``) is
-      not a smaller fused layer, unless the features are grouped by head.
+    - Ranks take consecutive features. Name a fused layer (``qkv``, ``gate_up_proj``)
+      ``'packed_column'``, unless its features are grouped by head.
     - A parameter there, such as Qwen3's norms of queries and keys, gets a partial gradient on each
       rank: name its module ``'replicated_with_grad_allreduce'`` to sum them. The first
       backward raises a RuntimeError if that is missing, unless the parameter has a hook of its own.
@@ -87,11 +77,16 @@ def tensor_parallelize(
             matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
             :class:`ColumnParallelLinear` with ``gather_output=True``), ``'row_split_input'`` (a
             :class:`RowParallelLinear` with ``input_is_parallel=False``) or
-            ``'replicated_with_grad_allreduce'`` (any module: gradients of its parameters are summed
-            over the ranks). transformers' words ``colwise``, ``rowwise``, ``colwise_gather_output``
-            and ``rowwise_split_input`` mean the same. Modules that no pattern matches stay
-            unchanged. ``"auto"``: the plan that a transformers model carries, ``model.tp_plan``,
-            without its embeddings and what shares their weights.
+            ``'packed_column'`` (of two fused layers; ``'packed_column:3'`` of three of one size,
+            ``'packed_column:64,16,16'`` of these sizes: ``blocks`` of the layer), or, for any
+            module between the two, ``'replicated_with_grad_allreduce'`` (the gradients of its
+            parameters are summed over the ranks) or ``'split_output'`` (likewise, and each rank
+            takes its part of the output's last dimension). transformers' words mean the same
+            (``colwise``, ``rowwise``, ``packed_colwise`` and so on). Modules that no pattern
+            matches stay unchanged.
+            ``"auto"``: the plan that a transformers model carries (``model.tp_plan``), or ours for
+            BERT, DistilBERT, GPT-2, OPT, RoBERTa, T5, ViT and Whisper, whose head counts it divides
+            as well; embeddings, and heads that share their weights, stay replicated.
         comm: the communicator.
 
     Returns:
@@ -112,22 +107,25 @@ def tensor_parallelize(
             between ranks; with ``"auto"``, the model carries no plan or one of unknown kinds, or
             its attention heads cannot be dealt out evenly. The model is then unchanged.
     """
+    divided: Mapping[str, tuple[str, ...]] = {}
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
-        plan = carried_plan(model, comm.world_size, KINDS)
-    known = _known_kinds(plan)
-    kinds, summed = _match(model, known)
+        plan, divided = auto_plan(model, comm.world_size)
+    kinds, others = _match(model, _known_kinds(plan))
     _check_untied(model, kinds)
-    sharded = {layer: _shard(layer, *kind, comm) for layer, kind in kinds.items()}
+    sharded = {layer: shard(layer, *kind, comm) for layer, kind in kinds.items()}
     if sharded:
         _check_ranks_agree(kinds, comm)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if isinstance(child, nn.Linear) and child in sharded:
+            if child in sharded:
                 parent._modules[name] = sharded[child]
-    for module in summed:
+    for module, kind in others.items():
         sum_gradients(module, comm)
+        if kind == SPLIT:
+            split_output(module, comm)
+    divide(model, divided, comm.world_size)
     _disable_fused_encoder(model, set(sharded.values()))
     save_full_models(model)
     return model
@@ -135,28 +133,17 @@ def tensor_parallelize(
 
 def _known_kinds(plan: Mapping[str, str]) -> dict[str, str]:
     """``plan`` in our words."""
-    known = {}
-    for pattern, kind in plan.items():
-        known[pattern] = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-        if known[pattern] not in KINDS:
-            kinds = ", ".join(map(repr, KINDS))
-            raise ValueError(f"plan[{pattern!r}] must be one of {kinds}, got {kind!r}")
-    return known
+    kinds = {pattern: canonical(word) for pattern, word in plan.items()}
+    for pattern, kind in kinds.items():
+        if not is_known(kind):
+            known = ", ".join(map(repr, KINDS))
+            raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {plan[pattern]!r}")
+    return kinds
 
 
-def _shard(layer: nn.Linear, name: str, kind: str, comm: Communicator) -> nn.Module:
-    sharded, arguments = LAYERS[kind]
-    try:
-        result: ShardedLinear = sharded.from_linear(layer, comm, **arguments)
-    except ValueError as error:
-        raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
-    result.name = name
-    return result
-
-
-def _check_ranks_agree(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communicator) -> None:
+def _check_ranks_agree(kinds: Mapping[nn.Module, tuple[str, str]], comm: Communicator) -> None:
     """Raise unless all ranks shard the same layers: else they hang, or sum unrelated shards."""
-    sizes = [(layer.in_features, layer.out_features, layer.bias is None) for layer in kinds]
+    sizes = [(features_of(layer), layer.bias is None) for layer in kinds]
     digest = zlib.crc32(repr((list(kinds.values()), sizes)).encode())
     digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
@@ -165,7 +152,7 @@ def _check_ranks_agree(kinds: Mapping[nn.Linear, tuple[str, str]], comm: Communi
             f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
         )
-    elements = [[_first_element(layer.weight) for layer in kinds]]
+    elements = [[_first_element(layer.get_parameter("weight")) for layer in kinds]]
     gathered = comm.all_gather(torch.tensor(elements, dtype=torch.float64, device="cpu"))
     differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, layer], ...]
     if differences:
@@ -186,26 +173,25 @@ def _first_element(weight: Tensor) -> float:
 
 def _match(
     model: nn.Module, plan: Mapping[str, str]
-) -> tuple[dict[nn.Linear, tuple[str, str]], list[nn.Module]]:
-    """The layers to replace, each with its name and kind, and the modules whose gradients are
-    summed."""
-    kinds: dict[nn.Linear, tuple[str, str]] = {}
-    summed: dict[nn.Module, None] = {}
+) -> tuple[dict[nn.Module, tuple[str, str]], dict[nn.Module, str]]:
+    """The layers to replace, each with its name and kind, and the kinds of other modules."""
+    kinds: dict[nn.Module, tuple[str, str]] = {}
+    others: dict[nn.Module, str] = {}
     unused = set(plan)
     for name, module in model.named_modules(remove_duplicate=False):
         for pattern, kind in plan.items():
             if not fnmatchcase(name, pattern):
                 continue
             unused.discard(pattern)
-            if kind == SUMMED:
-                summed[module] = None
+            if kind in (SUMMED, SPLIT):
+                others[module] = kind
                 continue
             if module is model:
                 raise ValueError(
                     f"{pattern!r} matches the model itself, which cannot be replaced in place; use "
                     "a narrower pattern, or RowParallelLinear.from_linear(layer, comm)"
                 )
-            if type(module) is not nn.Linear:
+            if type(module) not in linear_classes():
                 raise TypeError(
                     f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only nn.Linear "
                     "can be sharded; use a narrower pattern"
@@ -224,7 +210,7 @@ def _match(
             f"no module's name matches {', '.join(map(repr, sorted(unused)))}; see the names in "
             "model.named_modules()"
         )
-    return kinds, list(summed)
+    return kinds, others
 
 
 def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:

@@ -1,0 +1,42 @@
+"""Which full layers can be sharded."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from pipekernels._torch_private import has_hooks
+
+REMEDY = (
+    "remove it first (parametrize.remove_parametrizations, remove_weight_norm, prune.remove, "
+    "handle.remove()), or leave this layer as it is"
+)
+
+
+def linear_classes() -> tuple[type[nn.Module], ...]:
+    """The classes of layers that can be sharded."""
+    transformers: Any = sys.modules.get("transformers.pytorch_utils")
+    return (nn.Linear,) if transformers is None else (nn.Linear, transformers.Conv1D)
+
+
+def features_of(linear: Any) -> tuple[int, int]:
+    """Input and output features of an ``nn.Linear`` or ``Conv1D``."""
+    if isinstance(linear, nn.Linear):
+        return linear.in_features, linear.out_features
+    return linear.nx, linear.nf
+
+
+def extras_of(linear: nn.Module) -> str | None:
+    """What ``linear`` has that a sharded layer would lose (state, forward, hooks), if anything."""
+    names = linear.state_dict().keys() - {"weight", "bias"}
+    if names:
+        return f"state of its own ({', '.join(sorted(names))})"
+    forwards = [layer_class.forward for layer_class in linear_classes()]
+    if type(linear).forward not in forwards or "forward" in vars(linear):
+        return "a forward of its own"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(linear, kind) for kind in hooks) or any(map(has_hooks, linear.parameters())):
+        return "hooks"
+    return None

@@ -1,0 +1,84 @@
+"""The words of a plan: what may become of a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.full_layer import features_of
+from pipekernels.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ShardedLinear,
+)
+
+PACKED = "packed_column"
+SUMMED = "replicated_with_grad_allreduce"
+SPLIT = "split_output"
+
+# Sharded layers: class and arguments.
+_LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "column": (ColumnParallelLinear, {}),
+    "column_gather_output": (ColumnParallelLinear, {"gather_output": True}),
+    PACKED: (ColumnParallelLinear, {}),
+    "row": (RowParallelLinear, {}),
+    "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
+}
+KINDS = (*_LAYERS, SUMMED, SPLIT)
+
+# transformers' words.
+_ALIASES = {
+    "colwise": "column",
+    "colwise_gather_output": "column_gather_output",
+    "packed_colwise": PACKED,
+    "rowwise": "row",
+    "rowwise_split_input": "row_split_input",
+}
+
+
+def canonical(word: Any) -> Any:
+    """The kind that ``word`` names, in our words."""
+    if not isinstance(word, str):
+        return word
+    name, colon, blocks = word.partition(":")
+    return _ALIASES.get(name, name) + colon + blocks
+
+
+def is_known(kind: Any) -> bool:
+    """Whether a plan may name the :func:`canonical` ``kind``."""
+    if not isinstance(kind, str):
+        return False
+    name, colon, blocks = kind.partition(":")
+    if not colon:
+        return name in KINDS
+    return name == PACKED and all(size.isdecimal() and int(size) for size in blocks.split(","))
+
+
+def shard(layer: nn.Module, name: str, kind: str, comm: Communicator) -> ShardedLinear:
+    """This rank's shard of ``layer``.
+
+    Raises:
+        ValueError: it has too few features, or not those of ``kind``.
+    """
+    sharded, arguments = _LAYERS[kind.partition(":")[0]]
+    try:
+        if kind.startswith(PACKED):
+            arguments = {"blocks": _blocks(kind, features_of(layer)[1])}
+        result: ShardedLinear = sharded.from_linear(layer, comm, **arguments)
+    except ValueError as error:
+        raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
+    result.name = name
+    return result
+
+
+def _blocks(kind: str, out_features: int) -> list[int]:
+    """Sizes of the blocks of a packed layer: ``packed_column`` has two equal ones,
+    ``packed_column:3`` three, ``packed_column:64,16,16`` those."""
+    sizes = [int(size) for size in kind.partition(":")[2].split(",") if size] or [2]
+    if len(sizes) > 1:
+        return sizes
+    if out_features % sizes[0]:
+        raise ValueError(f"{out_features} features are no {sizes[0]} equal blocks")
+    return [out_features // sizes[0]] * sizes[0]

@@ -1,0 +1,57 @@
+"""DistributedDataParallel around models with sharded layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.ranks import run_processes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.tensor_parallel import full_state_dict
+
+pytestmark = pytest.mark.processes
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.LayerNorm(6)).double()
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def over_all_ranks(comm: Communicator) -> None:
+    sharded = tensor_parallelize(model_of(), {"0": "column", "2": "row"}, comm)
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\], which hold different shards"):
+        DistributedDataParallel(sharded)(batch())
+
+
+def over_the_other_dimension(_: Communicator) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    with Communicator.from_process_group(mesh["tensor"].get_group()) as comm:
+        sharded = tensor_parallelize(model_of(), {"0": "column", "2": "row"}, comm)
+        ddp = DistributedDataParallel(sharded, process_group=mesh["data"].get_group())
+        half = batch().chunk(2)[mesh["data"].get_local_rank()]
+        for _ in range(2):
+            ddp(half).square().mean().backward()
+        for parameter in sharded.parameters():
+            assert parameter.grad is not None
+            parameter.data = parameter.grad
+        return full_state_dict(sharded)
+
+
+def test_over_ranks_with_different_shards_is_refused() -> None:
+    run_processes(2, over_all_ranks)
+
+
+def test_over_ranks_with_equal_shards_averages() -> None:
+    plain = model_of()
+    for _ in range(2):
+        plain(batch()).square().mean().backward()
+    for gradients in run_processes(4, over_the_other_dimension):
+        for key, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-12, atol=1e-13)
