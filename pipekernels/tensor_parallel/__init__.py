@@ -10,6 +10,7 @@ from pipekernels.tensor_parallel.state import (
     full_state_dict,
     load_full_optimizer_state_dict,
 )
+from pipekernels.tensor_parallel.unparallelize import tensor_unparallelize
 
 __all__ = [
     "ColumnParallelLinear",
@@ -19,4 +20,5 @@ __all__ = [
     "full_state_dict",
     "load_full_optimizer_state_dict",
     "tensor_parallelize",
+    "tensor_unparallelize",
 ]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import linear_classes
 from pipekernels.tensor_parallel.kinds import PACKED, SPLIT, canonical, is_known
 
@@ -105,7 +106,7 @@ def divide(model: nn.Module, divided: Mapping[str, tuple[str, ...]], world_size:
         for pattern, attributes in divided.items():
             if fnmatchcase(name, pattern):
                 for attribute in attributes:
-                    setattr(module, attribute, getattr(module, attribute) // world_size)
+                    set_attribute(module, attribute, getattr(module, attribute) // world_size)
 
 
 def _tied_modules(model: nn.Module) -> list[str]:

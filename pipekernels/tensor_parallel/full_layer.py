@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipekernels._torch_private import has_hooks
@@ -28,6 +30,17 @@ def features_of(linear: Any) -> tuple[int, int]:
     return linear.nx, linear.nf
 
 
+def full_layer(parameters: Mapping[str, nn.Parameter], *, transposed: bool) -> nn.Module:
+    """An ``nn.Linear``, or a ``Conv1D`` if ``transposed``, of these parameters."""
+    with torch.device("meta"):
+        sizes = parameters["weight"].shape[::-1]
+        layer = linear_classes()[1](*sizes) if transposed else nn.Linear(*sizes)
+    layer.register_parameter("bias", None)
+    for name, parameter in parameters.items():
+        layer.register_parameter(name, parameter)
+    return layer
+
+
 def extras_of(linear: nn.Module) -> str | None:
     """What ``linear`` has that a sharded layer would lose (state, forward, hooks), if anything."""
     names = linear.state_dict().keys() - {"weight", "bias"}
@@ -36,7 +49,10 @@ def extras_of(linear: nn.Module) -> str | None:
     forwards = [layer_class.forward for layer_class in linear_classes()]
     if type(linear).forward not in forwards or "forward" in vars(linear):
         return "a forward of its own"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(linear, kind) for kind in hooks) or any(map(has_hooks, linear.parameters())):
-        return "hooks"
-    return None
+    return "hooks" if is_hooked(linear) else None
+
+
+def is_hooked(linear: nn.Module) -> bool:
+    """Whether ``linear`` or one of its parameters has hooks."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(linear, kind) for kind in kinds) or any(map(has_hooks, linear.parameters()))

@@ -30,7 +30,14 @@ from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
 from pipekernels.local_ops.sharded_gemm import sharded_gemm
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
-from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, features_of, linear_classes
+from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
+from pipekernels.tensor_parallel.full_layer import (
+    REMEDY,
+    extras_of,
+    features_of,
+    full_layer,
+    linear_classes,
+)
 from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
@@ -118,6 +125,18 @@ class ShardedLinear(nn.Module):
         layer._transposed = not isinstance(linear, nn.Linear)
         layer._adopt(linear)
         return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Module:
+        """The inverse of :meth:`from_linear`, gathered; a collective that all ranks call.
+
+        Raises:
+            TypeError: a parametrization or a mask has replaced a parameter.
+        """
+        parameters = {
+            name: nn.Parameter(full, requires_grad=self.get_parameter(name).requires_grad)
+            for name, full in self.full_state_dict().items()
+        }
+        return full_layer(parameters, transposed=self._transposed).train(self.training)
 
     def reset_parameters(self) -> None:
         """Initialise as a full ``nn.Linear`` does, and keep this rank's shard.
@@ -467,18 +486,3 @@ def sharded_parameters(module: nn.Module) -> dict[Tensor, ShardKey]:
         for name, parameter in layer._plain_parameters().items()
         if name in layer.shard_dims
     }
-
-
-def as_full_tensor(value: Tensor) -> Tensor:
-    """``value``, gathered if it is a ``DTensor``, as FSDP2's parameters are."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def distributed_like(parameter: Any, value: Tensor) -> Tensor:
-    """``value`` as a ``DTensor`` if ``parameter`` is one: the inverse of :func:`as_full_tensor`."""
-    if not hasattr(parameter, "full_tensor"):
-        return value
-    # Costs nothing here: a DTensor exists, so the module has been imported.
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

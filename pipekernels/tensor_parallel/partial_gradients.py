@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.functional import shard_sizes
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
@@ -28,7 +29,7 @@ def sum_gradients(module: nn.Module, comm: Communicator) -> None:
     """Sum the gradients of the parameters of ``module`` over the ranks, in every backward."""
     hook = _SumGradients(comm)
     hook(module)
-    module.register_forward_pre_hook(hook)
+    add_forward_pre_hook(module, hook)
 
 
 class _SumGradients:
@@ -43,8 +44,13 @@ class _SumGradients:
             return
         for parameter in module.parameters():
             if parameter.requires_grad and _SUMMED not in parameter.__dict__:
-                parameter.__dict__[_SUMMED] = True
-                parameter.register_hook(self._sum)
+                parameter.__dict__[_SUMMED] = parameter.register_hook(self._sum)
+
+    def release(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            handle = parameter.__dict__.pop(_SUMMED, None)
+            if handle is not None:
+                handle.remove()
 
     def _sum(self, grad: Tensor) -> Tensor:
         return self._comm.all_reduce(grad.clone())
@@ -55,7 +61,7 @@ class _SumGradients:
 
 def split_output(module: nn.Module, comm: Communicator) -> None:
     """Let ``module`` return this rank's part of its output's last dimension."""
-    module.register_forward_hook(_SplitOutput(comm))
+    add_forward_hook(module, _SplitOutput(comm))
 
 
 class _SplitOutput:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.auto import auto_plan, divide
+from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
     extras_of,
@@ -116,12 +117,12 @@ def tensor_parallelize(
     _check_untied(model, kinds)
     sharded = {layer: shard(layer, *kind, comm) for layer, kind in kinds.items()}
     if sharded:
-        _check_ranks_agree(kinds, comm)
+        _check_ranks_agree(kinds, list(others.values()), comm)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in sharded:
                 parent._modules[name] = sharded[child]
-    for module, kind in others.items():
+    for module, (_, kind) in others.items():
         sum_gradients(module, comm)
         if kind == SPLIT:
             split_output(module, comm)
@@ -141,10 +142,12 @@ def _known_kinds(plan: Mapping[str, str]) -> dict[str, str]:
     return kinds
 
 
-def _check_ranks_agree(kinds: Mapping[nn.Module, tuple[str, str]], comm: Communicator) -> None:
+def _check_ranks_agree(
+    kinds: Mapping[nn.Module, tuple[str, str]], whole: list[tuple[str, str]], comm: Communicator
+) -> None:
     """Raise unless all ranks shard the same layers: else they hang, or sum unrelated shards."""
     sizes = [(features_of(layer), layer.bias is None) for layer in kinds]
-    digest = zlib.crc32(repr((list(kinds.values()), sizes)).encode())
+    digest = zlib.crc32(repr((list(kinds.values()), sizes, whole)).encode())
     digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
@@ -173,10 +176,10 @@ def _first_element(weight: Tensor) -> float:
 
 def _match(
     model: nn.Module, plan: Mapping[str, str]
-) -> tuple[dict[nn.Module, tuple[str, str]], dict[nn.Module, str]]:
-    """The layers to replace, each with its name and kind, and the kinds of other modules."""
+) -> tuple[dict[nn.Module, tuple[str, str]], dict[nn.Module, tuple[str, str]]]:
+    """The layers to replace and other modules, each with its name and kind."""
     kinds: dict[nn.Module, tuple[str, str]] = {}
-    others: dict[nn.Module, str] = {}
+    others: dict[nn.Module, tuple[str, str]] = {}
     unused = set(plan)
     for name, module in model.named_modules(remove_duplicate=False):
         for pattern, kind in plan.items():
@@ -184,7 +187,7 @@ def _match(
                 continue
             unused.discard(pattern)
             if kind in (SUMMED, SPLIT):
-                others[module] = kind
+                others[module] = name, kind
                 continue
             if module is model:
                 raise ValueError(
@@ -219,9 +222,11 @@ def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:
         if sharded.isdisjoint(module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # The fused kernel needs 1 (ReLU) or 2 (GELU).
+            # The fused kernel needs 1 (ReLU) or 2 (GELU).
+            set_attribute(module, "activation_relu_or_gelu", 0)
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # Only the fused kernel takes nested tensors.
+            # Only the fused kernel takes nested tensors.
+            set_attribute(module, "use_nested_tensor", False)
 
 
 def _check_untied(model: nn.Module, sharded: Container[nn.Module]) -> None:

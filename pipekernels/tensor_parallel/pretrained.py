@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.linear import ShardedLinear
 from pipekernels.tensor_parallel.state import full_state_dict
 
@@ -22,7 +23,7 @@ def save_full_models(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel) and _layers(module):
             # On the object: others of its class have no sharded layers.
-            module.save_pretrained = MethodType(_save_pretrained, module)
+            set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
 
 
 def _save_pretrained(

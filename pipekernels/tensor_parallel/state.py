@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels.tensor_parallel.linear import (
-    ShardKey,
-    as_full_tensor,
-    distributed_like,
-    sharded_parameters,
-)
+from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
+from pipekernels.tensor_parallel.linear import ShardKey, sharded_parameters
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from support.ranks import run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import full_state_dict
+from pipekernels.tensor_parallel import full_state_dict, tensor_unparallelize
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -239,3 +239,41 @@ def test_what_cannot_be_sharded_says_so_and_is_unchanged(
             tensor_parallelize(model, "all", comm)
 
     run_threads(world_size, body)
+
+
+def numbers_of(module: nn.Module) -> dict[str, int | float]:
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float)) and not key.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "GPT-2", "BERT", "T5"])
+def test_the_full_model_comes_back(name: str) -> None:
+    plain = model_of(name)
+    copies = [copy.deepcopy(plain) for _ in range(2)]
+    numbers = {key: numbers_of(module) for key, module in plain.named_modules()}
+
+    def body(comm: Communicator) -> None:
+        sharded = tensor_parallelize(copies[comm.rank], "auto", comm)
+        forward_backward(sharded, name)
+        for model in (copy.deepcopy(sharded), sharded):
+            assert tensor_unparallelize(model) is model
+            assert str(model) == str(plain)
+            assert list(model.state_dict()) == list(plain.state_dict())
+            for key, value in plain.state_dict().items():
+                assert torch.equal(model.state_dict()[key], value), key
+            for key, module in model.named_modules():
+                assert numbers_of(module) == numbers[key]
+            model.zero_grad()
+            outputs = forward_backward(model, name)
+            if model is sharded:
+                gradients = {key: p.grad for key, p in model.named_parameters()}
+                return outputs, gradients
+
+    (outputs, gradients), _ = run_threads(2, body)
+    assert all(map(torch.equal, outputs, forward_backward(plain, name)))
+    for key, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(gradients[key], parameter.grad), key

@@ -1,0 +1,51 @@
+"""Changes to modules that ``tensor_unparallelize`` undoes. They are noted in the modules
+themselves, so that a copy of a model has them, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_NOTED = "_pipekernels_changes"
+_ABSENT = "absent"
+
+
+def set_attribute(module: nn.Module, name: str, value: object) -> None:
+    """Set an attribute that is no parameter, buffer or module."""
+    before = vars(module).get(name, (_ABSENT,))
+    _noted(module).setdefault(name, before)
+    setattr(module, name, value)
+
+
+def add_forward_pre_hook(module: nn.Module, hook: Any) -> None:
+    """``module.register_forward_pre_hook(hook)``. If ``hook`` has a method ``release``, it is
+    called with the module when the hook is removed."""
+    handle = module.register_forward_pre_hook(hook)
+    _noted(module).setdefault("_forward_pre_hooks", []).append(handle.id)
+
+
+def add_forward_hook(module: nn.Module, hook: Any) -> None:
+    """``module.register_forward_hook(hook)``."""
+    handle = module.register_forward_hook(hook)
+    _noted(module).setdefault("_forward_hooks", []).append(handle.id)
+
+
+def undo_changes(module: nn.Module) -> None:
+    """Undo what the functions above did to ``module``."""
+    noted = vars(module).pop(_NOTED, {})
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        for key in noted.pop(kind, ()):
+            hook = getattr(module, kind).pop(key)
+            if hasattr(hook, "release"):
+                hook.release(module)
+    for name, before in noted.items():
+        if before == (_ABSENT,):
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
+
+
+def _noted(module: nn.Module) -> dict[str, Any]:
+    noted: dict[str, Any] = vars(module).setdefault(_NOTED, {})
+    return noted

@@ -1,0 +1,50 @@
+"""The inverse of ``tensor_parallelize``."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from pipekernels.tensor_parallel.changes import undo_changes
+from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
+from pipekernels.tensor_parallel.linear import ShardedLinear
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def tensor_unparallelize(model: Model) -> Model:
+    """Put full layers in the places of all sharded ones, in place, with the values of all shards,
+    and undo what :func:`tensor_parallelize` has changed in other modules.
+
+    A collective: all ranks call it, and all get the full model. Make optimizers afterwards: the
+    layers have new parameters. :func:`full_optimizer_state_dict`, called before, keeps the state.
+
+    Args:
+        model: the model.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: a sharded layer has hooks, a parametrization or a mask, which would be lost, or
+            the model itself is a sharded layer. The model is then unchanged.
+    """
+    if isinstance(model, ShardedLinear):
+        raise TypeError(
+            "the model itself is a sharded layer, which cannot be replaced in place; use "
+            "layer.to_linear()"
+        )
+    sharded = [module for module in model.modules() if isinstance(module, ShardedLinear)]
+    for layer in sharded:
+        if is_hooked(layer):
+            raise TypeError(
+                f"the sharded layer {layer.name!r} has hooks, which would be lost; {REMEDY}"
+            )
+    full = {layer: layer.to_linear() for layer in sharded}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, ShardedLinear):
+                parent._modules[name] = full[child]
+        undo_changes(parent)
+    return model
