@@ -108,7 +108,17 @@ class _Work(dist.Work):
         # Raise an error from a callback: only then C++ sees it as an error too.
         ended: torch.futures.Future[None] = torch.futures.Future()
         answer = ended.then(functools.partial(_await, self._call, self._results))
-        self._call.add_done_callback(lambda _: ended.set_result(None))
+        caller = threading.get_ident()
+
+        def end(call: concurrent.futures.Future[None]) -> None:
+            if threading.get_ident() == caller and call.exception() is not None:
+                # On another thread: the error's traceback would keep the frames of this one alive,
+                # and with them what the caller holds.
+                threading.Thread(target=ended.set_result, args=(None,)).start()
+            else:
+                ended.set_result(None)
+
+        self._call.add_done_callback(end)
         return answer
 
 

@@ -349,8 +349,10 @@ def fail_and_leave(rank: int, how: str) -> None:
                 dist.all_reduce(tensor)
             return weakref.ref(tensor)
         work = dist.all_reduce(tensor, async_op=True)
+        while how == "late future" and not work.is_completed():
+            time.sleep(0.01)
         with contextlib.suppress(ValueError, RuntimeError):
-            work.get_future().wait() if how == "future" else work.wait()
+            work.wait() if how == "work" else work.get_future().wait()
         while not work.is_completed():
             time.sleep(0.01)
         del work
@@ -364,7 +366,7 @@ def fail_and_leave(rank: int, how: str) -> None:
     assert group() is None and tensor() is None
 
 
-@pytest.mark.parametrize("how", ["at once", "work", "future"])
+@pytest.mark.parametrize("how", ["at once", "work", "future", "late future"])
 def test_a_failed_call_keeps_neither_group_nor_tensors(
     how: str, run_group: Callable[..., list[Any]]
 ) -> None:
