@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipekernels.tensor_parallel.plan import tensor_parallelize
+from pipekernels.tensor_parallel.models.plan import tensor_parallelize
+from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
 from pipekernels.tensor_parallel.state import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
 )
-from pipekernels.tensor_parallel.unparallelize import tensor_unparallelize
 
 __all__ = [
     "ColumnParallelLinear",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.auto import auto_plan, divide
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
@@ -20,9 +19,17 @@ from pipekernels.tensor_parallel.full_layer import (
     features_of,
     linear_classes,
 )
-from pipekernels.tensor_parallel.kinds import KINDS, SPLIT, SUMMED, canonical, is_known, shard
+from pipekernels.tensor_parallel.models.auto import auto_plan, divide
+from pipekernels.tensor_parallel.models.kinds import (
+    KINDS,
+    SPLIT,
+    SUMMED,
+    canonical,
+    is_known,
+    shard,
+)
+from pipekernels.tensor_parallel.models.pretrained import save_full_models
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
-from pipekernels.tensor_parallel.pretrained import save_full_models
 
 Model = TypeVar("Model", bound=nn.Module)
 

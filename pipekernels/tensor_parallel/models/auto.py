@@ -10,7 +10,7 @@ from torch import nn
 
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import linear_classes
-from pipekernels.tensor_parallel.kinds import PACKED, SPLIT, canonical, is_known
+from pipekernels.tensor_parallel.models.kinds import PACKED, SPLIT, canonical, is_known
 
 _STAYS_WHOLE = "embedding_rowwise"
 """A kind whose modules are left replicated: an embedding is a lookup, not a product."""
