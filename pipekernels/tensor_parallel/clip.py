@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.dtensor import as_full_tensor
-from pipekernels.tensor_parallel.linear import sharded_parameters
+from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 
 def clip_grad_norm_(

@@ -15,10 +15,9 @@ in the same order.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
 from pipekernels.local_ops.sharded_gemm import sharded_gemm
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
-from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
     extras_of,
@@ -43,16 +41,13 @@ from pipekernels.tensor_parallel.functional import (
     gather_from_ranks,
     row_linear,
     scatter_to_ranks,
-    shard_sizes,
 )
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
-class ShardedLinear(nn.Module):
-    """Base of both layers: shards the parameters of a full ``nn.Linear`` and gathers them."""
-
-    # Parameter name -> its sharded dimension in nn.Linear; parameters not listed are replicated.
-    shard_dims: ClassVar[dict[str, int]]
+class ShardedLinear(ShardedLayer):
+    """Base of both layers: the full layer is an ``nn.Linear`` or a ``Conv1D`` of transformers."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -67,27 +62,18 @@ class ShardedLinear(nn.Module):
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
         blocks: Sequence[int] = (),
+        copies: int = 1,
     ) -> None:
-        super().__init__()
-        if not isinstance(comm, Communicator):
-            raise TypeError(
-                f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one "
-                "with Communicator.from_process_group(group) or Communicator.threads(world_size)"
-            )
+        super().__init__(comm, blocks, copies)
         self.in_features = in_features
         self.out_features = out_features
-        self.comm = comm
-        self.rank = comm.rank
-        self.world_size = comm.world_size
         self.skip_bias_add = skip_bias_add
-        self.name: str | None = None
-        # Sizes of the layers that are fused into this one, each of which is sharded by itself.
-        self._blocks = tuple(blocks)
         self._transposed = False  # Weights are [in, out], as those of transformers' Conv1D.
         self._gradients_are_checked = False
         import_module("pipekernels.local_ops.flops")
         device = None if device is None else usable(device)
-        self._adopt(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+        full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._adopt({"weight": full.weight, "bias": full.bias})
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Communicator, **kwargs: Any) -> Any:
@@ -123,11 +109,12 @@ class ShardedLinear(nn.Module):
         sizes = features_of(linear)
         layer = cls(*sizes, linear.bias is not None, comm=comm, device="meta", **kwargs)
         layer._transposed = not isinstance(linear, nn.Linear)
-        layer._adopt(linear)
+        layer._adopt({"weight": linear.weight, "bias": linear.bias})
         return layer.train(linear.training)
 
-    def to_linear(self) -> nn.Module:
-        """The inverse of :meth:`from_linear`, gathered; a collective that all ranks call.
+    def to_full(self) -> nn.Module:
+        """The full layer, gathered: the inverse of :meth:`from_linear`. A collective that all ranks
+        call.
 
         Raises:
             TypeError: a parametrization or a mask has replaced a parameter.
@@ -138,68 +125,20 @@ class ShardedLinear(nn.Module):
         }
         return full_layer(parameters, transposed=self._transposed).train(self.training)
 
-    def reset_parameters(self) -> None:
-        """Initialise as a full ``nn.Linear`` does, and keep this rank's shard.
-
-        The same seed on every rank gives the same layer for any world size. During the call every
-        rank allocates the full weight.
-        """
-        sizes, bias, weight = (self.in_features, self.out_features), self.bias, self.weight
-        full = nn.Linear(*sizes, bias is not None, device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():
-            full.weight.data = full.weight.t() if self._transposed else full.weight
-            for name, parameter in self._plain_parameters().items():
-                parameter.copy_(distributed_like(parameter, self.shard(name, getattr(full, name))))
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The state_dict of the full ``nn.Linear``, gathered; a collective that all ranks call.
-
-        Raises:
-            TypeError: a parametrization or a mask has replaced a parameter.
-        """
-        return {
-            name: self.gather(name, parameter.detach())
-            if name in self.shard_dims
-            else as_full_tensor(parameter.detach()).clone()
-            for name, parameter in self._plain_parameters().items()
-        }
+    def _initial_parameters(self) -> dict[str, Tensor]:
+        """Parameters of the full layer, as a new ``nn.Linear`` has them."""
+        sizes, weight = (self.in_features, self.out_features), self.weight
+        full = nn.Linear(*sizes, self.bias is not None, device=weight.device, dtype=weight.dtype)
+        parameters = {name: parameter.detach() for name, parameter in full.named_parameters()}
+        if self._transposed:
+            parameters["weight"] = parameters["weight"].t()
+        return parameters
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, rank={self.rank}, world_size={self.world_size}"
         )
-
-    def _adopt(self, full: nn.Linear) -> None:
-        for name in ("weight", "bias"):
-            parameter = getattr(full, name)
-            if parameter is not None:
-                shard = self.shard(name, parameter.detach())
-                parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            self.register_parameter(name, parameter)
-
-    def _plain_parameters(self) -> dict[str, nn.Parameter]:
-        """The weight, and the bias if there is one. TypeError if either is parametrized."""
-        for name in ("weight", "bias"):
-            if name not in self._parameters:
-                raise TypeError(
-                    f"the {name} of this {type(self).__name__} is computed from parameters that "
-                    f"are not known to be shards of those of a full layer; {REMEDY}"
-                )
-        named = {name: self._parameters[name] for name in ("weight", "bias")}
-        return {name: parameter for name, parameter in named.items() if parameter is not None}
-
-    def gather(self, name: str, part: Tensor) -> Tensor:
-        """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
-        dim = self._shard_dim(name)
-        blocks = self._blocks or self.full_shape(name)[dim : dim + 1]
-        own = [shard_sizes(size, self.world_size)[self.rank] for size in blocks]
-        parts = as_full_tensor(part).movedim(dim, -1).split(own, -1)
-        joined = [
-            gather_from_ranks(block, self.comm, size)
-            for block, size in zip(parts, blocks, strict=True)
-        ]
-        return torch.cat(joined, -1).movedim(-1, dim).contiguous()
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""
@@ -208,37 +147,14 @@ class ShardedLinear(nn.Module):
         shape = self.out_features, self.in_features
         return shape[::-1] if self._transposed else shape
 
-    def shard(self, name: str, full: Tensor) -> Tensor:
-        """A copy of this rank's shard of the full parameter ``name``."""
-        if name in self.shard_dims:
-            dim = self._shard_dim(name)
-            parts = []
-            for block in full.split(self._blocks or full.shape[dim], dim):
-                sizes = shard_sizes(block.shape[dim], self.world_size)
-                parts.append(block.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank]))
-            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        return full.clone(memory_format=torch.contiguous_format)
-
-    def _shard_dim(self, name: str) -> int:
+    def shard_dim(self, name: str) -> int:
+        """The sharded dimension of parameter ``name``."""
         dim = self.shard_dims[name]
         return 1 - dim if self._transposed and name == "weight" else dim
 
     def _matrix(self) -> Tensor:
         """The weight, ``[out, in]``."""
         return self.weight.t() if self._transposed else self.weight
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # Replacing entries is safe: load_state_dict gives every module its own dict.
-        for name in self.shard_dims:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and tuple(value.shape) == self.full_shape(name):
-                state_dict[prefix + name] = self.shard(name, value)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _described(self) -> str:
-        return type(self).__name__ + (f" {self.name!r}" if self.name else "")
 
     def _check_input(self, x: Tensor, features: int) -> None:
         name, weight = self._described(), self.weight
@@ -267,22 +183,9 @@ class ShardedLinear(nn.Module):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.comm)] = self.comm  # The copy shares the communicator.
-        clone = memo[id(self)] = type(self).__new__(type(self))
-        clone.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
+        clone = super().__deepcopy__(memo)
         clone._gradients_are_checked = False  # Copied parameters have lost their hooks.
         return clone
-
-    def __copy__(self) -> Any:
-        clone = type(self).__new__(type(self))
-        clone.__dict__.update(super().__getstate__())
-        return clone
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled, because its communicator belongs to this "
-            "process; save state_dict() (this rank's part) or full_state_dict() (the whole layer)"
-        )
 
 
 class RowParallelLinear(ShardedLinear):
@@ -472,17 +375,3 @@ class ColumnParallelLinear(ShardedLinear):
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
-
-
-ShardKey: TypeAlias = tuple[ShardedLinear, str]  # A parameter's layer, and its name there.
-
-
-def sharded_parameters(module: nn.Module) -> dict[Tensor, ShardKey]:
-    """The sharded parameters of ``module``. TypeError if one has a parametrization or a mask."""
-    return {
-        parameter: (layer, name)
-        for layer in module.modules()
-        if isinstance(layer, ShardedLinear)
-        for name, parameter in layer._plain_parameters().items()
-        if name in layer.shard_dims
-    }

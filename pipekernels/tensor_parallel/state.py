@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
-from pipekernels.tensor_parallel.linear import ShardKey, sharded_parameters
+from pipekernels.tensor_parallel.sharded import ShardKey, sharded_parameters
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.linear import ShardedLinear
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 from pipekernels.tensor_parallel.state import full_state_dict
 
 
@@ -48,7 +48,7 @@ def _save_pretrained(
 
 def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     for name, module in model.named_modules():
-        if not isinstance(module, ShardedLinear):
+        if not isinstance(module, ShardedLayer):
             continue
         for parameter in module.shard_dims:
             key = f"{name}.{parameter}"
@@ -61,5 +61,5 @@ def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
                 )
 
 
-def _layers(model: nn.Module) -> list[ShardedLinear]:
-    return [module for module in model.modules() if isinstance(module, ShardedLinear)]
+def _layers(model: nn.Module) -> list[ShardedLayer]:
+    return [module for module in model.modules() if isinstance(module, ShardedLayer)]

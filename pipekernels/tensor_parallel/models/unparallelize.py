@@ -8,7 +8,7 @@ from torch import nn
 
 from pipekernels.tensor_parallel.changes import undo_changes
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
-from pipekernels.tensor_parallel.linear import ShardedLinear
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,21 +30,21 @@ def tensor_unparallelize(model: Model) -> Model:
         TypeError: a sharded layer has hooks, a parametrization or a mask, which would be lost, or
             the model itself is a sharded layer. The model is then unchanged.
     """
-    if isinstance(model, ShardedLinear):
+    if isinstance(model, ShardedLayer):
         raise TypeError(
             "the model itself is a sharded layer, which cannot be replaced in place; use "
-            "layer.to_linear()"
+            "layer.to_full()"
         )
-    sharded = [module for module in model.modules() if isinstance(module, ShardedLinear)]
+    sharded = [module for module in model.modules() if isinstance(module, ShardedLayer)]
     for layer in sharded:
         if is_hooked(layer):
             raise TypeError(
                 f"the sharded layer {layer.name!r} has hooks, which would be lost; {REMEDY}"
             )
-    full = {layer: layer.to_linear() for layer in sharded}
+    full = {layer: layer.to_full() for layer in sharded}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if isinstance(child, ShardedLinear):
+            if isinstance(child, ShardedLayer):
                 parent._modules[name] = full[child]
         undo_changes(parent)
     return model

@@ -1,0 +1,197 @@
+"""The base of layers whose parameters are sharded over the ranks of a communicator."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
+from pipekernels.tensor_parallel.full_layer import REMEDY
+from pipekernels.tensor_parallel.functional import gather_from_ranks, shard_sizes
+
+
+class ShardedLayer(nn.Module):
+    """Shards the parameters of a full layer and gathers them.
+
+    Attributes:
+        comm: the communicator.
+        rank, world_size: of the communicator.
+        name: of the layer in its model, for errors.
+        blocks: sizes of the layers that are fused into this one, along the sharded dimension; each
+            is sharded by itself.
+        copies: how many consecutive ranks hold each shard.
+    """
+
+    # Parameter name -> its sharded dimension in the full layer; others are replicated.
+    shard_dims: ClassVar[dict[str, int]]
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    def __init__(self, comm: Communicator, blocks: Sequence[int] = (), copies: int = 1) -> None:
+        super().__init__()
+        if not isinstance(comm, Communicator):
+            raise TypeError(
+                f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one "
+                "with Communicator.from_process_group(group) or Communicator.threads(world_size)"
+            )
+        if copies < 1 or comm.world_size % copies:
+            raise ValueError(
+                f"copies={copies} must divide the number of ranks, {comm.world_size}, so that as "
+                "many of them hold each shard"
+            )
+        self.comm = comm
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self.name: str | None = None
+        self.blocks = tuple(blocks)
+        self.copies = copies
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the parameter ``name`` of the full layer has."""
+        raise NotImplementedError
+
+    def to_full(self) -> nn.Module:
+        """The full layer, gathered: the inverse of the class method that sharded it. A collective
+        that all ranks call.
+
+        Raises:
+            TypeError: a parametrization or a mask has replaced a parameter.
+        """
+        raise NotImplementedError
+
+    def _initial_parameters(self) -> dict[str, Tensor]:
+        """Parameters of the full layer, as a new one has them."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Initialise as the full layer does, and keep this rank's shard.
+
+        The same seed on every rank gives the same layer for any world size. During the call every
+        rank allocates the full weight.
+        """
+        parameters = self._plain_parameters()
+        with torch.no_grad():
+            for name, full in self._initial_parameters().items():
+                parameter = parameters[name]
+                parameter.copy_(distributed_like(parameter, self.shard(name, full)))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state_dict of the full layer, gathered; a collective that all ranks call.
+
+        Raises:
+            TypeError: a parametrization or a mask has replaced a parameter.
+        """
+        return {
+            name: self.gather(name, parameter.detach())
+            if name in self.shard_dims
+            else as_full_tensor(parameter.detach()).clone()
+            for name, parameter in self._plain_parameters().items()
+        }
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
+        dim = self.shard_dim(name)
+        blocks = self.blocks or (self.full_shape(name)[dim],)
+        own = [size for _, size in self.spans(name)]
+        parts = as_full_tensor(part).movedim(dim, -1).split(own, -1)
+        joined = [self._join(block, size) for block, size in zip(parts, blocks, strict=True)]
+        return torch.cat(joined, -1).movedim(-1, dim).contiguous()
+
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """A copy of this rank's shard of the full parameter ``name``."""
+        if name in self.shard_dims:
+            dim = self.shard_dim(name)
+            parts = [full.narrow(dim, start, size) for start, size in self.spans(name)]
+            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return full.clone(memory_format=torch.contiguous_format)
+
+    def spans(self, name: str) -> list[tuple[int, int]]:
+        """Where this rank's shard of parameter ``name`` lies in the full one: start and size along
+        the sharded dimension, one for each of ``blocks``."""
+        blocks = self.blocks or (self.full_shape(name)[self.shard_dim(name)],)
+        shards, own = self.world_size // self.copies, self.rank // self.copies
+        spans = []
+        for offset, block in zip(accumulate(blocks, initial=0), blocks, strict=False):
+            sizes = shard_sizes(block, shards)
+            spans.append((offset + sum(sizes[:own]), sizes[own]))
+        return spans
+
+    def shard_dim(self, name: str) -> int:
+        """The sharded dimension of parameter ``name``."""
+        return self.shard_dims[name]
+
+    def _plain_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by name. TypeError if one is parametrized."""
+        for name in self.parameter_names:
+            if name not in self._parameters:
+                raise TypeError(
+                    f"the {name} of this {type(self).__name__} is computed from parameters that "
+                    f"are not known to be shards of those of a full layer; {REMEDY}"
+                )
+        return {name: p for name, p in self._parameters.items() if p is not None}
+
+    def _adopt(self, full: Mapping[str, Tensor | None]) -> None:
+        """Take this rank's shards of the parameters of a full layer."""
+        for name, parameter in full.items():
+            if parameter is not None:
+                shard = self.shard(name, parameter.detach())
+                parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            self.register_parameter(name, parameter)
+
+    def _described(self) -> str:
+        """Class and name, for errors."""
+        return type(self).__name__ + (f" {self.name!r}" if self.name else "")
+
+    def _join(self, part: Tensor, size: int) -> Tensor:
+        if self.copies == 1:
+            return gather_from_ranks(part, self.comm, size)
+        shape = (self.world_size, part.shape[-1])
+        parts = gather_from_ranks(part, self.comm, shape[0] * shape[1]).unflatten(-1, shape)
+        joined: Tensor = parts[..., :: self.copies, :].flatten(-2)
+        return joined
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Replacing entries is safe: load_state_dict gives every module its own dict.
+        for name in self.shard_dims:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and tuple(value.shape) == self.full_shape(name):
+                state_dict[prefix + name] = self.shard(name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.comm)] = self.comm  # The copy shares the communicator.
+        clone = memo[id(self)] = type(self).__new__(type(self))
+        clone.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
+        return clone
+
+    def __copy__(self) -> Any:
+        clone = type(self).__new__(type(self))
+        clone.__dict__.update(super().__getstate__())
+        return clone
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled, because its communicator belongs to this "
+            "process; save state_dict() (this rank's part) or full_state_dict() (the whole layer)"
+        )
+
+
+ShardKey: TypeAlias = tuple[ShardedLayer, str]  # A parameter's layer, and its name there.
+
+
+def sharded_parameters(module: nn.Module) -> dict[Tensor, ShardKey]:
+    """The sharded parameters of ``module``. TypeError if one has a parametrization or a mask."""
+    return {
+        parameter: (layer, name)
+        for layer in module.modules()
+        if isinstance(layer, ShardedLayer)
+        for name, parameter in layer._plain_parameters().items()
+        if name in layer.shard_dims
+    }
