@@ -2,6 +2,7 @@
 :mod:`pipekernels.tensor_parallel.functional`."""
 
 from pipekernels.tensor_parallel.functional import (
+    copy_to_holders,
     copy_to_ranks,
     gather_from_ranks,
     reduce_from_ranks,
@@ -11,6 +12,7 @@ from pipekernels.tensor_parallel.functional import (
 )
 
 __all__ = [
+    "copy_to_holders",
     "copy_to_ranks",
     "gather_from_ranks",
     "reduce_from_ranks",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
+from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.models.plan import tensor_parallelize
 from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
@@ -15,10 +17,12 @@ from pipekernels.tensor_parallel.state import (
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "VocabParallelEmbedding",
     "clip_grad_norm_",
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_optimizer_state_dict",
     "tensor_parallelize",
     "tensor_unparallelize",
+    "vocab_parallel_cross_entropy",
 ]

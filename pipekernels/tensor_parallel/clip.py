@@ -43,10 +43,13 @@ def clip_grad_norm_(
     grads: dict[Communicator | None, list[Tensor]] = {}
     for parameter in module.parameters():
         shard_key, grad = sharded.get(parameter), parameter.grad
-        comm = None if shard_key is None else shard_key[0].comm
-        if grad is None and comm is not None:
-            # Another rank may have a gradient here, so this rank must join the all-gather below.
-            grad = parameter.new_zeros(())
+        comm = None
+        if shard_key is not None:
+            layer, comm = shard_key[0], shard_key[0].comm
+            # Every rank must join the all-gather below; of the ranks that hold one shard, the first
+            # counts.
+            if grad is None or layer.rank % layer.copies:
+                grad = parameter.new_zeros(())
         if grad is not None:
             grads.setdefault(comm, []).append(grad)
     norms = []

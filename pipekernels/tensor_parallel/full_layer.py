@@ -23,6 +23,19 @@ def linear_classes() -> tuple[type[nn.Module], ...]:
     return (nn.Linear,) if transformers is None else (nn.Linear, transformers.Conv1D)
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Whether ``module`` is an ``nn.Embedding``, perhaps multiplied by a scale, which can be
+    sharded. A model may have others, of which not only the looked-up rows matter."""
+    if type(module) is nn.Embedding:
+        return True
+    kind = type(module)
+    return (
+        isinstance(module, nn.Embedding)
+        and kind.__module__.startswith("transformers.")
+        and kind.__name__.endswith("ScaledWordEmbedding")
+    )
+
+
 def features_of(linear: Any) -> tuple[int, int]:
     """Input and output features of an ``nn.Linear`` or ``Conv1D``."""
     if isinstance(linear, nn.Linear):
@@ -41,18 +54,19 @@ def full_layer(parameters: Mapping[str, nn.Parameter], *, transposed: bool) -> n
     return layer
 
 
-def extras_of(linear: nn.Module) -> str | None:
-    """What ``linear`` has that a sharded layer would lose (state, forward, hooks), if anything."""
-    names = linear.state_dict().keys() - {"weight", "bias"}
+def extras_of(layer: nn.Module) -> str | None:
+    """What ``layer`` has that a sharded layer would lose (state, forward, hooks), if anything."""
+    names = layer.state_dict().keys() - {"weight", "bias"}
     if names:
         return f"state of its own ({', '.join(sorted(names))})"
     forwards = [layer_class.forward for layer_class in linear_classes()]
-    if type(linear).forward not in forwards or "forward" in vars(linear):
+    known = is_embedding(layer) or type(layer).forward in forwards
+    if not known or "forward" in vars(layer):
         return "a forward of its own"
-    return "hooks" if is_hooked(linear) else None
+    return "hooks" if is_hooked(layer) else None
 
 
-def is_hooked(linear: nn.Module) -> bool:
-    """Whether ``linear`` or one of its parameters has hooks."""
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether ``layer`` or one of its parameters has hooks."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(linear, kind) for kind in kinds) or any(map(has_hooks, linear.parameters()))
+    return any(getattr(layer, kind) for kind in kinds) or any(map(has_hooks, layer.parameters()))

@@ -7,6 +7,7 @@ has the full gradient of a replicated tensor, which must not be summed again:
 step                   forward                  backward
 =====================  =======================  ============================
 ``copy_to_ranks``      identity                 all-reduce
+``copy_to_holders``    identity                 sum over some of the ranks
 ``reduce_from_ranks``  all-reduce               identity
 ``scatter_to_ranks``   own slice, last dim      all-gather
 ``gather_from_ranks``  all-gather, last dim     own slice
@@ -71,6 +72,18 @@ def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
         return x.view_as(x)
     _check_transforms([x])
     result: Tensor = _CopyToRanks.apply(x, comm)
+    return result
+
+
+def copy_to_holders(x: Tensor, comm: Communicator, copies: int) -> Tensor:
+    """A view of ``x``, a shard that ``copies`` consecutive ranks hold, all of which use it.
+
+    Backward: the sum of the gradients of these ranks, through an all-reduce of all shards.
+    """
+    if can_skip_dispatcher([x]):
+        return x.view_as(x)
+    _check_transforms([x])
+    result: Tensor = _CopyToHolders.apply(x, comm, copies)
     return result
 
 
@@ -188,6 +201,22 @@ class _CopyToRanks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         check_differentiated_once(_LAYERS)
         return all_reduce(grad, ctx.comm), None
+
+
+class _CopyToHolders(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, copies: int) -> Tensor:
+        ctx.comm, ctx.copies = comm, copies
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        check_differentiated_once(_LAYERS)
+        shards, own = ctx.comm.world_size // ctx.copies, ctx.comm.rank // ctx.copies
+        all_shards = grad.new_zeros(shards, *grad.shape)
+        all_shards[own] = grad
+        # A copy: the rest of the reduction's result can be freed.
+        return all_reduce(all_shards, ctx.comm)[own].clone(), None, None
 
 
 class _ReduceFromRanks(torch.autograd.Function):

@@ -37,6 +37,7 @@ from pipekernels.tensor_parallel.full_layer import (
     linear_classes,
 )
 from pipekernels.tensor_parallel.functional import (
+    copy_to_holders,
     copy_to_ranks,
     gather_from_ranks,
     row_linear,
@@ -306,6 +307,8 @@ class ColumnParallelLinear(ShardedLinear):
         blocks: sizes of the layers that are fused into this one (``qkv``, ``gate_up_proj``), whose
             sum is ``out_features``: each is sharded by itself, so that this rank's output is a
             smaller fused one. Default: it is one layer.
+        copies: how many consecutive ranks hold each shard, as grouped-query attention with fewer
+            key heads than ranks needs. Their gradients are summed.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         device: of the parameters.
         dtype: of the parameters.
@@ -322,8 +325,8 @@ class ColumnParallelLinear(ShardedLinear):
 
     Raises:
         TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
-        ValueError: more ranks than ``out_features`` or a block has; blocks that do not fit; an
-            input of the wrong shape or device.
+        ValueError: more ranks than ``out_features`` or a block has; blocks or copies that do not
+            fit; an input of the wrong shape or device.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -337,6 +340,7 @@ class ColumnParallelLinear(ShardedLinear):
         comm: Communicator,
         gather_output: bool = False,
         blocks: Sequence[int] | None = None,
+        copies: int = 1,
         skip_bias_add: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -346,9 +350,20 @@ class ColumnParallelLinear(ShardedLinear):
                 f"blocks={list(blocks)} must sum up to out_features={out_features}, and there is "
                 "no gather_output with them; without blocks the gathered output is the full one"
             )
+        if copies > 1 and (blocks is not None or gather_output):
+            raise ValueError(
+                f"copies={copies} goes with neither blocks nor gather_output; without copies the "
+                "gathered output is the full one"
+            )
+        sharding = blocks or (), copies
         super().__init__(
-            in_features, out_features, bias, comm, skip_bias_add, device, dtype, blocks or ()
+            in_features, out_features, bias, comm, skip_bias_add, device, dtype, *sharding
         )
+        if copies > 1 and out_features % (comm.world_size // copies):
+            raise ValueError(
+                f"{comm.world_size // copies} shards, each with copies={copies}, must be of one "
+                f"size, but there are {out_features} features; use fewer ranks"
+            )
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -357,8 +372,12 @@ class ColumnParallelLinear(ShardedLinear):
         bias: Tensor | None = self.bias
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
-        x = copy_to_ranks(x, self.comm)
-        y = _linear(x, self._matrix(), None if self.skip_bias_add else bias)
+        x, weight = copy_to_ranks(x, self.comm), self._matrix()
+        if self.copies > 1:
+            weight = copy_to_holders(weight, self.comm, self.copies)
+            if bias is not None:
+                bias = copy_to_holders(bias, self.comm, self.copies)
+        y = _linear(x, weight, None if self.skip_bias_add else bias)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
         if y.requires_grad and not torch.compiler.is_compiling():

@@ -103,11 +103,17 @@ def forward_backward(model: nn.Module, name: str) -> list[Tensor]:
     return [tensor.detach() for tensor in tensors]
 
 
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Within a few units in the last place of float32, in which many models compute their norms, of
+    the largest element: a sum in another order can round such a number to the next one."""
+    for tensor, other in zip(found, expected, strict=True):
+        largest = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(tensor, other, rtol=0, atol=2**-22 * largest + 1e-12)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_values_and_gradients_are_those_of_one_process(name: str, world_size: int) -> None:
-    if world_size > getattr((DECODERS | ENCODERS)[name], "num_key_value_heads", 4):
-        pytest.skip("fewer key heads than ranks")
     plain = model_of(name)
     copies = [copy.deepcopy(plain) for _ in range(world_size)]
     expected = forward_backward(plain, name)
@@ -118,13 +124,13 @@ def test_values_and_gradients_are_those_of_one_process(name: str, world_size: in
         sharded = [module for module in model.modules() if hasattr(module, "full_state_dict")]
         assert len(sharded) >= 8
         outputs = forward_backward(model, name)
-        torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-10)
+        assert_close(outputs, expected)
         for parameter in model.parameters():  # So that the full state is that of gradients.
             parameter.data = parameter.new_zeros(()) if parameter.grad is None else parameter.grad
         gradients = full_state_dict(model)
         for key, gradient in expected_gradients.items():
             if gradient is not None:
-                torch.testing.assert_close(gradients[key], gradient, rtol=1e-8, atol=1e-10)
+                assert_close([gradients[key]], [gradient])
 
     run_threads(world_size, body)
 
@@ -217,14 +223,21 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
     [
         (transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4), 2, "carries no plan"),
         (transformers.GPT2Config(n_embd=30, n_layer=1, n_head=3), 2, "num_attention_heads=3"),
-        (transformers.LlamaConfig(**GROUPED), 4, "num_key_value_heads=2, which 4 ranks"),
+        (transformers.LlamaConfig(**GROUPED), 3, "num_attention_heads=4, which 3 ranks"),
+        (
+            transformers.LlamaConfig(
+                **SIZES | {"num_attention_heads": 12, "hidden_size": 48}, num_key_value_heads=4
+            ),
+            6,
+            "num_key_value_heads=4, which 6 ranks",
+        ),
         (
             transformers.MixtralConfig(**GROUPED, num_local_experts=2),
             2,
             "kinds that are not supported: .*moe_tp_experts",
         ),
     ],
-    ids=["no plan", "odd heads", "few heads", "experts"],
+    ids=["no plan", "odd heads", "odd groups", "odd key heads", "experts"],
 )
 def test_what_cannot_be_sharded_says_so_and_is_unchanged(
     config: object, world_size: int, message: str

@@ -223,7 +223,7 @@ def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:
         (model(), {"[03]": "column", "3": "row"}, ValueError, "'3' both 'column' and 'row'"),
         (nn.Linear(4, 4), {"*": "row"}, ValueError, "the model itself.*from_linear"),
         (nn.Sequential(nn.Linear(4, 1)), {"0": "column"}, ValueError, "'0'.* 1 features over 2"),
-        (tied, {"head": "column"}, ValueError, "'embed' and 'head' share a parameter; untie"),
+        (tied, {"head": "column"}, ValueError, "'embed' and 'head' share a parameter; name all"),
     ]
     for bad, plan, error, message in cases:
         before = list(bad.modules())

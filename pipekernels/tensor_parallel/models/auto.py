@@ -9,19 +9,31 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.full_layer import linear_classes
-from pipekernels.tensor_parallel.models.kinds import PACKED, SPLIT, canonical, is_known
+from pipekernels.tensor_parallel.full_layer import is_embedding, linear_classes
+from pipekernels.tensor_parallel.models.kinds import (
+    COLUMN,
+    EMBEDDING,
+    GATHERED,
+    PACKED,
+    SHARED,
+    SPLIT,
+    canonical,
+    is_known,
+)
 
-_STAYS_WHOLE = "embedding_rowwise"
-"""A kind whose modules are left replicated: an embedding is a lookup, not a product."""
+
+class _Table(NamedTuple):
+    plan: Mapping[str, str]
+    divided: Mapping[str, tuple[str, ...]]
+    """By patterns for module names: attributes to be divided by the number of ranks."""
 
 
 class AutoPlan(NamedTuple):
     """What ``tensor_parallelize(model, "auto", comm)`` does to a model."""
 
     plan: Mapping[str, str]
-    divided: Mapping[str, tuple[str, ...]]
-    """By patterns for module names: attributes to be divided by the number of ranks."""
+    divided: Mapping[str, Mapping[str, int]]
+    """By patterns for module names: attributes, and what each is to be divided by."""
 
 
 def _of(columns: str, rows: str, **others: str) -> dict[str, str]:
@@ -30,36 +42,35 @@ def _of(columns: str, rows: str, **others: str) -> dict[str, str]:
     return {f"*.{name}": kind for name, kind in (kinds | others).items()}
 
 
-_BERT = AutoPlan(
+_BERT = _Table(
     _of("self.query self.key self.value intermediate.dense", "output.dense"),
     {"*.attention.self": ("num_attention_heads", "all_head_size")},
 )
 _PROJECTIONS = _of("q_proj k_proj v_proj fc1", "out_proj fc2")
 _TABLES = {
     "bert": _BERT,
-    "distilbert": AutoPlan(
+    "distilbert": _Table(
         _of("q_lin k_lin v_lin lin1", "out_lin lin2"), {"*.attention": ("n_heads", "dim")}
     ),
-    "gpt2": AutoPlan(
+    "gpt2": _Table(
         _of("c_fc", "c_proj", c_attn=f"{PACKED}:3"), {"*.attn": ("num_heads", "split_size")}
     ),
-    "opt": AutoPlan(_PROJECTIONS, {"*.self_attn": ("num_heads",)}),
+    "opt": _Table(_PROJECTIONS, {"*.self_attn": ("num_heads",)}),
     "roberta": _BERT,
-    "t5": AutoPlan(
+    "t5": _Table(
         _of("q k v wi wi_0 wi_1", "o wo", relative_attention_bias=SPLIT),
         {"*.SelfAttention": ("n_heads",), "*.EncDecAttention": ("n_heads",)},
     ),
-    "vit": AutoPlan(
+    "vit": _Table(
         _of("q_proj k_proj v_proj fc1", "o_proj fc2"), {"*.attention": ("num_attention_heads",)}
     ),
-    "whisper": AutoPlan(_PROJECTIONS, {"*_attn": ("num_heads",)}),
+    "whisper": _Table(_PROJECTIONS, {"*_attn": ("num_heads",)}),
 }
 """By ``model.config.model_type``. A pattern may match nothing in one of its models."""
 
 
 def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
-    """The plan for ``tensor_parallelize(model, "auto", comm)``. Embeddings, and an output head tied
-    to one, stay replicated.
+    """The plan for ``tensor_parallelize(model, "auto", comm)``.
 
     Args:
         model: the full model.
@@ -72,12 +83,14 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
     config: Any = getattr(model, "config", None)
     carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     names = [name for name, _ in model.named_modules()]
+    divided = {}
     if carried:
-        auto = AutoPlan({pattern: canonical(word) for pattern, word in carried.items()}, {})
+        plan = {pattern: canonical(word) for pattern, word in carried.items()}
     elif getattr(config, "model_type", None) in _TABLES:
-        plan, divided = _TABLES[config.model_type]
-        used = {p: kind for p, kind in plan.items() if any(fnmatchcase(name, p) for name in names)}
-        auto = AutoPlan(used, divided)
+        table = _TABLES[config.model_type]
+        plan = {p: k for p, k in table.plan.items() if any(fnmatchcase(name, p) for name in names)}
+        plan |= dict.fromkeys(_output_head(model), GATHERED)
+        divided = {p: dict.fromkeys(keys, world_size) for p, keys in table.divided.items()}
     else:
         layers = [n for n, module in model.named_modules() if isinstance(module, linear_classes())]
         shown = ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
@@ -86,47 +99,90 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             "write one that names its linear layers, such as {'*.q_proj': 'column', '*.o_proj': "
             f"'row'}}; it has {shown or 'no linear layers'}"
         )
-    known = {p: kind for p, kind in auto.plan.items() if is_known(kind)}
-    unknown = {p: k for p, k in auto.plan.items() if p not in known and k != _STAYS_WHOLE}
+    unknown = {pattern: kind for pattern, kind in plan.items() if not is_known(kind)}
     if unknown:
         raise ValueError(
             f"the plan of {type(model).__name__} has kinds that are not supported: {unknown}; "
             "write a plan that leaves these modules as they are"
         )
-    tied = _tied_modules(model)
-    plan = {p: kind for p, kind in known.items() if not any(fnmatchcase(n, p) for n in tied)}
-    if not {"column", f"{PACKED}:3"}.isdisjoint(plan.values()):
-        _check_heads(model, config, world_size)
-    return AutoPlan(plan, auto.divided)
+    plan = _with_tied(model, plan)
+    if not {COLUMN, f"{PACKED}:3"}.isdisjoint(plan.values()):
+        copies = _key_copies(model, config, plan, world_size)
+        if copies > 1:
+            keys = {p: f"{SHARED}:{copies}" for p in plan if p.endswith(_KEYS_AND_VALUES)}
+            return AutoPlan(plan | keys, divided | {"*": {"num_key_value_groups": copies}})
+    return AutoPlan(plan, divided)
 
 
-def divide(model: nn.Module, divided: Mapping[str, tuple[str, ...]], world_size: int) -> None:
+def divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:
     """Divide the attributes of modules that depend on the number of heads."""
     for name, module in model.named_modules():
         for pattern, attributes in divided.items():
             if fnmatchcase(name, pattern):
-                for attribute in attributes:
-                    set_attribute(module, attribute, getattr(module, attribute) // world_size)
+                for attribute, divisor in attributes.items():
+                    if hasattr(module, attribute):
+                        set_attribute(module, attribute, getattr(module, attribute) // divisor)
 
 
-def _tied_modules(model: nn.Module) -> list[str]:
-    """Names of modules that share a parameter with another module."""
+_KEYS_AND_VALUES = (".k_proj", ".v_proj")
+
+
+def _output_head(model: Any) -> list[str]:
+    """The name of the model's output head, if it has one that can be sharded."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [n for n, module in model.named_modules() if module is head and type(head) is nn.Linear]
+
+
+def _with_tied(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """``plan`` with the embeddings that share the weight of a sharded head; without the layers that
+    share a parameter with something else, and without embeddings that are more than a lookup."""
+
+    def kind_of(name: str) -> str | None:
+        return next((kind for p, kind in plan.items() if fnmatchcase(name, p)), None)
+
+    modules = dict(model.named_modules())
+    whole = {
+        name
+        for name, module in modules.items()
+        if kind_of(name) == EMBEDDING and not is_embedding(module)
+    }
+    added: dict[str, str] = {}
+    for names in _tied_modules(model):
+        heads = [name for name in names if kind_of(name) == GATHERED]
+        others = [name for name in names if name not in heads]
+        if heads and all(is_embedding(modules[name]) for name in others):
+            added |= dict.fromkeys(others, EMBEDDING)
+        else:
+            whole.update(names)
+    while any(0 < len(whole.intersection(names)) < len(names) for names in _tied_modules(model)):
+        whole.update(*(names for names in _tied_modules(model) if whole.intersection(names)))
+    kept = {p: kind for p, kind in plan.items() if not any(fnmatchcase(n, p) for n in whole)}
+    return kept | {name: kind for name, kind in added.items() if name not in whole}
+
+
+def _tied_modules(model: nn.Module) -> list[list[str]]:
+    """Names of modules that share a parameter."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append(name)
-    return [name for names in owners.values() if len(names) > 1 for name in names]
+    return [names for names in owners.values() if len(names) > 1]
 
 
-def _check_heads(model: nn.Module, config: Any, world_size: int) -> None:
-    fields = ("num_attention_heads", "num_key_value_heads", "decoder_attention_heads")
+def _key_copies(model: nn.Module, config: Any, plan: Mapping[str, str], world_size: int) -> int:
+    """How many ranks hold each key head. ValueError if heads cannot be dealt out evenly."""
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    for field in fields:
+    for field in ("num_attention_heads", "decoder_attention_heads", "num_key_value_heads"):
         heads = getattr(config, field, None)
-        if isinstance(heads, int) and heads % world_size:
-            raise ValueError(
-                f"{type(model).__name__} has {field}={heads}, which {world_size} ranks cannot "
-                "share evenly; use a number of ranks that divides it, or write a plan that shards "
-                "its MLPs only"
-            )
+        if not isinstance(heads, int) or heads % world_size == 0:
+            continue
+        known = any(pattern.endswith(_KEYS_AND_VALUES) for pattern in plan)
+        if field == "num_key_value_heads" and world_size % heads == 0 and known:
+            return world_size // heads
+        raise ValueError(
+            f"{type(model).__name__} has {field}={heads}, which {world_size} ranks cannot share "
+            "evenly; use a number of ranks that divides it, or write a plan that shards its MLPs "
+            "only"
+        )
+    return 1

@@ -7,31 +7,37 @@ from typing import Any
 from torch import nn
 
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.full_layer import features_of
-from pipekernels.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    ShardedLinear,
-)
+from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
+COLUMN = "column"
+GATHERED = "column_gather_output"
+EMBEDDING = "embedding"
 PACKED = "packed_column"
+SHARED = "shared_column"
 SUMMED = "replicated_with_grad_allreduce"
 SPLIT = "split_output"
 
-# Sharded layers: class and arguments.
+# Sharded linear layers: class and arguments.
 _LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "column": (ColumnParallelLinear, {}),
-    "column_gather_output": (ColumnParallelLinear, {"gather_output": True}),
+    COLUMN: (ColumnParallelLinear, {}),
+    GATHERED: (ColumnParallelLinear, {"gather_output": True}),
     PACKED: (ColumnParallelLinear, {}),
+    SHARED: (ColumnParallelLinear, {}),
     "row": (RowParallelLinear, {}),
     "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
 }
-KINDS = (*_LAYERS, SUMMED, SPLIT)
+KINDS = (*_LAYERS, EMBEDDING, SUMMED, SPLIT)
+SHARDED_ROWS = (COLUMN, GATHERED, EMBEDDING)
+"""Kinds that shard the first dimension of a weight alike, so that layers can share it."""
 
 # transformers' words.
 _ALIASES = {
-    "colwise": "column",
-    "colwise_gather_output": "column_gather_output",
+    "colwise": COLUMN,
+    "colwise_gather_output": GATHERED,
+    "embedding_rowwise": EMBEDDING,
     "packed_colwise": PACKED,
     "rowwise": "row",
     "rowwise_split_input": "row_split_input",
@@ -50,23 +56,31 @@ def is_known(kind: Any) -> bool:
     """Whether a plan may name the :func:`canonical` ``kind``."""
     if not isinstance(kind, str):
         return False
-    name, colon, blocks = kind.partition(":")
+    name, colon, sizes = kind.partition(":")
     if not colon:
-        return name in KINDS
-    return name == PACKED and all(size.isdecimal() and int(size) for size in blocks.split(","))
+        return name in KINDS and name != SHARED
+    numbers = [int(size) if size.isdecimal() else 0 for size in sizes.split(",")]
+    return all(numbers) and (name == PACKED or (name == SHARED and len(numbers) == 1))
 
 
-def shard(layer: nn.Module, name: str, kind: str, comm: Communicator) -> ShardedLinear:
+def shard(layer: nn.Module, name: str, kind: str, comm: Communicator) -> ShardedLayer:
     """This rank's shard of ``layer``.
 
     Raises:
         ValueError: it has too few features, or not those of ``kind``.
     """
-    sharded, arguments = _LAYERS[kind.partition(":")[0]]
+    result: ShardedLayer
     try:
-        if kind.startswith(PACKED):
-            arguments = {"blocks": _blocks(kind, features_of(layer)[1])}
-        result: ShardedLinear = sharded.from_linear(layer, comm, **arguments)
+        if kind == EMBEDDING:
+            assert isinstance(layer, nn.Embedding)
+            result = VocabParallelEmbedding.from_embedding(layer, comm)
+        else:
+            sharded, arguments = _LAYERS[kind.partition(":")[0]]
+            if kind.startswith(PACKED):
+                arguments = {"blocks": _blocks(kind, features_of(layer)[1])}
+            if kind.startswith(SHARED):
+                arguments = {"copies": int(kind.partition(":")[2])}
+            result = sharded.from_linear(layer, comm, **arguments)
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
     result.name = name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import nan
 from typing import Literal, TypeVar
@@ -16,12 +16,14 @@ from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
     extras_of,
-    features_of,
+    is_embedding,
     linear_classes,
 )
 from pipekernels.tensor_parallel.models.auto import auto_plan, divide
 from pipekernels.tensor_parallel.models.kinds import (
+    EMBEDDING,
     KINDS,
+    SHARDED_ROWS,
     SPLIT,
     SUMMED,
     canonical,
@@ -86,15 +88,19 @@ def tensor_parallelize(
             :class:`ColumnParallelLinear` with ``gather_output=True``), ``'row_split_input'`` (a
             :class:`RowParallelLinear` with ``input_is_parallel=False``) or
             ``'packed_column'`` (of two fused layers; ``'packed_column:3'`` of three of one size,
-            ``'packed_column:64,16,16'`` of these sizes: ``blocks`` of the layer), or, for any
-            module between the two, ``'replicated_with_grad_allreduce'`` (the gradients of its
+            ``'packed_column:64,16,16'`` of these sizes: ``blocks`` of the layer), with
+            ``'shared_column:2'`` (each shard on 2 consecutive ranks: ``copies`` of the layer), with
+            ``'embedding'`` (a :class:`VocabParallelEmbedding`; name an output head that shares its
+            weight as well, ``'column_gather_output'``, or ``'column'`` for
+            :func:`pipekernels.tensor_parallel.vocab_parallel_cross_entropy`), or, for any module
+            between the two, ``'replicated_with_grad_allreduce'`` (the gradients of its
             parameters are summed over the ranks) or ``'split_output'`` (likewise, and each rank
             takes its part of the output's last dimension). transformers' words mean the same
             (``colwise``, ``rowwise``, ``packed_colwise`` and so on). Modules that no pattern
             matches stay unchanged.
             ``"auto"``: the plan that a transformers model carries (``model.tp_plan``), or ours for
             BERT, DistilBERT, GPT-2, OPT, RoBERTa, T5, ViT and Whisper, whose head counts it divides
-            as well; embeddings, and heads that share their weights, stay replicated.
+            as well. If there are fewer key heads than ranks, several ranks hold each.
         comm: the communicator.
 
     Returns:
@@ -106,23 +112,28 @@ def tensor_parallelize(
         would keep only one of them.
 
     Raises:
-        TypeError: a pattern matches a module that is not a plain ``nn.Linear``, or one with a
+        TypeError: a pattern matches a module that is not a plain ``nn.Linear`` (for
+            ``'embedding'``: ``nn.Embedding``), or one with a
             parametrization, an adapter or hooks (register them afterwards); or ``comm`` is not a
             communicator.
         ValueError: a pattern matches nothing or the model itself; patterns that match one layer
             disagree; a kind is unknown; a layer has fewer features than there are ranks, or shares
-            its weight with another module; layers, or the first elements of their weights, differ
-            between ranks; with ``"auto"``, the model carries no plan or one of unknown kinds, or
-            its attention heads cannot be dealt out evenly. The model is then unchanged.
+            a parameter with a module that is not sharded alike; layers, or the first elements of
+            their weights, differ between ranks; with ``"auto"``, the model carries no plan or one
+            of unknown kinds, or its attention heads cannot be dealt out evenly. The model is then
+            unchanged.
     """
-    divided: Mapping[str, tuple[str, ...]] = {}
+    divided: Mapping[str, Mapping[str, int]] = {}
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
         plan, divided = auto_plan(model, comm.world_size)
     kinds, others = _match(model, _known_kinds(plan))
-    _check_untied(model, kinds)
+    tied = _tied_weights(model, kinds)
     sharded = {layer: shard(layer, *kind, comm) for layer, kind in kinds.items()}
+    for first, *rest in tied:
+        for layer in rest:
+            sharded[layer].weight = sharded[first].weight
     if sharded:
         _check_ranks_agree(kinds, list(others.values()), comm)
     for parent in list(model.modules()):
@@ -133,7 +144,7 @@ def tensor_parallelize(
         sum_gradients(module, comm)
         if kind == SPLIT:
             split_output(module, comm)
-    divide(model, divided, comm.world_size)
+    divide(model, divided)
     _disable_fused_encoder(model, set(sharded.values()))
     save_full_models(model)
     return model
@@ -153,7 +164,7 @@ def _check_ranks_agree(
     kinds: Mapping[nn.Module, tuple[str, str]], whole: list[tuple[str, str]], comm: Communicator
 ) -> None:
     """Raise unless all ranks shard the same layers: else they hang, or sum unrelated shards."""
-    sizes = [(features_of(layer), layer.bias is None) for layer in kinds]
+    sizes = [[(key, tuple(p.shape)) for key, p in layer.named_parameters()] for layer in kinds]
     digest = zlib.crc32(repr((list(kinds.values()), sizes, whole)).encode())
     digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
@@ -201,7 +212,12 @@ def _match(
                     f"{pattern!r} matches the model itself, which cannot be replaced in place; use "
                     "a narrower pattern, or RowParallelLinear.from_linear(layer, comm)"
                 )
-            if type(module) not in linear_classes():
+            if kind == EMBEDDING and not is_embedding(module):
+                raise TypeError(
+                    f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only "
+                    f"nn.Embedding can be {EMBEDDING!r}; use a narrower pattern"
+                )
+            if kind != EMBEDDING and type(module) not in linear_classes():
                 raise TypeError(
                     f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only nn.Linear "
                     "can be sharded; use a narrower pattern"
@@ -236,15 +252,30 @@ def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:
             set_attribute(module, "use_nested_tensor", False)
 
 
-def _check_untied(model: nn.Module, sharded: Container[nn.Module]) -> None:
-    """Raise if another module uses the weight of a layer to shard, as tied embeddings do."""
+def _tied_weights(
+    model: nn.Module, kinds: Mapping[nn.Module, tuple[str, str]]
+) -> list[list[nn.Module]]:
+    """Groups of layers to shard that share their weight, as an output head and an embedding do.
+
+    Raises:
+        ValueError: a layer to shard shares a parameter otherwise.
+    """
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append((name, module))
-    for using in owners.values():
-        names = [name for name, _ in using]
-        if len(using) > 1 and any(module in sharded for _, module in using):
+    tied = []
+    for parameter, using in owners.items():
+        modules = [module for _, module in using]
+        if len(using) == 1 or kinds.keys().isdisjoint(modules):
+            continue
+        if not all(
+            module in kinds and kinds[module][1] in SHARDED_ROWS and module.weight is parameter
+            for module in modules
+        ):
             raise ValueError(
-                f"{' and '.join(map(repr, names))} share a parameter; untie them first"
+                f"{' and '.join(repr(name) for name, _ in using)} share a parameter; name all of "
+                f"them in the plan, as {' or '.join(map(repr, SHARDED_ROWS))}, or untie them first"
             )
+        tied.append(modules)
+    return tied

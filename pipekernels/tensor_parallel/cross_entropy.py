@@ -1,0 +1,91 @@
+"""Cross-entropy of logits whose classes, the vocabulary, are sharded over ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipekernels.comm import Communicator
+from pipekernels.comm.functional import all_reduce
+from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_sizes
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    num_classes: int,
+    comm: Communicator,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` of the output of a column-parallel head, which is not
+    gathered: no rank holds the logits of all classes. After Shoeybi et al., "Megatron-LM" (2019).
+
+    The ranks exchange three numbers per row in the forward and none in the backward. 16-bit logits
+    are computed with in float32, as autocast does; the loss has that dtype.
+
+    Args:
+        logits: ``[..., shard_sizes(num_classes, world_size)[rank]]``, a floating-point dtype.
+        target: integers of shape ``[...]``, the same on every rank.
+        num_classes: of all ranks.
+        comm: the communicator.
+        ignore_index: a target whose row has no loss and no gradient.
+        reduction: ``'mean'`` (over rows that are not ignored; NaN if there are none), ``'sum'`` or
+            ``'none'``.
+        label_smoothing: in ``[0, 1]``: the weight of the uniform distribution in the target.
+
+    Returns:
+        A scalar, or ``[...]`` with ``'none'``; the same on every rank.
+
+    Raises:
+        ValueError: shapes do not fit, ``reduction`` is unknown or ``label_smoothing`` is outside.
+        IndexError: a target is neither a class nor ``ignore_index``; on CUDA an assertion fails on
+            the device.
+    """
+    sizes = shard_sizes(num_classes, comm.world_size)
+    start, own = sum(sizes[: comm.rank]), sizes[comm.rank]
+    if logits.shape != (*target.shape, own):
+        raise ValueError(
+            f"rank {comm.rank} of {comm.world_size} holds {own} of {num_classes} classes, so for a "
+            f"target of shape {tuple(target.shape)} logits must have shape "
+            f"{(*target.shape, own)}, got {tuple(logits.shape)}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    ignored = target == ignore_index
+    # A class that no rank has stays outside, so that gather fails.
+    others = ((target >= 0) & (target < start)) | ((target >= start + own) & (target < num_classes))
+    index = (target - start).where(~(others | ignored), 0)
+    if not (index.is_cuda or torch.compiler.is_compiling()) and _outside(index, own):
+        raise IndexError(
+            f"targets must be classes, 0 to {num_classes - 1}, or ignore_index={ignore_index}; got "
+            f"some from {target.min().item()} to {target.max().item()}"
+        )
+    largest = all_reduce(logits.detach().amax(-1), comm, "max")
+    shifted = logits - largest.unsqueeze(-1)  # No exponential overflows.
+    chosen = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    terms = [shifted.exp().sum(-1), chosen.masked_fill(others, 0)]
+    if label_smoothing:
+        terms.append(shifted.sum(-1))
+    total, chosen, *sums = reduce_from_ranks(torch.stack(terms), comm)
+    log_total = total.log()
+    loss: Tensor = log_total - chosen
+    if label_smoothing:
+        uniform = log_total - sums[0] / num_classes
+        loss = (1 - label_smoothing) * loss + label_smoothing * uniform
+    loss = loss.masked_fill(ignored, 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / (~ignored).sum() if reduction == "mean" else loss.sum()
+
+
+def _outside(index: Tensor, size: int) -> bool:
+    return bool(((index < 0) | (index >= size)).any())

@@ -1,0 +1,166 @@
+"""An embedding whose rows, the vocabulary, are sharded over the ranks of a communicator."""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipekernels.comm import Communicator
+from pipekernels.device.streams import usable
+from pipekernels.tensor_parallel.data_parallel import check_data_parallel
+from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
+from pipekernels.tensor_parallel.functional import reduce_from_ranks
+from pipekernels.tensor_parallel.sharded import ShardedLayer
+
+
+class VocabParallelEmbedding(ShardedLayer):
+    """An embedding that holds a part of the rows; each rank looks up those that it has, and an
+    all-reduce gives all of them to every rank. After Shoeybi et al., "Megatron-LM" (2019).
+
+    Args:
+        num_embeddings: of the full layer; if not divisible, the first ranks hold one more.
+        embedding_dim: of the full layer.
+        padding_idx: index of a row whose gradient is zero, as for ``nn.Embedding``.
+        comm: the communicator whose ranks hold the layer.
+        device: of the weight.
+        dtype: of the weight.
+
+    Attributes:
+        weight: ``[num_embeddings / world_size, embedding_dim]``.
+        rank, world_size: of the communicator.
+
+    The forward takes integers of any shape, the same on all ranks, and gives
+    ``[*shape, embedding_dim]`` on every rank. The backward needs no collective.
+
+    Initialisation, state_dicts, deepcopy and pickling: as for :class:`RowParallelLinear`.
+
+    Raises:
+        TypeError: ``comm`` is not a communicator.
+        ValueError: more ranks than ``num_embeddings``.
+        IndexError: an index is outside ``[0, num_embeddings)``; on CUDA an assertion fails on the
+            device, as for ``nn.Embedding``.
+    """
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        comm: Communicator,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        device = None if device is None else usable(device)
+        sizes = num_embeddings, embedding_dim
+        self._shard(nn.Embedding(*sizes, padding_idx, device=device, dtype=dtype), comm)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, comm: Communicator) -> VocabParallelEmbedding:
+        """This rank's shard of ``embedding``, with its dtype, device, mode and ``requires_grad``.
+
+        Args:
+            embedding: the full layer, the same on every rank: an ``nn.Embedding``, or one of
+                transformers' that multiply it by a scale (``embed_scale``). Its weight is copied,
+                not shared.
+            comm: the communicator.
+
+        Raises:
+            TypeError: ``embedding`` is neither, or has a parametrization or hooks.
+            ValueError: it has ``max_norm``, ``scale_grad_by_freq`` or ``sparse``; or as for the
+                constructor.
+        """
+        if not is_embedding(embedding):
+            raise TypeError(
+                f"embedding must be an nn.Embedding, got {type(embedding).__qualname__}"
+            )
+        extras = extras_of(embedding)
+        if extras is not None:
+            raise TypeError(f"embedding has {extras}, which would be lost; {REMEDY}")
+        layer = cls.__new__(cls)
+        layer._shard(embedding, comm)
+        return layer.train(embedding.training)
+
+    def _shard(self, full: nn.Embedding, comm: Communicator) -> None:
+        super().__init__(comm)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(full, option):
+                raise ValueError(
+                    f"{option}={getattr(full, option)} is not supported for a sharded embedding; "
+                    "leave this embedding as it is, or make it without"
+                )
+        self.num_embeddings = full.num_embeddings
+        self.embedding_dim = full.embedding_dim
+        self.padding_idx = full.padding_idx
+        scale: Tensor | float | None = getattr(full, "embed_scale", None)
+        if isinstance(scale, Tensor):
+            self.register_buffer("embed_scale", scale, persistent=False)
+        else:
+            self.embed_scale = scale
+        # The full layer without its weight; in a tuple it is no submodule.
+        template = copy.copy(full)
+        template._parameters = {"weight": None}
+        self._template = (template,)
+        self._adopt({"weight": full.weight})
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the parameter ``name`` of the full layer has."""
+        return self.num_embeddings, self.embedding_dim
+
+    def to_full(self) -> nn.Module:
+        """The full layer, gathered: the inverse of :meth:`from_embedding`. A collective that all
+        ranks call.
+
+        Raises:
+            TypeError: a parametrization or a mask has replaced the weight.
+        """
+        weight = self.full_state_dict()["weight"]
+        full = copy.deepcopy(self._template[0])
+        full.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+        full._buffers.update(self._buffers)
+        return full.train(self.training)
+
+    def _initial_parameters(self) -> dict[str, Tensor]:
+        sizes, weight = (self.num_embeddings, self.embedding_dim), self.weight
+        full = nn.Embedding(*sizes, self.padding_idx, device=weight.device, dtype=weight.dtype)
+        return {"weight": full.weight.detach()}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up ``input``: see the class for the shapes."""
+        if not torch.compiler.is_compiling():
+            check_data_parallel(self.comm)
+        [(start, rows)] = self.spans("weight")
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < start + rows else None
+        # An index that no rank has stays outside, so that the lookup fails.
+        others = ((input >= 0) & (input < start)) | (
+            (input >= start + rows) & (input < self.num_embeddings)
+        )
+        try:
+            found = functional.embedding((input - start).where(~others, 0), self.weight, padding)
+        except IndexError as error:
+            raise IndexError(
+                f"{self._described()} has rows 0 to {self.num_embeddings - 1}, got indices from "
+                f"{input.min().item()} to {input.max().item()}"
+            ) from error
+        found = reduce_from_ranks(found.masked_fill(others.unsqueeze(-1), 0), self.comm)
+        scale = self.embed_scale
+        if scale is None:
+            return found
+        return found * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
+            f"rank={self.rank}, world_size={self.world_size}"
+        )
