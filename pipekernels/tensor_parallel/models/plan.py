@@ -20,6 +20,7 @@ from pipekernels.tensor_parallel.full_layer import (
     linear_classes,
 )
 from pipekernels.tensor_parallel.models.auto import auto_plan, divide
+from pipekernels.tensor_parallel.models.generation import compare_ranks_in_generate
 from pipekernels.tensor_parallel.models.kinds import (
     EMBEDDING,
     KINDS,
@@ -76,6 +77,10 @@ def tensor_parallelize(
     Give DDP and FSDP around the model the group of the ranks that hold the same shards. Over all
     ranks, DDP would overwrite their shards with those of rank 0: the first forward then raises a
     RuntimeError.
+
+    ``generate`` of a transformers model gives the same tokens on all ranks: call it on all, with
+    the same inputs. It raises a ValueError if these differ and, if it samples, a RuntimeError if
+    the ranks would draw different random numbers.
 
     ``save_pretrained`` of a transformers model writes the full model: call it on all ranks. Rank 0
     writes, the others wait.
@@ -147,6 +152,7 @@ def tensor_parallelize(
     divide(model, divided)
     _disable_fused_encoder(model, set(sharded.values()))
     save_full_models(model)
+    compare_ranks_in_generate(model)
     return model
 
 

@@ -1,0 +1,99 @@
+"""``generate`` of transformers models with sharded layers compares the ranks before it begins."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.sharded import ShardedLayer
+
+
+def compare_ranks_in_generate(model: nn.Module) -> None:
+    """Let ``generate`` of every transformers model in ``model`` that has sharded layers first check
+    that all ranks got the same inputs and, if it samples, will draw the same random numbers."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None:
+        return
+    for module in model.modules():
+        generates = isinstance(module, transformers.PreTrainedModel) and module.can_generate()
+        if generates and _communicators(module):
+            # On the object: others of its class have no sharded layers.
+            set_attribute(module, "generate", MethodType(_generate, module))
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    for comm in _communicators(self):
+        _check_inputs(comm, args, kwargs)
+        if _samples(self, *args, **kwargs):
+            _check_random_numbers(comm, self.device)
+    return type(self).generate(self, *args, **kwargs)
+
+
+def _check_inputs(comm: Communicator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    own = _digest((dict(enumerate(args)), dict(kwargs)))
+    digests = comm.all_gather(torch.tensor([own], device="cpu")).tolist()
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise ValueError(
+            f"generate() got other inputs on ranks {others} than on rank 0; give all ranks the "
+            "same prompts and options (a DistributedSampler gives each its own)"
+        )
+
+
+def _check_random_numbers(comm: Communicator, device: torch.device) -> None:
+    is_cuda = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+    generator = [os.getpid(), torch.cuda.current_device() if is_cuda else -1]
+    own = torch.tensor([[zlib.crc32(state.numpy().tobytes()), *generator]], device="cpu")
+    gathered = comm.all_gather(own).tolist()
+    if len({tuple(generator) for _, *generator in gathered}) < len(gathered):
+        raise RuntimeError(
+            "generate() samples, but ranks are threads that share a random number generator, so "
+            "each would draw other tokens; start one process per rank, or pass do_sample=False"
+        )
+    others = [rank for rank, (digest, *_) in enumerate(gathered) if digest != gathered[0][0]]
+    if others:
+        raise RuntimeError(
+            f"generate() samples, but the random number generators of ranks {others} are in "
+            "another state than that of rank 0, so they would draw other tokens; call "
+            "torch.manual_seed(seed) with one seed on all ranks just before"
+        )
+
+
+def _samples(
+    model: Any, inputs: Any = None, generation_config: Any = None, *_: Any, **kwargs: Any
+) -> bool:
+    given = kwargs.get("do_sample")
+    if given is None:
+        given = (generation_config or model.generation_config).do_sample
+    return bool(given)
+
+
+def _digest(value: Any, known: int = 0) -> int:
+    """Of tensors, numbers and strings in ``value``."""
+    if isinstance(value, Tensor):
+        data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+        return zlib.crc32(data.numpy().tobytes(), zlib.crc32(repr(value.shape).encode(), known))
+    if isinstance(value, Mapping):
+        return _digest([*value.keys(), *value.values()], known)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            known = _digest(item, known)
+        return known
+    if isinstance(value, (bool, int, float, str)):
+        return zlib.crc32(repr(value).encode(), known)
+    return known
+
+
+def _communicators(model: nn.Module) -> list[Communicator]:
+    layers = [layer for layer in model.modules() if isinstance(layer, ShardedLayer)]
+    return list(dict.fromkeys(layer.comm for layer in layers))

@@ -1,0 +1,88 @@
+"""Small models of transformers with random weights, in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+DECODERS = {
+    "Llama": transformers.LlamaConfig(**GROUPED),
+    "Llama, tied": transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "Qwen3": transformers.Qwen3Config(**GROUPED, head_dim=8),
+    "Mistral": transformers.MistralConfig(**GROUPED),
+    "Gemma 2": transformers.Gemma2Config(**GROUPED, head_dim=8),
+    "Phi-3": transformers.Phi3Config(**GROUPED),
+    "GPT-NeoX": transformers.GPTNeoXConfig(**SIZES),
+    "GPT-2": transformers.GPT2Config(**SIZES, n_positions=128),
+    "OPT": transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32),
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
+ENCODERS = {
+    "BERT": transformers.BertConfig(**SIZES),
+    "RoBERTa": transformers.RobertaConfig(**SIZES),
+    "DistilBERT": transformers.DistilBertConfig(
+        dim=32, n_heads=4, n_layers=2, hidden_dim=48, vocab_size=61
+    ),
+    "T5": transformers.T5Config(**T5),
+    "T5, gated": transformers.T5Config(**T5, feed_forward_proj="gated-gelu"),
+    "ViT": transformers.ViTConfig(**SIZES, image_size=8, patch_size=4),
+    "Whisper": transformers.WhisperConfig(
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        vocab_size=61,
+        num_mel_bins=4,
+        max_source_positions=8,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+    ),
+}
+INPUTS = {
+    "T5": lambda: {"input_ids": tokens(2, 9), "decoder_input_ids": tokens(2, 5)},
+    "ViT": lambda: {"pixel_values": torch.ones(2, 3, 8, 8, dtype=torch.float64)},
+    "Whisper": lambda: {
+        "input_features": torch.ones(2, 4, 16, dtype=torch.float64),
+        "decoder_input_ids": tokens(2, 5),
+    },
+}
+INPUTS["T5, gated"] = INPUTS["T5"]
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = copy.deepcopy((DECODERS | ENCODERS)[name])
+    auto = transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModel
+    model = auto.from_config(config, attn_implementation="eager").double()
+    for parameter in model.parameters():  # Norms begin as ones, biases as zeros.
+        nn.init.normal_(parameter, std=0.3)
+    for module in model.modules():  # Ranks that are threads share torch's generator.
+        for attribute, value in vars(module).items():
+            if "drop" in attribute and isinstance(value, float):
+                setattr(module, attribute, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(3, 61, shape, generator=torch.Generator().manual_seed(1))
