@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.models.plan import tensor_parallelize
+from pipekernels.tensor_parallel.models.table import ModelPlan, PlannedLayer, plan_for
 from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
 from pipekernels.tensor_parallel.state import (
     full_optimizer_state_dict,
@@ -16,12 +18,16 @@ from pipekernels.tensor_parallel.state import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "ModelPlan",
+    "ParallelMultiheadAttention",
+    "PlannedLayer",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_optimizer_state_dict",
+    "plan_for",
     "tensor_parallelize",
     "tensor_unparallelize",
     "vocab_parallel_cross_entropy",

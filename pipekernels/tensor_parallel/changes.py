@@ -18,10 +18,10 @@ def set_attribute(module: nn.Module, name: str, value: object) -> None:
     setattr(module, name, value)
 
 
-def add_forward_pre_hook(module: nn.Module, hook: Any) -> None:
-    """``module.register_forward_pre_hook(hook)``. If ``hook`` has a method ``release``, it is
-    called with the module when the hook is removed."""
-    handle = module.register_forward_pre_hook(hook)
+def add_forward_pre_hook(module: nn.Module, hook: Any, *, with_kwargs: bool = False) -> None:
+    """``module.register_forward_pre_hook``. If ``hook`` has a method ``release``, it is called with
+    the module when the hook is removed."""
+    handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
     _noted(module).setdefault("_forward_pre_hooks", []).append(handle.id)
 
 

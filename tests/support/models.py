@@ -30,6 +30,11 @@ DECODERS = {
     "Phi-3": transformers.Phi3Config(**GROUPED),
     "GPT-NeoX": transformers.GPTNeoXConfig(**SIZES),
     "GPT-2": transformers.GPT2Config(**SIZES, n_positions=128),
+    "GPT-BigCode": transformers.GPTBigCodeConfig(**SIZES, n_positions=128),
+    "Bloom": transformers.BloomConfig(**SIZES),
+    "Granite": transformers.GraniteConfig(**GROUPED),
+    "OLMo 2": transformers.Olmo2Config(**GROUPED),
+    "StarCoder 2": transformers.Starcoder2Config(**GROUPED),
     "OPT": transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32),
 }
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}

@@ -157,7 +157,7 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4), 2, "carries no plan"),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=1), 2, "carries no plan"),
         (transformers.GPT2Config(n_embd=30, n_layer=1, n_head=3), 2, "num_attention_heads=3"),
         (transformers.LlamaConfig(**GROUPED), 3, "num_attention_heads=4, which 3 ranks"),
         (

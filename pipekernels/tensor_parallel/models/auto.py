@@ -11,6 +11,8 @@ from torch import nn
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import is_embedding, linear_classes
 from pipekernels.tensor_parallel.models.kinds import (
+    ALIBI,
+    ATTENTION,
     COLUMN,
     EMBEDDING,
     GATHERED,
@@ -49,11 +51,30 @@ _BERT = _Table(
 _PROJECTIONS = _of("q_proj k_proj v_proj fc1", "out_proj fc2")
 _TABLES = {
     "bert": _BERT,
+    "bloom": _Table(
+        _of(
+            "query_key_value dense_h_to_4h",
+            "self_attention.dense dense_4h_to_h",
+            self_attention=ALIBI,
+        ),
+        # Without slow_but_exact, which cuts weights by hand.
+        {"*.self_attention": ("num_heads", "slow_but_exact"), "*.mlp": ("slow_but_exact",)},
+    ),
     "distilbert": _Table(
         _of("q_lin k_lin v_lin lin1", "out_lin lin2"), {"*.attention": ("n_heads", "dim")}
     ),
     "gpt2": _Table(
         _of("c_fc", "c_proj", c_attn=f"{PACKED}:3"), {"*.attn": ("num_heads", "split_size")}
+    ),
+    # Queries, with one head of keys and values, are fused into one layer.
+    "gpt_bigcode": _Table(
+        {
+            "*.attn.c_attn": GATHERED,
+            "*.attn.c_proj": "row_split_input",
+            "*.mlp.c_fc": COLUMN,
+            "*.mlp.c_proj": "row",
+        },
+        {},
     ),
     "opt": _Table(_PROJECTIONS, {"*.self_attn": ("num_heads",)}),
     "roberta": _BERT,
@@ -91,6 +112,8 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
         plan = {p: k for p, k in table.plan.items() if any(fnmatchcase(name, p) for name in names)}
         plan |= dict.fromkeys(_output_head(model), GATHERED)
         divided = {p: dict.fromkeys(keys, world_size) for p, keys in table.divided.items()}
+    elif any(isinstance(module, _TORCH_LAYERS) for module in model.modules()):
+        plan = _of_torch_layers(model)
     else:
         layers = [n for n, module in model.named_modules() if isinstance(module, linear_classes())]
         shown = ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
@@ -106,11 +129,13 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             "write a plan that leaves these modules as they are"
         )
     plan = _with_tied(model, plan)
-    if not {COLUMN, f"{PACKED}:3"}.isdisjoint(plan.values()):
-        copies = _key_copies(model, config, plan, world_size)
+    columns = [p for p, kind in plan.items() if kind.partition(":")[0] in (COLUMN, PACKED)]
+    if divided or any("attn" in pattern or "attention" in pattern for pattern in columns):
+        keys = [pattern for pattern in columns if pattern.endswith((".k_proj", ".v_proj"))]
+        copies = _key_copies(model, config, keys, world_size)
         if copies > 1:
-            keys = {p: f"{SHARED}:{copies}" for p in plan if p.endswith(_KEYS_AND_VALUES)}
-            return AutoPlan(plan | keys, divided | {"*": {"num_key_value_groups": copies}})
+            plan |= dict.fromkeys(keys, f"{SHARED}:{copies}")
+            divided |= {"*": {"num_key_value_groups": copies}}
     return AutoPlan(plan, divided)
 
 
@@ -124,7 +149,23 @@ def divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:
                         set_attribute(module, attribute, getattr(module, attribute) // divisor)
 
 
-_KEYS_AND_VALUES = (".k_proj", ".v_proj")
+_TORCH_LAYERS = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+def _of_torch_layers(model: nn.Module) -> dict[str, str]:
+    """A plan for torch's own layers; the other ones of such a model stay replicated."""
+    plan = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            plan[name] = ATTENTION
+        elif isinstance(module, _TORCH_LAYERS):
+            prefix = f"{name}." if name else ""
+            plan |= {f"{prefix}linear1": COLUMN, f"{prefix}linear2": "row"}
+    return plan
 
 
 def _output_head(model: Any) -> list[str]:
@@ -169,7 +210,7 @@ def _tied_modules(model: nn.Module) -> list[list[str]]:
     return [names for names in owners.values() if len(names) > 1]
 
 
-def _key_copies(model: nn.Module, config: Any, plan: Mapping[str, str], world_size: int) -> int:
+def _key_copies(model: nn.Module, config: Any, keys: list[str], world_size: int) -> int:
     """How many ranks hold each key head. ValueError if heads cannot be dealt out evenly."""
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -177,8 +218,7 @@ def _key_copies(model: nn.Module, config: Any, plan: Mapping[str, str], world_si
         heads = getattr(config, field, None)
         if not isinstance(heads, int) or heads % world_size == 0:
             continue
-        known = any(pattern.endswith(_KEYS_AND_VALUES) for pattern in plan)
-        if field == "num_key_value_heads" and world_size % heads == 0 and known:
+        if field == "num_key_value_heads" and world_size % heads == 0 and keys:
             return world_size // heads
         raise ValueError(
             f"{type(model).__name__} has {field}={heads}, which {world_size} ranks cannot share "

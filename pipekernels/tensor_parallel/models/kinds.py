@@ -7,11 +7,13 @@ from typing import Any
 from torch import nn
 
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.full_layer import features_of
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
+ATTENTION = "attention"
 COLUMN = "column"
 GATHERED = "column_gather_output"
 EMBEDDING = "embedding"
@@ -19,6 +21,7 @@ PACKED = "packed_column"
 SHARED = "shared_column"
 SUMMED = "replicated_with_grad_allreduce"
 SPLIT = "split_output"
+ALIBI = "split_alibi"
 
 # Sharded linear layers: class and arguments.
 _LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -29,7 +32,9 @@ _LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "row": (RowParallelLinear, {}),
     "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
 }
-KINDS = (*_LAYERS, EMBEDDING, SUMMED, SPLIT)
+WHOLE = (SUMMED, SPLIT, ALIBI)
+"""Kinds of modules that are not replaced."""
+KINDS = (*_LAYERS, EMBEDDING, ATTENTION, *WHOLE)
 SHARDED_ROWS = (COLUMN, GATHERED, EMBEDDING)
 """Kinds that shard the first dimension of a weight alike, so that layers can share it."""
 
@@ -67,6 +72,7 @@ def shard(layer: nn.Module, name: str, kind: str, comm: Communicator) -> Sharded
     """This rank's shard of ``layer``.
 
     Raises:
+        TypeError: it has what a sharded layer would lose.
         ValueError: it has too few features, or not those of ``kind``.
     """
     result: ShardedLayer
@@ -74,20 +80,24 @@ def shard(layer: nn.Module, name: str, kind: str, comm: Communicator) -> Sharded
         if kind == EMBEDDING:
             assert isinstance(layer, nn.Embedding)
             result = VocabParallelEmbedding.from_embedding(layer, comm)
+        elif kind == ATTENTION:
+            assert isinstance(layer, nn.MultiheadAttention)
+            result = ParallelMultiheadAttention(layer, comm)
+            result.out_proj.name = f"{name}.out_proj"
         else:
             sharded, arguments = _LAYERS[kind.partition(":")[0]]
             if kind.startswith(PACKED):
-                arguments = {"blocks": _blocks(kind, features_of(layer)[1])}
+                arguments = {"blocks": block_sizes(kind, features_of(layer)[1])}
             if kind.startswith(SHARED):
                 arguments = {"copies": int(kind.partition(":")[2])}
             result = sharded.from_linear(layer, comm, **arguments)
-    except ValueError as error:
-        raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name!r} cannot be made {kind!r}: {error}") from error
     result.name = name
     return result
 
 
-def _blocks(kind: str, out_features: int) -> list[int]:
+def block_sizes(kind: str, out_features: int) -> list[int]:
     """Sizes of the blocks of a packed layer: ``packed_column`` has two equal ones,
     ``packed_column:3`` three, ``packed_column:64,16,16`` those."""
     sizes = [int(size) for size in kind.partition(":")[2].split(",") if size] or [2]

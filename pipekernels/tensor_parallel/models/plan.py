@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from math import nan
 from typing import Literal, TypeVar
 
@@ -13,24 +12,11 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.full_layer import (
-    REMEDY,
-    extras_of,
-    is_embedding,
-    linear_classes,
-)
-from pipekernels.tensor_parallel.models.auto import auto_plan, divide
+from pipekernels.tensor_parallel.models.alibi import split_alibi
+from pipekernels.tensor_parallel.models.auto import divide
 from pipekernels.tensor_parallel.models.generation import compare_ranks_in_generate
-from pipekernels.tensor_parallel.models.kinds import (
-    EMBEDDING,
-    KINDS,
-    SHARDED_ROWS,
-    SPLIT,
-    SUMMED,
-    canonical,
-    is_known,
-    shard,
-)
+from pipekernels.tensor_parallel.models.kinds import ALIBI, SPLIT, shard
+from pipekernels.tensor_parallel.models.matching import match
 from pipekernels.tensor_parallel.models.pretrained import save_full_models
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
 
@@ -59,9 +45,27 @@ def tensor_parallelize(
       use one process per rank and the same seed. If the world size does not divide the features, do
       without dropout there: ranks would draw different counts of random numbers and diverge.
 
-    A layer without a partner, such as an output head, can be ``'column_gather_output'``, which
-    returns all features on every rank, or ``'row_split_input'``, which takes all features. Either
-    adds one collective.
+    The kinds, of linear layers:
+
+    - ``'column'``, ``'row'``: a :class:`ColumnParallelLinear`, a :class:`RowParallelLinear`.
+    - ``'column_gather_output'``, ``'row_split_input'``: for a layer without a partner, such as an
+      output head: it gives or takes all features, at one more collective.
+    - ``'packed_column'``: of two fused layers of one size; ``'packed_column:3'`` of three,
+      ``'packed_column:64,16,16'`` of these sizes (``blocks`` of the layer).
+    - ``'shared_column:2'``: each shard on 2 consecutive ranks (``copies`` of the layer).
+
+    Of other modules:
+
+    - ``'embedding'``: a :class:`VocabParallelEmbedding`. Name an output head that shares its weight
+      as well: ``'column_gather_output'``, or ``'column'`` for
+      :func:`pipekernels.tensor_parallel.vocab_parallel_cross_entropy`.
+    - ``'attention'``, of an ``nn.MultiheadAttention``: a :class:`ParallelMultiheadAttention`.
+    - ``'replicated_with_grad_allreduce'``: the gradients of its parameters are summed.
+    - ``'split_output'``: likewise, and each rank takes its part of the output's last dimension.
+    - ``'split_alibi'``: its argument ``alibi``, ``[batch * heads, ...]``, is cut down to this
+      rank's heads.
+
+    transformers' words mean the same (``colwise``, ``rowwise``, ``packed_colwise`` and so on).
 
     An ``nn.TransformerEncoderLayer`` with sharded layers no longer uses PyTorch's fused kernel in
     evaluation mode.
@@ -89,23 +93,13 @@ def tensor_parallelize(
         model: the full model, the same on every rank: weights are not sent, so use the same seed or
             load the same checkpoint first. Any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names in ``model.named_modules()``, as in :mod:`fnmatch` (``*``
-            matches dots too), each with ``'column'``, ``'row'``, ``'column_gather_output'`` (a
-            :class:`ColumnParallelLinear` with ``gather_output=True``), ``'row_split_input'`` (a
-            :class:`RowParallelLinear` with ``input_is_parallel=False``) or
-            ``'packed_column'`` (of two fused layers; ``'packed_column:3'`` of three of one size,
-            ``'packed_column:64,16,16'`` of these sizes: ``blocks`` of the layer), with
-            ``'shared_column:2'`` (each shard on 2 consecutive ranks: ``copies`` of the layer), with
-            ``'embedding'`` (a :class:`VocabParallelEmbedding`; name an output head that shares its
-            weight as well, ``'column_gather_output'``, or ``'column'`` for
-            :func:`pipekernels.tensor_parallel.vocab_parallel_cross_entropy`), or, for any module
-            between the two, ``'replicated_with_grad_allreduce'`` (the gradients of its
-            parameters are summed over the ranks) or ``'split_output'`` (likewise, and each rank
-            takes its part of the output's last dimension). transformers' words mean the same
-            (``colwise``, ``rowwise``, ``packed_colwise`` and so on). Modules that no pattern
-            matches stay unchanged.
+            matches dots too), each with a kind from the list above. Modules that no pattern matches
+            stay whole.
             ``"auto"``: the plan that a transformers model carries (``model.tp_plan``), or ours for
-            BERT, DistilBERT, GPT-2, OPT, RoBERTa, T5, ViT and Whisper, whose head counts it divides
-            as well. If there are fewer key heads than ranks, several ranks hold each.
+            BERT, Bloom, DistilBERT, GPT-2, GPT-BigCode, OPT, RoBERTa, T5, ViT and Whisper, or for
+            torch's own layers (``nn.TransformerEncoder`` and the like), where other layers stay
+            whole. It divides head counts as well. If there are fewer key heads than ranks, several
+            ranks hold each. :func:`plan_for` shows it.
         comm: the communicator.
 
     Returns:
@@ -117,8 +111,7 @@ def tensor_parallelize(
         would keep only one of them.
 
     Raises:
-        TypeError: a pattern matches a module that is not a plain ``nn.Linear`` (for
-            ``'embedding'``: ``nn.Embedding``), or one with a
+        TypeError: a pattern matches a module that is not of a kind's class, or one with a
             parametrization, an adapter or hooks (register them afterwards); or ``comm`` is not a
             communicator.
         ValueError: a pattern matches nothing or the model itself; patterns that match one layer
@@ -128,13 +121,7 @@ def tensor_parallelize(
             of unknown kinds, or its attention heads cannot be dealt out evenly. The model is then
             unchanged.
     """
-    divided: Mapping[str, Mapping[str, int]] = {}
-    if isinstance(plan, str):
-        if plan != "auto":
-            raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
-        plan, divided = auto_plan(model, comm.world_size)
-    kinds, others = _match(model, _known_kinds(plan))
-    tied = _tied_weights(model, kinds)
+    kinds, others, tied, divided = match(model, plan, comm.world_size)
     sharded = {layer: shard(layer, *kind, comm) for layer, kind in kinds.items()}
     for first, *rest in tied:
         for layer in rest:
@@ -146,7 +133,10 @@ def tensor_parallelize(
             if child in sharded:
                 parent._modules[name] = sharded[child]
     for module, (_, kind) in others.items():
-        sum_gradients(module, comm)
+        if kind == ALIBI:
+            split_alibi(module, comm)
+        else:
+            sum_gradients(module, comm)
         if kind == SPLIT:
             split_output(module, comm)
     divide(model, divided)
@@ -154,16 +144,6 @@ def tensor_parallelize(
     save_full_models(model)
     compare_ranks_in_generate(model)
     return model
-
-
-def _known_kinds(plan: Mapping[str, str]) -> dict[str, str]:
-    """``plan`` in our words."""
-    kinds = {pattern: canonical(word) for pattern, word in plan.items()}
-    for pattern, kind in kinds.items():
-        if not is_known(kind):
-            known = ", ".join(map(repr, KINDS))
-            raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {plan[pattern]!r}")
-    return kinds
 
 
 def _check_ranks_agree(
@@ -179,7 +159,7 @@ def _check_ranks_agree(
             f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
         )
-    elements = [[_first_element(layer.get_parameter("weight")) for layer in kinds]]
+    elements = [[_first_element(next(layer.parameters())) for layer in kinds]]
     gathered = comm.all_gather(torch.tensor(elements, dtype=torch.float64, device="cpu"))
     differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, layer], ...]
     if differences:
@@ -198,53 +178,6 @@ def _first_element(weight: Tensor) -> float:
     return weight.detach().flatten()[0].item().real
 
 
-def _match(
-    model: nn.Module, plan: Mapping[str, str]
-) -> tuple[dict[nn.Module, tuple[str, str]], dict[nn.Module, tuple[str, str]]]:
-    """The layers to replace and other modules, each with its name and kind."""
-    kinds: dict[nn.Module, tuple[str, str]] = {}
-    others: dict[nn.Module, tuple[str, str]] = {}
-    unused = set(plan)
-    for name, module in model.named_modules(remove_duplicate=False):
-        for pattern, kind in plan.items():
-            if not fnmatchcase(name, pattern):
-                continue
-            unused.discard(pattern)
-            if kind in (SUMMED, SPLIT):
-                others[module] = name, kind
-                continue
-            if module is model:
-                raise ValueError(
-                    f"{pattern!r} matches the model itself, which cannot be replaced in place; use "
-                    "a narrower pattern, or RowParallelLinear.from_linear(layer, comm)"
-                )
-            if kind == EMBEDDING and not is_embedding(module):
-                raise TypeError(
-                    f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only "
-                    f"nn.Embedding can be {EMBEDDING!r}; use a narrower pattern"
-                )
-            if kind != EMBEDDING and type(module) not in linear_classes():
-                raise TypeError(
-                    f"{pattern!r} matches {name!r}, a {type(module).__name__}, but only nn.Linear "
-                    "can be sharded; use a narrower pattern"
-                )
-            extras = extras_of(module)
-            if extras is not None:
-                raise TypeError(
-                    f"{pattern!r} matches {name!r}, which has {extras}; a shard would lose that, "
-                    f"so {REMEDY}"
-                )
-            known = kinds.setdefault(module, (name, kind))[1]
-            if known != kind:
-                raise ValueError(f"the plan makes {name!r} both {known!r} and {kind!r}")
-    if unused:
-        raise ValueError(
-            f"no module's name matches {', '.join(map(repr, sorted(unused)))}; see the names in "
-            "model.named_modules()"
-        )
-    return kinds, others
-
-
 def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:
     """Disable PyTorch's fused encoder kernel, which would read ``sharded`` weights as full ones."""
     for module in model.modules():
@@ -256,32 +189,3 @@ def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:
         if isinstance(module, nn.TransformerEncoder):
             # Only the fused kernel takes nested tensors.
             set_attribute(module, "use_nested_tensor", False)
-
-
-def _tied_weights(
-    model: nn.Module, kinds: Mapping[nn.Module, tuple[str, str]]
-) -> list[list[nn.Module]]:
-    """Groups of layers to shard that share their weight, as an output head and an embedding do.
-
-    Raises:
-        ValueError: a layer to shard shares a parameter otherwise.
-    """
-    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append((name, module))
-    tied = []
-    for parameter, using in owners.items():
-        modules = [module for _, module in using]
-        if len(using) == 1 or kinds.keys().isdisjoint(modules):
-            continue
-        if not all(
-            module in kinds and kinds[module][1] in SHARDED_ROWS and module.weight is parameter
-            for module in modules
-        ):
-            raise ValueError(
-                f"{' and '.join(repr(name) for name, _ in using)} share a parameter; name all of "
-                f"them in the plan, as {' or '.join(map(repr, SHARDED_ROWS))}, or untie them first"
-            )
-        tied.append(modules)
-    return tied

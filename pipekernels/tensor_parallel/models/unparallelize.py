@@ -56,6 +56,6 @@ def _tie_alike(full: Mapping[ShardedLayer, nn.Module]) -> None:
     """Let full layers share parameters as their shards do."""
     first: dict[nn.Parameter, nn.Parameter] = {}
     for layer, module in full.items():
-        for name, parameter in layer.named_parameters():
+        for name, parameter in layer.named_parameters(recurse=False):
             shared = first.setdefault(parameter, module.get_parameter(name))
             module.register_parameter(name, shared)
