@@ -36,6 +36,15 @@ def copy_micro_batches_cuda(
     split: bool, dim: int, wholes: list[Tensor], micro_batches: list[Tensor], stream: int
 ) -> None: ...
 
+# ---- products ----
+# few_rows_product: whether it applies; see local_ops/few_rows.py.
+
+FEW_ROWS: int
+
+def few_rows_product(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int, /
+) -> bool: ...
+
 # ---- collectives ----
 
 def set_peer_error(cls: type[RuntimeError], /) -> None: ...

@@ -6,6 +6,7 @@
 namespace pipekernels::python {
 
 void bind_micro_batches(pybind11::module_& m);
+void bind_products(pybind11::module_& m);
 void bind_collectives(pybind11::module_& m);
 void bind_cuda_collectives(pybind11::module_& m);  // Only in a build with CUDA.
 

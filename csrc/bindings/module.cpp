@@ -45,6 +45,7 @@ PYBIND11_MODULE(_C, m) {
     mark_changed(tensor);
   });
   bind_micro_batches(m);
+  bind_products(m);
   bind_collectives(m);
 #ifdef PIPEKERNELS_WITH_CUDA
   bind_cuda_collectives(m);

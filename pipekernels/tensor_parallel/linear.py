@@ -6,7 +6,8 @@ projections into and out of attention) needs one all-reduce forward and one back
 follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
 
 On CUDA the products are those of :func:`pipekernels.ops.sharded_gemm`: by Triton where that was
-measured to be faster, overlapped with the all-reduce where a gain is predicted, else by cuBLAS.
+measured to be faster, overlapped with the all-reduce where a gain is predicted, else by cuBLAS. On
+CPUs, products of a few rows have a kernel of their own (:mod:`pipekernels.local_ops.few_rows`).
 
 Autograd convention: all ranks compute the same loss
 (:mod:`pipekernels.tensor_parallel.functional`). All ranks must run the same forwards and backwards,
@@ -27,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
+from pipekernels.local_ops.few_rows import few_rows_linear
 from pipekernels.local_ops.sharded_gemm import sharded_gemm
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import (
@@ -393,4 +395,7 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
+    if x.is_cuda:
+        return sharded_gemm(x, weight, bias)
+    y = few_rows_linear(x, weight, bias)
+    return functional.linear(x, weight, bias) if y is None else y

@@ -1,0 +1,62 @@
+#include "pipekernels/products/few_rows.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "few_rows_kernels.h"
+#include "pipekernels/host/parallel_for.h"
+
+namespace pipekernels {
+
+// One table per dtype.
+const FewRowsKernels* const* few_rows_tables_baseline();
+#if defined(__x86_64__)
+const FewRowsKernels* const* few_rows_tables_avx2();
+const FewRowsKernels* const* few_rows_tables_avx512();
+#endif
+
+static const FewRowsKernels& kernels(DType dtype, [[maybe_unused]] Isa isa) {
+  const FewRowsKernels* const* tables = few_rows_tables_baseline();
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx2) tables = few_rows_tables_avx2();
+  if (isa >= Isa::kAvx512) tables = few_rows_tables_avx512();
+#endif
+  return *tables[static_cast<int>(dtype)];
+}
+
+struct alignas(64) CacheLine {
+  std::byte bytes[64];
+};
+
+void few_rows_product(const FewRows& product, int threads, Isa isa) {
+  if (product.rows < 1 || product.rows > kMaxFewRows) {
+    throw std::invalid_argument("a product of a few rows takes 1 to " +
+                                std::to_string(kMaxFewRows) + " rows, got " +
+                                std::to_string(product.rows));
+  }
+  if (!is_floating(product.dtype)) {
+    throw std::invalid_argument(std::string("a product of a few rows takes floats, got ") +
+                                name_of(product.dtype));
+  }
+  const FewRowsKernels& table = kernels(product.dtype, isa);
+  // Kept between calls. Vectors that straddle cache lines would take twice as long to load.
+  thread_local std::vector<CacheLine> kept;
+  const size_t bytes = table.widened_bytes(product.inner) * product.rows;
+  kept.resize(std::max(kept.size(), (bytes + sizeof(CacheLine) - 1) / sizeof(CacheLine)));
+  void* const widened = kept.data();
+  table.widen(widened, product.x, product.rows, product.inner);
+
+  constexpr int64_t kBytesPerPiece = 128 << 10;
+  const int64_t row_bytes = std::max<int64_t>(1, product.inner * size_of(product.dtype));
+  const int64_t step = std::max<int64_t>(1, kBytesPerPiece / row_bytes);
+  parallel_for((product.columns + step - 1) / step, threads, [&](int64_t piece) {
+    const int64_t begin = piece * step, end = std::min(product.columns, begin + step);
+    table.products[product.rows - 1]({product.out, widened, product.weight, product.bias,
+                                      product.columns, product.inner, begin, end});
+  });
+}
+
+}  // namespace pipekernels

@@ -1,0 +1,26 @@
+// What few_rows.cpp calls of each instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pipekernels/products/few_rows.h"
+
+namespace pipekernels {
+
+// Columns begin to end - 1 of a product.
+struct FewRowsPiece {
+  void* out;
+  const void* widened;
+  const void* weight;
+  const void* bias;
+  int64_t columns, inner, begin, end;
+};
+
+struct FewRowsKernels {
+  size_t (*widened_bytes)(int64_t inner);  // of one row
+  void (*widen)(void* widened, const void* x, int64_t rows, int64_t inner);
+  void (*products[kMaxFewRows])(const FewRowsPiece& piece);  // of 1, 2, ... rows
+};
+
+}  // namespace pipekernels
