@@ -38,7 +38,7 @@ from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
-from pipekernels.local_ops.few_rows import few_rows_into
+from pipekernels.local_ops.few_rows import few_rows_into, takes_few_rows
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
@@ -182,6 +182,15 @@ def row_linear(
     return result
 
 
+def row_linear_of_few(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
+    """:func:`row_linear` by the kernel of :mod:`pipekernels.local_ops.few_rows`, or None where that
+    does not apply."""
+    if not takes_few_rows(x, weight):
+        return None
+    out = comm.output((*x.shape[:-1], weight.shape[0]), x)
+    return comm.all_reduce(out) if few_rows_into(out, x, weight) else None
+
+
 def _check_transforms(tensors: list[Tensor]) -> None:
     """Raise a RuntimeError for transforms that the autograd functions below do not support."""
     if not torch.compiler.is_compiling() and transforms_are_active():
@@ -315,8 +324,6 @@ def _row_linear(
     x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, algorithm: str
 ) -> Tensor:
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
-    if x.is_cpu and few_rows_into(out, x, weight):
-        return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
     rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
     if not x.is_cuda:
         torch.mm(rows, weight.t(), out=product)

@@ -43,6 +43,7 @@ from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
     row_linear,
+    row_linear_of_few,
     scatter_to_ranks,
 )
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
@@ -160,7 +161,8 @@ class ShardedLinear(ShardedLayer):
         return self.weight.t() if self._transposed else self.weight
 
     def _check_input(self, x: Tensor, features: int) -> None:
-        name, weight = self._described(), self.weight
+        weight = self.weight
+        name = self._described()
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} takes a tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != features:
@@ -263,18 +265,13 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        weight = self._matrix()
-        self._check_input(x, weight.shape[1] if self.input_is_parallel else self.in_features)
+        weight, y = self._matrix(), None
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
-            if self.input_is_parallel and x.requires_grad and not self._gradients_are_checked:
-                x.register_hook(self._check_gradients)
-        if not self.input_is_parallel:
-            x = scatter_to_ranks(x, self.comm)
-        if self.reduce == "none":
-            y = _linear(x, weight)
-        else:
-            y = row_linear(x, weight, self.comm, scatter=self.reduce == "reduce_scatter")
+            if self.input_is_parallel and self.reduce == "all_reduce":
+                y = row_linear_of_few(x, weight, self.comm)  # First: checks would take as long.
+        if y is None:
+            y = self._product(x, weight)
         bias: Tensor | None = self.bias
         if bias is not None and self.reduce == "reduce_scatter":
             # Each rank adds the bias to its own rows only, so its gradient is a sum over ranks.
@@ -287,6 +284,16 @@ class RowParallelLinear(ShardedLinear):
         # is a view of row_linear's result.
         plain = type(y) is Tensor and not is_observed()
         return y.add_(bias) if plain else (y + bias).to(y.dtype)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        self._check_input(x, weight.shape[1] if self.input_is_parallel else self.in_features)
+        if not self.input_is_parallel:
+            x = scatter_to_ranks(x, self.comm)
+        elif x.requires_grad and not (torch.compiler.is_compiling() or self._gradients_are_checked):
+            x.register_hook(self._check_gradients)
+        if self.reduce == "none":
+            return _linear(x, weight)
+        return row_linear(x, weight, self.comm, scatter=self.reduce == "reduce_scatter")
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:
@@ -370,11 +377,16 @@ class ColumnParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        self._check_input(x, self.in_features)
+        weight: Tensor = self._matrix()
         bias: Tensor | None = self.bias
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
-        x, weight = copy_to_ranks(x, self.comm), self._matrix()
+            if not (self.skip_bias_add or self.gather_output):
+                y = few_rows_linear(x, weight, bias)  # First: checks would take as long.
+                if y is not None:
+                    return y
+        self._check_input(x, self.in_features)
+        x = copy_to_ranks(x, self.comm)
         if self.copies > 1:
             weight = copy_to_holders(weight, self.comm, self.copies)
             if bias is not None:
