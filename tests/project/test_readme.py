@@ -44,7 +44,9 @@ def test_programs_run_one_after_the_other() -> None:
     torch.testing.assert_close(names["loss"], expected.detach())
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/migration.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/design.md", "docs/migration.md", "docs/transformers.md"]
+)
 def test_links_exist(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     assert links or page == "docs/migration.md"
