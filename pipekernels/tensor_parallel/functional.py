@@ -311,7 +311,9 @@ def _join_slices(x: Tensor, comm: Communicator, size: int) -> Tensor:
             f"ranks, but x has shape {tuple(x.shape)}"
         )
     # All-gather needs equal shapes: narrower slices are padded by one feature.
-    slices = all_gather(pad(x, (0, sizes[0] - x.shape[-1])).unsqueeze(0), comm)
+    if x.shape[-1] < sizes[0]:
+        x = pad(x, (0, 1))
+    slices = all_gather(x.unsqueeze(0), comm)
     return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
 
 
