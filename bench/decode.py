@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 ),
             }
             try:
-                rounds = 2 if args.quick else 20
+                rounds = 2 if args.quick else 9
                 samples = harness.alternate(runners, warmup=1, rounds=rounds)
             finally:
                 for runner in runners.values():
