@@ -319,3 +319,8 @@ def all_gather_into(group: Any, gathered: Tensor, tensor: Tensor) -> Any:
 def shut_down(group: Any) -> None:
     """Shut down a ``ProcessGroupNCCL`` that torch did not make; private only in torch 2.6."""
     (getattr(group, "shutdown", None) or group._shutdown)()
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Names of the module's own buffers that are not in its state dict."""
+    return module._non_persistent_buffers_set

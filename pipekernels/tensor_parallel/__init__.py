@@ -7,6 +7,7 @@ from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pipekernels.tensor_parallel.models.load import load_pretrained
 from pipekernels.tensor_parallel.models.plan import tensor_parallelize
 from pipekernels.tensor_parallel.models.table import ModelPlan, PlannedLayer, plan_for
 from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
@@ -27,6 +28,7 @@ __all__ = [
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_optimizer_state_dict",
+    "load_pretrained",
     "plan_for",
     "tensor_parallelize",
     "tensor_unparallelize",

@@ -103,6 +103,8 @@ class VocabParallelEmbedding(ShardedLayer):
         self.padding_idx = full.padding_idx
         scale: Tensor | float | None = getattr(full, "embed_scale", None)
         if isinstance(scale, Tensor):
+            if scale.is_meta:  # Not saved; transformers keeps the number as well.
+                scale = torch.tensor(full.scalar_embed_scale, dtype=scale.dtype)
             self.register_buffer("embed_scale", scale, persistent=False)
         else:
             self.embed_scale = scale

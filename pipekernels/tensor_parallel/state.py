@@ -24,6 +24,12 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         TypeError: a sharded layer has a parametrization or a mask.
         RuntimeError: a hook of ``state_dict()`` replaces or removes a sharded parameter.
     """
+    return gather_state_dict(module, keep=True)
+
+
+def gather_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """:func:`full_state_dict`, of which this rank only keeps what is replicated unless ``keep`` is
+    set. It then holds one gathered parameter at a time."""
     state = module.state_dict(keep_vars=True)
     sharded = sharded_parameters(module)
     if not sharded.keys() <= {value for value in state.values() if isinstance(value, Tensor)}:
@@ -32,10 +38,10 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
             "layers; remove it, or gather layer by layer, layer.full_state_dict()"
         )
     # Full tensor of each tensor in ``state``; a tensor may have several keys there.
-    full: dict[Tensor, Tensor] = {
-        parameter: layer.gather(name, parameter.detach())
-        for parameter, (layer, name) in sharded.items()
-    }
+    full: dict[Tensor, Tensor] = {}
+    for parameter, (layer, name) in sharded.items():
+        gathered = layer.gather(name, parameter.detach())
+        full[parameter] = gathered if keep else parameter.detach()
     for key, value in state.items():
         if isinstance(value, Tensor):
             if value not in full:

@@ -243,7 +243,7 @@ def test_every_module_has_a_docstring() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "_version.py", module
 
 
-@pytest.mark.parametrize("top", ["pipekernels", "tests", "bench", "demo"])
+@pytest.mark.parametrize("top", ["pipekernels", "tests", "bench", "demo", "examples"])
 def test_rooms_and_files_are_small(top: str) -> None:
     for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
         files = list(folder.glob("*.py")) if folder.name != "results" else []

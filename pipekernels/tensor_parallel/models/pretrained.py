@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from math import prod
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.sharded import ShardedLayer
-from pipekernels.tensor_parallel.state import full_state_dict
+from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_parameters
+from pipekernels.tensor_parallel.state import gather_state_dict
 
 
 def save_full_models(model: nn.Module) -> None:
@@ -33,15 +34,21 @@ def _save_pretrained(
     state_dict: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
-    if state_dict is None:
-        state_dict = full_state_dict(self)
-    else:
-        _check_full(self, state_dict)
     comms = {layer.comm for layer in _layers(self)}
     writes = is_main_process and all(comm.rank == 0 for comm in comms)
-    type(self).save_pretrained(
-        self, save_directory, is_main_process=writes, state_dict=state_dict, **kwargs
-    )
+    if state_dict is None:
+        state_dict = gather_state_dict(self, keep=writes)
+    else:
+        _check_full(self, state_dict)
+    if writes:
+        shards = sharded_parameters(self).items()
+        shapes = {parameter: layer.full_shape(name) for parameter, (layer, name) in shards}
+        count = sum(prod(shapes.get(p, p.shape)) for p in self.parameters())
+        self.num_parameters = lambda *_, **__: count  # Goes into the index of the files.
+        try:
+            type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
+        finally:
+            del self.num_parameters
     for comm in comms:
         comm.barrier()
 

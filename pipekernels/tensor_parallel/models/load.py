@@ -1,0 +1,205 @@
+"""Weights of a model from a folder of safetensors files, of which each rank reads its slices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels._torch_private import non_persistent_buffers
+from pipekernels.tensor_parallel.dtensor import distributed_like
+from pipekernels.tensor_parallel.sharded import ShardedLayer
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def load_pretrained(
+    model: nn.Module, folder: str | Path, device: torch.device | str = "cpu"
+) -> None:
+    """Load what ``save_pretrained`` of transformers has written, in place. Of a sharded layer, each
+    rank reads its slices of the files, so no rank ever holds the whole model::
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        tensor_parallelize(model, "auto", comm)
+        load_pretrained(model, folder)
+
+    Not a collective.
+
+    Args:
+        model: a model of transformers or any other module whose state dict has the files' names;
+            for one of transformers, these may lack its ``base_model_prefix`` or have it as well.
+            Parameters and buffers may be on the meta device.
+        folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
+            names.
+        device: for what is on the meta device; the rest stays where it is.
+
+    Values are converted to the dtype of the model's parameters and buffers. Of several names of one
+    tied parameter the files need only one. Names that the model does not have are ignored, as by
+    ``from_pretrained``. Where transformers gives tensors other names in files than in the model, as
+    for GPT-NeoX, load by ``from_pretrained`` and shard the model then.
+
+    Raises:
+        FileNotFoundError: there is none of these files, or one that the index names is missing.
+        ValueError: the files lack a parameter or persistent buffer of the model, or have one of
+            another shape; or the value of another buffer on the meta device is not known. The model
+            is then unchanged.
+        ImportError: safetensors is not installed.
+    """
+    folder = Path(folder)
+    with ExitStack() as stack:
+        files = _open(folder, stack)
+        targets = list(_targets(model))
+        found = [_find(target, files, model) for target in targets]
+        problems = [problem for _, problem in found if problem]
+        if problems:
+            shown = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
+            raise ValueError(
+                f"{folder} does not fit {type(model).__name__}: {shown}; make the model of the "
+                "configuration with which the files were saved, or load it by from_pretrained and "
+                "shard it then"
+            )
+        computed = _computed_buffers(model, device)
+        for target, (key, _) in zip(targets, found, strict=True):
+            with torch.no_grad():
+                _put(target, _read(target, files[key].get_slice(key)), device)
+    for module, buffers in computed:
+        module._buffers.update(buffers)
+
+
+class _Target(NamedTuple):
+    """A parameter or buffer and where it is: a tied one is in several places."""
+
+    tensor: Tensor
+    keys: list[str]
+    owners: list[tuple[nn.Module, str]]
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        module, name = self.owners[0]
+        if isinstance(module, ShardedLayer) and name in module.shard_dims:
+            return module.full_shape(name)
+        return tuple(self.tensor.shape)
+
+
+def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of every tensor."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError("load_pretrained needs safetensors: pip install safetensors") from error
+    if (folder / _INDEX).is_file():
+        names = json.loads((folder / _INDEX).read_text())["weight_map"]
+    elif (folder / _SINGLE).is_file():
+        names = None
+    else:
+        raise FileNotFoundError(
+            f"{folder} has neither {_SINGLE} nor {_INDEX}; save the model with "
+            "save_pretrained(folder), which writes them"
+        )
+    wanted = sorted(set(names.values())) if names is not None else [_SINGLE]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder / _INDEX} names {', '.join(missing)}, which {folder} lacks; copy all files "
+            "of the checkpoint there"
+        )
+    opened = {
+        name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in wanted
+    }
+    if names is not None:
+        return {key: opened[name] for key, name in names.items()}
+    return dict.fromkeys(opened[_SINGLE].keys(), opened[_SINGLE])
+
+
+def _targets(model: nn.Module) -> Iterator[_Target]:
+    targets: dict[Tensor, _Target] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        named: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+        for name, tensor in named.items():
+            if tensor is None or name in non_persistent_buffers(module):
+                continue
+            target = targets.setdefault(tensor, _Target(tensor, [], []))
+            target.keys.append(f"{prefix}.{name}" if prefix else name)
+            target.owners.append((module, name))
+    yield from targets.values()
+
+
+def _find(target: _Target, files: dict[str, Any], model: nn.Module) -> tuple[str, str]:
+    """The key in the files, and what is wrong."""
+    base = getattr(model, "base_model_prefix", "")
+    for key in target.keys:
+        for candidate in (key, key.removeprefix(f"{base}."), f"{base}.{key}"):
+            if candidate in files:
+                shape = tuple(files[candidate].get_slice(candidate).get_shape())
+                if shape == target.full_shape:
+                    return candidate, ""
+                return "", f"{key!r} has the shape {target.full_shape}, in the files {shape}"
+    return "", f"they lack {target.keys[0]!r}"
+
+
+def _read(target: _Target, file: Any) -> Tensor:
+    """This rank's part of a tensor in a file."""
+    module, name = target.owners[0]
+    if not (isinstance(module, ShardedLayer) and name in module.shard_dims):
+        whole: Tensor = file[...]
+        return whole
+    dim, parts = module.shard_dim(name), []
+    for start, size in module.spans(name):
+        index = (slice(None),) * dim + (slice(start, start + size),)
+        parts.append(file[index])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _put(target: _Target, value: Tensor, device: torch.device | str) -> None:
+    tensor = target.tensor
+    if not tensor.is_meta:
+        tensor.copy_(distributed_like(tensor, value.to(tensor.device, tensor.dtype)))
+        return
+    value = value.to(device, tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    for module, name in target.owners:
+        places: dict[str, Any] = module._parameters
+        (places if name in places else module._buffers)[name] = value
+
+
+def _computed_buffers(
+    model: nn.Module, device: torch.device | str
+) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """New values of the buffers on the meta device that are not saved, such as the frequencies of
+    rotary embeddings. transformers' models compute them in their method for initial weights."""
+    computed = []
+    for prefix, module in model.named_modules():
+        meta = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name in non_persistent_buffers(module) and buffer is not None and buffer.is_meta
+        }
+        if not meta:
+            continue
+        initialise = getattr(model, "_init_weights", None)
+        values: list[dict[str, Tensor]] = []
+        parameters = [p for p in module._parameters.values() if p is not None]
+        if initialise is not None and all(p.is_meta for p in parameters):  # No value is lost.
+            for fill in (0, 1):  # What it leaves as it was shows as a difference.
+                for name, buffer in meta.items():
+                    module._buffers[name] = torch.full_like(buffer, fill, device=device)
+                try:
+                    initialise(module)
+                    values.append({name: module._buffers[name] for name in meta})
+                finally:
+                    module._buffers.update(meta)
+        if not values or any(not torch.equal(values[0][name], values[1][name]) for name in meta):
+            raise ValueError(
+                f"{prefix!r} has buffers on the meta device, {', '.join(meta)}, that no file has; "
+                "make the model, or these buffers, on a real device"
+            )
+        computed.append((module, values[0]))
+    return computed

@@ -1,0 +1,58 @@
+"""The programs in examples/ start as their first lines say, and give the results of one process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def run(program: str, *arguments: str) -> str:
+    """What it prints, started as its docstring says."""
+    text = (ROOT / "examples" / program).read_text()
+    [line] = re.findall(r"^    torchrun (.*)$", text, re.MULTILINE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()]
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("sample", [[], ["--sample"]])
+def test_generate(sample: list[str]) -> None:
+    pytest.importorskip("transformers")
+    printed = run("generate.py", "--new", "8", *sample)
+    assert "one process gives the same tokens" in printed
+    assert re.search(r"new tokens: \[(\d+, ){7}\d+\]", printed)
+    assert "lm_head" in printed  # The plan.
+
+
+def test_generate_with_weights_of_a_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=61, pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    printed = run("generate.py", "--folder", str(tmp_path), "--new", "4")
+    assert "one process gives the same tokens" in printed
+
+
+def test_train_pipeline_tensor() -> None:
+    printed = run("train_pipeline_tensor.py", "--steps", "5")
+    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
+    assert len(two.split()) == len(one.split()) == 5
+    assert float(two.split()[-1]) < float(two.split()[0])
+
+
+def test_every_program_is_run_here() -> None:
+    own = Path(__file__).read_text()
+    assert PROGRAMS and all(f'"{program}"' in own for program in PROGRAMS)

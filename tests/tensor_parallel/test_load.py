@@ -1,0 +1,169 @@
+"""Folders of safetensors files, read shard by shard and written again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import DECODERS, model_of, tokens
+from support.ranks import run_threads
+from torch import nn
+
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.tensor_parallel import load_pretrained
+
+safetensors = pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+NAMES = ["Llama", "Llama, tied", "Qwen3", "Gemma 2", "Phi-3", "GPT-2", "OPT", "Bloom"]
+
+
+def meta_model(name: str) -> nn.Module:
+    config = copy.deepcopy(DECODERS[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) -> None:
+    """4 ranks, then 2 from the meta device, then one."""
+    plain = model_of(name).eval()
+    copies = [copy.deepcopy(plain) for _ in range(4)]
+    x = tokens(2, 7)
+    with torch.no_grad():
+        expected = plain(x).logits
+
+    def save(comm: Communicator) -> None:
+        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+        model.save_pretrained(tmp_path / "4", max_shard_size="20KB")
+
+    def load(comm: Communicator) -> None:
+        model = tensor_parallelize(meta_model(name), "auto", comm)
+        load_pretrained(model, tmp_path / "4")
+        assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+        with torch.no_grad():
+            torch.testing.assert_close(model(x).logits, expected, rtol=1e-6, atol=1e-6)
+        model.save_pretrained(tmp_path / "2", max_shard_size="20KB")
+
+    run_threads(4, save)
+    run_threads(2, load)
+    plain.save_pretrained(tmp_path / "1", max_shard_size="20KB")
+    files = {path.name for path in (tmp_path / "1").glob("model*")}
+    assert len(files) > 2
+    for folder in ("4", "2"):
+        for file in files:
+            assert (tmp_path / folder / file).read_bytes() == (tmp_path / "1" / file).read_bytes()
+    model = meta_model(name)
+    load_pretrained(model, tmp_path / "2")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for key, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).logits, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_each_rank_reads_its_slices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = model_of("Llama")
+    plain.save_pretrained(tmp_path)
+    copies = [copy.deepcopy(plain) for _ in range(4)]
+    read: list[int] = []
+
+    def body(comm: Communicator) -> None:
+        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        comm.barrier()
+        if comm.rank == 3:
+            counting(monkeypatch, read)
+            load_pretrained(model, tmp_path)
+            held = sum(parameter.nbytes for parameter in model.parameters())
+            assert sum(read) == held < 0.3 * sum(p.nbytes for p in plain.parameters())
+            own = model.get_submodule("model.layers.0.mlp.down_proj")
+            assert torch.equal(
+                own.weight, own.shard("weight", plain.state_dict()[f"{own.name}.weight"])
+            )
+
+    run_threads(4, body)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
+    """Note the bytes of every slice that is read of a safetensors file."""
+    real = safetensors.safe_open
+
+    class Slice:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def get_shape(self) -> list[int]:
+            return self.inner.get_shape()
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            value = self.inner[key]
+            read.append(value.nbytes)
+            return value
+
+    class File:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.inner = real(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.inner.__exit__(*args)
+
+        def keys(self) -> list[str]:
+            return self.inner.keys()
+
+        def get_slice(self, key: str) -> Slice:
+            return Slice(self.inner.get_slice(key))
+
+    monkeypatch.setattr(safetensors, "safe_open", File)
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+    plain = model_of("Llama")
+    plain.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+
+    def refused(error: type[Exception], message: str, model: nn.Module = plain) -> None:
+        with pytest.raises(error, match=message):
+            load_pretrained(model, tmp_path / "whole")
+        for key, value in plain.state_dict().items():
+            assert torch.equal(value, before[key])
+
+    with pytest.raises(FileNotFoundError, match="has neither model.safetensors nor .*index.json"):
+        load_pretrained(plain, tmp_path)
+    refused(ValueError, r"Linear: they lack 'weight'; they lack 'bias'; make", nn.Linear(2, 2))
+    other = copy.deepcopy(DECODERS["Llama"])
+    other.intermediate_size = 40
+    wrong = transformers.AutoModelForCausalLM.from_config(other)
+    message = r"gate_proj.weight' has the shape \(40, 32\), in the files \(48, 32\)"
+    refused(ValueError, message, wrong)
+    index = tmp_path / "whole" / "model.safetensors.index.json"
+    file = json.loads(index.read_text())["weight_map"]["model.norm.weight"]
+    (tmp_path / "whole" / file).rename(tmp_path / "moved")
+    refused(FileNotFoundError, rf"index.json names {file}, which .* lacks; copy all files")
+
+
+def test_buffers_without_a_value_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.zeros(2)))
+    model.register_buffer("table", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="buffers on the meta device, table, that no file has"):
+        load_pretrained(model, tmp_path)
+    assert not model.weight.any()
+    model.table = torch.ones(3)
+    load_pretrained(model, tmp_path)
+    assert model.weight.tolist() == [1, 1]
