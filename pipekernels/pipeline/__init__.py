@@ -1,6 +1,7 @@
 """Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
 time."""
 
+from pipekernels.pipeline.generate import generate_pipelined
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.placement.device_map import (
     get_device,
@@ -31,6 +32,7 @@ __all__ = [
     "Timeline",
     "execute_pipeline",
     "execute_pipeline_step",
+    "generate_pipelined",
     "get_device",
     "is_checkpointing",
     "is_recomputing",
