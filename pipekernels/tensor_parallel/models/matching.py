@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding, linear_classes
+from pipekernels.tensor_parallel.models.adapters import parts_of
 from pipekernels.tensor_parallel.models.auto import auto_plan
 from pipekernels.tensor_parallel.models.kinds import (
     ATTENTION,
@@ -64,7 +65,7 @@ def _match(
     model: nn.Module, plan: Mapping[str, str]
 ) -> tuple[dict[nn.Module, tuple[str, str]], dict[nn.Module, tuple[str, str]]]:
     """The layers to replace and other modules, each with its name and kind."""
-    kinds: dict[nn.Module, tuple[str, str]] = {}
+    layers: dict[nn.Module, tuple[str, str]] = {}
     others: dict[nn.Module, tuple[str, str]] = {}
     unused = set(plan)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -75,27 +76,38 @@ def _match(
             if kind in WHOLE:
                 others[module] = name, kind
                 continue
-            if module is model:
-                raise ValueError(
-                    f"{pattern!r} matches the model itself, which cannot be replaced in place; use "
-                    "a narrower pattern, or RowParallelLinear.from_linear(layer, comm)"
-                )
-            _check_class(module, name, pattern, kind)
-            extras = None if kind == ATTENTION else extras_of(module)
-            if extras is not None:
-                raise TypeError(
-                    f"{pattern!r} matches {name!r}, which has {extras}; a shard would lose that, "
-                    f"so {REMEDY}"
-                )
-            known = kinds.setdefault(module, (name, kind))[1]
-            if known != kind:
-                raise ValueError(f"the plan makes {name!r} both {known!r} and {kind!r}")
+            for part in parts_of(name, module, kind):
+                _add(layers, part, pattern, model)
     if unused:
         raise ValueError(
             f"no module's name matches {', '.join(map(repr, sorted(unused)))}; see the names in "
             "model.named_modules()"
         )
-    return kinds, others
+    return layers, others
+
+
+def _add(
+    layers: dict[nn.Module, tuple[str, str]],
+    part: tuple[str, nn.Module, str],
+    pattern: str,
+    model: nn.Module,
+) -> None:
+    name, module, kind = part
+    if module is model:
+        raise ValueError(
+            f"{pattern!r} matches the model itself, which cannot be replaced in place; use a "
+            "narrower pattern, or RowParallelLinear.from_linear(layer, comm)"
+        )
+    _check_class(module, name, pattern, kind)
+    extras = None if kind == ATTENTION else extras_of(module)
+    if extras is not None:
+        raise TypeError(
+            f"{pattern!r} matches {name!r}, which has {extras}; a shard would lose that, so "
+            f"{REMEDY}"
+        )
+    known = layers.setdefault(module, (name, kind))[1]
+    if known != kind:
+        raise ValueError(f"the plan makes {name!r} both {known!r} and {kind!r}")
 
 
 def _tied_weights(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.models.adapters import adapted_base
 from pipekernels.tensor_parallel.models.alibi import split_alibi
 from pipekernels.tensor_parallel.models.auto import divide
 from pipekernels.tensor_parallel.models.generation import compare_ranks_in_generate
@@ -90,7 +91,8 @@ def tensor_parallelize(
     writes, the others wait.
 
     Args:
-        model: the full model, the same on every rank: weights are not sent, so use the same seed or
+        model: the full model, perhaps with LoRA adapters of peft (plans then use the names of the
+            model inside), the same on every rank: weights are not sent, so use the same seed or
             load the same checkpoint first. Any ``nn.Module``, of Hugging Face or others.
         plan: patterns for the names in ``model.named_modules()``, as in :mod:`fnmatch` (``*``
             matches dots too), each with a kind from the list above. Modules that no pattern matches
@@ -121,13 +123,14 @@ def tensor_parallelize(
             of unknown kinds, or its attention heads cannot be dealt out evenly. The model is then
             unchanged.
     """
-    kinds, others, tied, divided = match(model, plan, comm.world_size)
+    base = adapted_base(model)
+    kinds, others, tied, divided = match(base, plan, comm.world_size)
     sharded = {layer: shard(layer, *kind, comm) for layer, kind in kinds.items()}
     for first, *rest in tied:
         for layer in rest:
             sharded[layer].weight = sharded[first].weight
     if sharded:
-        _check_ranks_agree(kinds, list(others.values()), comm)
+        _check_ranks_agree(base, kinds, list(others.values()), comm)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in sharded:
@@ -139,7 +142,7 @@ def tensor_parallelize(
             sum_gradients(module, comm)
         if kind == SPLIT:
             split_output(module, comm)
-    divide(model, divided)
+    divide(base, divided)
     _disable_fused_encoder(model, set(sharded.values()))
     save_full_models(model)
     compare_ranks_in_generate(model)
@@ -147,9 +150,13 @@ def tensor_parallelize(
 
 
 def _check_ranks_agree(
-    kinds: Mapping[nn.Module, tuple[str, str]], whole: list[tuple[str, str]], comm: Communicator
+    model: nn.Module,
+    kinds: Mapping[nn.Module, tuple[str, str]],
+    whole: list[tuple[str, str]],
+    comm: Communicator,
 ) -> None:
-    """Raise unless all ranks shard the same layers: else they hang, or sum unrelated shards."""
+    """Raise unless all ranks shard the same layers: else they hang, or sum unrelated shards. Other
+    layers may differ until weights are loaded, but not the whole factors of adapters."""
     sizes = [[(key, tuple(p.shape)) for key, p in layer.named_parameters()] for layer in kinds]
     digest = zlib.crc32(repr((list(kinds.values()), sizes, whole)).encode())
     digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
@@ -159,15 +166,16 @@ def _check_ranks_agree(
             f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
         )
-    elements = [[_first_element(next(layer.parameters())) for layer in kinds]]
+    compared = {name: next(layer.parameters()) for layer, (name, _) in kinds.items()}
+    compared |= {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    elements = [[_first_element(parameter) for parameter in compared.values()]]
     gathered = comm.all_gather(torch.tensor(elements, dtype=torch.float64, device="cpu"))
-    differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, layer], ...]
+    differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, index], ...]
     if differences:
-        rank, layer = differences[0]
-        name, _ = list(kinds.values())[layer]
+        rank, index = differences[0]
         raise ValueError(
-            f"the weight of {name!r} on rank {rank} is not that on rank 0; seed all ranks alike "
-            "before the model is made, or load the same checkpoint on all"
+            f"the weight of {list(compared)[index]!r} on rank {rank} is not that on rank 0; seed "
+            "all ranks alike before the model is made, or load the same checkpoint on all"
         )
 
 

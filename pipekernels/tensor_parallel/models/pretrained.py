@@ -25,6 +25,19 @@ def save_full_models(model: nn.Module) -> None:
         if isinstance(module, transformers.PreTrainedModel) and _layers(module):
             # On the object: others of its class have no sharded layers.
             set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
+    peft: Any = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel) and _layers(model):
+        set_attribute(model, "save_pretrained", MethodType(_save_adapters, model))
+
+
+def _save_adapters(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    comms = {layer.comm for layer in _layers(self)}
+    writes = kwargs.pop("is_main_process", True) and all(comm.rank == 0 for comm in comms)
+    state_dict = gather_state_dict(self, keep=writes)
+    if writes:
+        type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
+    for comm in comms:
+        comm.barrier()
 
 
 def _save_pretrained(

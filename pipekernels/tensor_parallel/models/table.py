@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipekernels.tensor_parallel.functional import shard_sizes
+from pipekernels.tensor_parallel.models.adapters import adapted_base
 from pipekernels.tensor_parallel.models.kinds import (
     ATTENTION,
     COLUMN,
@@ -84,7 +85,7 @@ def plan_for(
     Raises:
         TypeError, ValueError: as :func:`tensor_parallelize`.
     """
-    matched = match(model, plan, world_size)
+    matched = match(adapted_base(model), plan, world_size)
     full = sum(parameter.numel() for parameter in model.parameters())
     saved: dict[Tensor, int] = {}  # Elements that a rank does without; tied ones count once.
     groups: dict[tuple[Any, ...], list[str]] = {}

@@ -1,0 +1,116 @@
+"""LoRA adapters of peft in sharded models."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import model_of, tokens
+from support.ranks import run_threads
+from torch import Tensor, nn
+
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.tensor_parallel import full_state_dict, plan_for, tensor_unparallelize
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.slow
+TARGETS = {
+    "Llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "Phi-3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "GPT-2": ["c_attn", "c_proj", "c_fc"],
+}
+
+
+def adapted(name: str, **options: Any) -> nn.Module:
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=TARGETS[name], task_type="CAUSAL_LM", **options
+    )
+    model = peft.get_peft_model(model_of(name), config).double()
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:  # The second factor begins as zeros.
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def losses(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    values = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens(2, 9), labels=tokens(2, 9)).loss
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", TARGETS)
+def test_training_follows_one_process_and_adapters_are_pefts_own(
+    name: str, world_size: int, tmp_path: Path
+) -> None:
+    plain = adapted(name)
+    copies = [copy.deepcopy(plain) for _ in range(world_size)]
+    expected = losses(plain)
+    assert expected[-1] < expected[0]
+    trained = {key: p for key, p in plain.named_parameters() if "lora_" in key}
+
+    def body(comm: Communicator) -> None:
+        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+        assert losses(model) == pytest.approx(expected, rel=1e-6)
+        state = full_state_dict(model)
+        for key, parameter in trained.items():
+            torch.testing.assert_close(state[key], parameter.detach(), rtol=1e-4, atol=1e-6)
+        model.save_pretrained(tmp_path)
+        tensor_unparallelize(model)
+        assert losses(copy.deepcopy(model)) == pytest.approx(losses(copy.deepcopy(plain)), rel=1e-5)
+
+    run_threads(world_size, body)
+    loaded = peft.PeftModel.from_pretrained(model_of(name), tmp_path)
+    found = {key: p for key, p in loaded.named_parameters() if "lora_" in key}
+    assert found.keys() == trained.keys()
+    for key, parameter in trained.items():
+        torch.testing.assert_close(found[key].double(), parameter, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_can_be_merged_into_the_shards() -> None:
+    plain = adapted("Llama")
+    copies = [copy.deepcopy(plain) for _ in range(2)]
+    with torch.no_grad():
+        expected = plain(input_ids=tokens(2, 9)).logits
+
+    def body(comm: Communicator) -> Tensor:
+        model = tensor_parallelize(copies[comm.rank], "auto", comm).merge_and_unload()
+        assert not any("lora" in key for key, _ in model.named_parameters())
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens(2, 9)).logits, expected, rtol=1e-5, atol=1e-6)
+
+    run_threads(2, body)
+
+
+def test_the_plan_shows_the_parts() -> None:
+    kinds = {layer.name: layer.kind for layer in plan_for(adapted("Llama"), 2).layers}
+    prefix = "model.layers.*.self_attn"
+    assert kinds[f"{prefix}.q_proj.base_layer"] == kinds[f"{prefix}.q_proj.lora_B.default"]
+    assert kinds[f"{prefix}.o_proj.lora_A.default"] == "row"
+    assert f"{prefix}.o_proj.lora_B.default" not in kinds
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    dora = adapted("Llama", use_dora=True)
+    models = [adapted("Llama"), adapted("Llama")]
+    torch.manual_seed(9)
+    nn.init.normal_(models[1].get_parameter(
+        "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    ))  # fmt: skip
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(TypeError, match="'model.layers.0.self_attn.q_proj' has a DoRA adapter"):
+            tensor_parallelize(dora, "auto", comm)
+        with pytest.raises(ValueError, match="up_proj.lora_A.default.weight' on rank 1 is not"):
+            tensor_parallelize(models[comm.rank], "auto", comm)
+
+    run_threads(2, body)
