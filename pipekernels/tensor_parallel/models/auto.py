@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.full_layer import is_embedding, linear_classes
+from pipekernels.tensor_parallel.full_layer import is_embedding, is_hooked, linear_classes
 from pipekernels.tensor_parallel.models.kinds import (
     ALIBI,
     ATTENTION,
@@ -176,7 +176,8 @@ def _output_head(model: Any) -> list[str]:
 
 def _with_tied(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """``plan`` with the embeddings that share the weight of a sharded head; without the layers that
-    share a parameter with something else, and without embeddings that are more than a lookup."""
+    share a parameter with something else, and without embeddings that are more than a lookup or
+    have hooks, such as that of gradient checkpointing."""
 
     def kind_of(name: str) -> str | None:
         return next((kind for p, kind in plan.items() if fnmatchcase(name, p)), None)
@@ -185,13 +186,14 @@ def _with_tied(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     whole = {
         name
         for name, module in modules.items()
-        if kind_of(name) == EMBEDDING and not is_embedding(module)
+        if kind_of(name) == EMBEDDING and (not is_embedding(module) or is_hooked(module))
     }
     added: dict[str, str] = {}
     for names in _tied_modules(model):
         heads = [name for name in names if kind_of(name) == GATHERED]
         others = [name for name in names if name not in heads]
-        if heads and all(is_embedding(modules[name]) for name in others):
+        lookups = [modules[name] for name in others]
+        if heads and all(is_embedding(m) and not is_hooked(m) for m in lookups):
             added |= dict.fromkeys(others, EMBEDDING)
         else:
             whole.update(names)
