@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
+from pipekernels.tensor_parallel.checkpoint import checkpoint_state_dict
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
@@ -24,6 +25,7 @@ __all__ = [
     "PlannedLayer",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "checkpoint_state_dict",
     "clip_grad_norm_",
     "full_optimizer_state_dict",
     "full_state_dict",

@@ -108,9 +108,10 @@ def tensor_parallelize(
         ``model``. Its ``state_dict()`` holds this rank's shards;
         :func:`pipekernels.tensor_parallel.full_state_dict` returns the full model's, which
         ``load_state_dict`` takes on any world size, and
-        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` its optimizer's. Save the full
-        ones with ``torch.distributed.checkpoint``: shards have the same key on all ranks, so it
-        would keep only one of them.
+        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` its optimizer's. Give
+        ``torch.distributed.checkpoint`` these or
+        :func:`pipekernels.tensor_parallel.checkpoint_state_dict`: shards have the same key on all
+        ranks, so it would keep only one of them.
 
     Raises:
         TypeError: a pattern matches a module that is not of a kind's class, or one with a

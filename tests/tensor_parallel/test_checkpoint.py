@@ -1,0 +1,75 @@
+"""torch.distributed.checkpoint of sharded models, on other numbers of ranks and without shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.ranks import run_processes
+from torch import Tensor, nn
+
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.tensor_parallel import checkpoint_state_dict
+
+PLAN = {
+    "embed": "embedding",
+    "pack": "packed_column:6,7,3",
+    "share": "shared_column:2",
+    "down": "row",
+    "head": "column_gather_output",
+}
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.embed = nn.Embedding(13, 5)
+    model.pack = nn.Linear(5, 16)
+    model.share = nn.Linear(5, 6)
+    model.down = nn.Linear(7, 5)
+    model.norm = nn.BatchNorm1d(5)
+    model.head = nn.Linear(5, 13, bias=False)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def sharded(seed: int, comm: Communicator) -> nn.Module:
+    shares = PLAN if comm.world_size == 2 else PLAN | {"share": "column"}
+    return tensor_parallelize(model_of(seed), shares, comm)
+
+
+def save(comm: Communicator, folder: str) -> None:
+    dcp.save(checkpoint_state_dict(sharded(0, comm)), checkpoint_id=folder)
+
+
+def load(comm: Communicator, folder: str) -> list[str]:
+    """Names of what differs from the saved model's own shards."""
+    model, expected = sharded(1, comm), sharded(0, comm)
+    assert not torch.equal(model.down.weight, expected.down.weight)
+    before = model.head.weight
+    dcp.load(checkpoint_state_dict(model), checkpoint_id=folder)
+    assert model.head.weight is before is model.embed.weight
+    state = model.state_dict()
+    return [
+        key for key, value in expected.state_dict().items() if not torch.equal(state[key], value)
+    ]
+
+
+@pytest.mark.processes
+def test_two_ranks_save_and_others_load(tmp_path: Path) -> None:
+    run_processes(2, save, str(tmp_path))
+    assert run_processes(3, load, str(tmp_path)) == [[]] * 3
+    assert run_processes(2, load, str(tmp_path)) == [[]] * 2
+    plain = model_of(1)
+    state: dict[str, Tensor] = plain.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    for key, value in model_of(0).state_dict().items():
+        assert torch.equal(state[key], value), key
+
+
+@pytest.mark.processes
+def test_a_model_without_shards_saves_and_ranks_load(tmp_path: Path) -> None:
+    dcp.save(model_of(0).state_dict(), checkpoint_id=tmp_path)
+    assert run_processes(3, load, str(tmp_path)) == [[]] * 3
