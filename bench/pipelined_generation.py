@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     for case, dtype in CASES.items():
         runners = {way: Processes(1, _worker, dtype, way) for way in ways}
         try:
-            samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 9)
+            samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 5)
         finally:
             for runner in runners.values():
                 runner.close()
