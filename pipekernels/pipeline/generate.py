@@ -31,9 +31,10 @@ def generate_pipelined(
 ) -> Tensor:
     """``model.generate(input_ids, ...)`` with its stages busy on different sequences.
 
-    Worth its while with several devices, or cores: make the stages by
-    ``parallelize_pipeline(model, {...: "cuda:0", ...: "cuda:1"})``, or give a model on the CPU as
-    it is, whose stages then run on a core each. Tokens are those of ``model.generate`` for each
+    For models whose stages are on several devices: place them by
+    ``parallelize_pipeline(model, {...: "cuda:0", ...: "cuda:1"})``. A model on the CPU can be given
+    as it is; its stages then share torch's threads, and where the memory is what limits them,
+    ``generate`` for the whole batch is faster. Tokens are those of ``model.generate`` for each
     micro-batch: greedy ones are those of the whole batch, but for the rounding of logits.
 
     Args:
