@@ -8,9 +8,11 @@ from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pipekernels.tensor_parallel.models.accelerator import adapt_accelerator
 from pipekernels.tensor_parallel.models.load import load_pretrained
 from pipekernels.tensor_parallel.models.plan import tensor_parallelize
 from pipekernels.tensor_parallel.models.table import ModelPlan, PlannedLayer, plan_for
+from pipekernels.tensor_parallel.models.trainer import TrainerMixin
 from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
 from pipekernels.tensor_parallel.state import (
     full_optimizer_state_dict,
@@ -24,7 +26,9 @@ __all__ = [
     "ParallelMultiheadAttention",
     "PlannedLayer",
     "RowParallelLinear",
+    "TrainerMixin",
     "VocabParallelEmbedding",
+    "adapt_accelerator",
     "checkpoint_state_dict",
     "clip_grad_norm_",
     "full_optimizer_state_dict",

@@ -38,6 +38,6 @@ def check_data_parallel(comm: Communicator) -> None:
             "model again and pass process_group=, the group of the ranks that hold the same shards "
             "(mesh['data'].get_group() of a DeviceMesh), or do without DistributedDataParallel if "
             "there is only one copy of the model: all ranks have the full gradients of replicated "
-            "parameters"
+            "parameters (TrainerMixin for transformers' Trainer, adapt_accelerator for accelerate)"
         )
     known.add(comm.handle)

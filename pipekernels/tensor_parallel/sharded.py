@@ -186,12 +186,16 @@ class ShardedLayer(nn.Module):
 ShardKey: TypeAlias = tuple[ShardedLayer, str]  # A parameter's layer, and its name there.
 
 
+def sharded_layers(module: nn.Module) -> list[ShardedLayer]:
+    """The sharded layers in ``module``, itself included."""
+    return [layer for layer in module.modules() if isinstance(layer, ShardedLayer)]
+
+
 def sharded_parameters(module: nn.Module) -> dict[Tensor, ShardKey]:
     """The sharded parameters of ``module``. TypeError if one has a parametrization or a mask."""
     return {
         parameter: (layer, name)
-        for layer in module.modules()
-        if isinstance(layer, ShardedLayer)
+        for layer in sharded_layers(module)
         for name, parameter in layer._plain_parameters().items()
         if name in layer.shard_dims
     }

@@ -100,40 +100,35 @@ def load_full_optimizer_state_dict(
     Args:
         module: the model, with or without sharded layers.
         optimizer: of the same class as the one that was saved.
-        state_dict: the same on every rank; not changed.
+        state_dict: the same on every rank; not changed. ``optimizer.state_dict()`` of the model
+            without shards serves, too: it has numbers for parameters instead of names.
 
     Raises:
         TypeError: a sharded layer has a parametrization or a mask.
-        ValueError: the groups of ``optimizer`` have other parameters; the state numbers its
-            parameters, as ``optimizer.state_dict()`` does; or state of a sharded parameter is
-            neither a scalar nor of the full parameter's shape. ``optimizer`` is then unchanged.
+        ValueError: the groups of ``optimizer`` have other parameters; or state of a sharded
+            parameter is neither a scalar nor of the full parameter's shape. ``optimizer`` is then
+            unchanged.
     """
     sharded, names = sharded_parameters(module), _names(module, optimizer)
     state = {}
     groups = state_dict["param_groups"]
-    if not all(isinstance(name, str) for group in groups for name in group["params"]):
-        raise ValueError(
-            "the state has numbers for parameters, as that of optimizer.state_dict(), and not "
-            "names; load it into the optimizer of the model without shards, and pass what "
-            "full_optimizer_state_dict(model, optimizer) returns for these"
-        )
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
             f"the optimizer has {len(optimizer.param_groups)} groups of parameters, but the state "
             f"{len(groups)}; make it as the one that was saved"
         )
     for i, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        given = [names[parameter] for parameter in own["params"]]
-        if given != list(group["params"]):
+        given, keys = [names[parameter] for parameter in own["params"]], list(group["params"])
+        if len(given) != len(keys) or (keys != given and isinstance(keys[0], str)):
             raise ValueError(
                 f"group {i} of the optimizer has the parameters {', '.join(given)}, but that of "
-                f"the state {', '.join(group['params'])}; make it as the one that was saved"
+                f"the state {', '.join(map(str, keys))}; make it as the one that was saved"
             )
-        for name, parameter in zip(given, own["params"], strict=True):
-            if name in state_dict["state"]:
-                state[name] = {
-                    key: _own_shard(key, value, parameter, sharded.get(parameter))
-                    for key, value in state_dict["state"][name].items()
+        for key, parameter in zip(keys, own["params"], strict=True):
+            if key in state_dict["state"]:
+                state[key] = {
+                    entry: _own_shard(entry, value, parameter, sharded.get(parameter))
+                    for entry, value in state_dict["state"][key].items()
                 }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -182,7 +177,7 @@ def _own_shard(key: str, value: Any, parameter: Tensor, shard_key: ShardKey | No
             raise ValueError(
                 f"the state has a {key!r} of shape {tuple(value.shape)} for a parameter whose full "
                 f"shape is {layer.full_shape(name)}; pass what full_optimizer_state_dict() has "
-                "returned"
+                "returned, or the state_dict() of the optimizer of the model without shards"
             )
         shard = layer.shard(name, value)
     is_like = isinstance(shard, Tensor) and shard.shape == parameter.shape

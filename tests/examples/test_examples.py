@@ -53,6 +53,15 @@ def test_train_pipeline_tensor() -> None:
     assert float(two.split()[-1]) < float(two.split()[0])
 
 
+def test_finetune_lora(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    printed = run("finetune_lora.py", "--steps", "5", "--output", str(tmp_path))
+    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
+    assert len(two.split()) == len(one.split()) == 5
+    assert float(two.split()[-1]) < float(two.split()[0])
+    assert (tmp_path / "checkpoint-5" / "adapter_model.safetensors").is_file()
+
+
 def test_every_program_is_run_here() -> None:
     own = Path(__file__).read_text()
     assert PROGRAMS and all(f'"{program}"' in own for program in PROGRAMS)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.sharded import ShardedLayer
+from pipekernels.tensor_parallel.sharded import sharded_layers
 
 
 def compare_ranks_in_generate(model: nn.Module) -> None:
@@ -95,5 +95,4 @@ def _digest(value: Any, known: int = 0) -> int:
 
 
 def _communicators(model: nn.Module) -> list[Communicator]:
-    layers = [layer for layer in model.modules() if isinstance(layer, ShardedLayer)]
-    return list(dict.fromkeys(layer.comm for layer in layers))
+    return list(dict.fromkeys(layer.comm for layer in sharded_layers(model)))

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_parameters
+from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers, sharded_parameters
 from pipekernels.tensor_parallel.state import gather_state_dict
 
 
@@ -22,19 +23,17 @@ def save_full_models(model: nn.Module) -> None:
     if transformers is None:
         return
     for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and _layers(module):
+        if isinstance(module, transformers.PreTrainedModel) and sharded_layers(module):
             # On the object: others of its class have no sharded layers.
             set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
     peft: Any = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel) and _layers(model):
+    if peft is not None and isinstance(model, peft.PeftModel) and sharded_layers(model):
         set_attribute(model, "save_pretrained", MethodType(_save_adapters, model))
 
 
 def _save_adapters(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    comms = {layer.comm for layer in _layers(self)}
-    writes = kwargs.pop("is_main_process", True) and all(comm.rank == 0 for comm in comms)
-    state_dict = gather_state_dict(self, keep=writes)
-    if writes:
+    state_dict, comms = _full_state(self, kwargs)
+    if state_dict is not None:
         type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
     for comm in comms:
         comm.barrier()
@@ -44,16 +43,12 @@ def _save_pretrained(
     self: Any,
     save_directory: Any,
     is_main_process: bool = True,
-    state_dict: Mapping[str, Any] | None = None,
+    state_dict: Any = None,
     **kwargs: Any,
 ) -> None:
-    comms = {layer.comm for layer in _layers(self)}
-    writes = is_main_process and all(comm.rank == 0 for comm in comms)
-    if state_dict is None:
-        state_dict = gather_state_dict(self, keep=writes)
-    else:
-        _check_full(self, state_dict)
-    if writes:
+    kwargs.update(is_main_process=is_main_process, state_dict=state_dict)
+    state_dict, comms = _full_state(self, kwargs)
+    if state_dict is not None:
         shards = sharded_parameters(self).items()
         shapes = {parameter: layer.full_shape(name) for parameter, (layer, name) in shards}
         count = sum(prod(shapes.get(p, p.shape)) for p in self.parameters())
@@ -64,6 +59,21 @@ def _save_pretrained(
             del self.num_parameters
     for comm in comms:
         comm.barrier()
+
+
+def _full_state(
+    model: nn.Module, options: dict[str, Any]
+) -> tuple[Mapping[str, Any] | None, set[Communicator]]:
+    """What to save if this rank writes, else None; and the communicators of ``model``. Takes what
+    decides it out of the options of ``save_pretrained``."""
+    comms = {layer.comm for layer in sharded_layers(model)}
+    writes = options.pop("is_main_process", True) and all(comm.rank == 0 for comm in comms)
+    state_dict: Mapping[str, Any] | None = options.pop("state_dict", None)
+    if state_dict is None:
+        state_dict = gather_state_dict(model, keep=writes)
+    else:
+        _check_full(model, state_dict)
+    return (state_dict if writes else None), comms
 
 
 def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
@@ -79,7 +89,3 @@ def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
                     f"model's is {module.full_shape(parameter)}: pass full_state_dict(model), or "
                     "none and call save_pretrained on all ranks"
                 )
-
-
-def _layers(model: nn.Module) -> list[ShardedLayer]:
-    return [module for module in model.modules() if isinstance(module, ShardedLayer)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipekernels.tensor_parallel.changes import undo_changes
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
-from pipekernels.tensor_parallel.sharded import ShardedLayer
+from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,7 +36,7 @@ def tensor_unparallelize(model: Model) -> Model:
             "the model itself is a sharded layer, which cannot be replaced in place; use "
             "layer.to_full()"
         )
-    sharded = [module for module in model.modules() if isinstance(module, ShardedLayer)]
+    sharded = sharded_layers(model)
     for layer in sharded:
         if is_hooked(layer):
             raise TypeError(
