@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
-from pipekernels.tensor_parallel.checkpoint import checkpoint_state_dict
+from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoint_state_dict
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
@@ -23,6 +23,7 @@ from pipekernels.tensor_parallel.state import (
 __all__ = [
     "ColumnParallelLinear",
     "ModelPlan",
+    "OptimizerCheckpoint",
     "ParallelMultiheadAttention",
     "PlannedLayer",
     "RowParallelLinear",

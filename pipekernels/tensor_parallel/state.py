@@ -133,6 +133,16 @@ def load_full_optimizer_state_dict(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def check_sharded_alike(key: str, value: Tensor, parameter: Tensor) -> None:
+    """Raise a TypeError if the state ``value`` of a sharded parameter is not sharded like it."""
+    if value.shape != parameter.shape:
+        raise TypeError(
+            f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter "
+            f"of shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, "
+            "and cannot be gathered; use an optimizer that works element by element, such as Adam"
+        )
+
+
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
     """The (first) name of each parameter in the state_dict of ``module``. Raises for others."""
     names: dict[Tensor, str] = {}
@@ -157,12 +167,7 @@ def _gathered(key: str, value: Any, parameter: Tensor, shard_key: ShardKey | Non
     value = value.detach()
     if shard_key is None or value.dim() == 0:
         return as_full_tensor(value).clone()
-    if value.shape != parameter.shape:
-        raise TypeError(
-            f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter "
-            f"of shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, "
-            "and cannot be gathered; use an optimizer that works element by element, such as Adam"
-        )
+    check_sharded_alike(key, value, parameter)
     layer, name = shard_key
     return layer.gather(name, value)
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.ranks import run_processes
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Adafactor, AdamW, Optimizer
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import checkpoint_state_dict
+from pipekernels.tensor_parallel import OptimizerCheckpoint, checkpoint_state_dict
 
 PLAN = {
     "embed": "embedding",
@@ -73,3 +79,99 @@ def test_two_ranks_save_and_others_load(tmp_path: Path) -> None:
 def test_a_model_without_shards_saves_and_ranks_load(tmp_path: Path) -> None:
     dcp.save(model_of(0).state_dict(), checkpoint_id=tmp_path)
     assert run_processes(3, load, str(tmp_path)) == [[]] * 3
+
+
+def save_while_training(comm: Communicator, folder: str) -> None:
+    model = sharded(0, comm)
+    saving = dcp.async_save(checkpoint_state_dict(model), checkpoint_id=folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    saving.result()
+
+
+@pytest.mark.processes
+def test_values_of_an_asynchronous_save_are_those_of_its_call(tmp_path: Path) -> None:
+    run_processes(2, save_while_training, str(tmp_path))
+    assert run_processes(3, load, str(tmp_path)) == [[]] * 3
+
+
+def optimizer_of(model: nn.Module, lr: float) -> Optimizer:
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=lr)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    """Steps with gradients that are the same elements on any number of ranks: the weights."""
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {
+        "model": checkpoint_state_dict(model),
+        "optimizer": OptimizerCheckpoint(model, optimizer),
+    }
+
+
+def save_training(comm: Communicator, folder: str) -> None:
+    model = sharded(0, comm)
+    optimizer = optimizer_of(model, 0.1)
+    train(model, optimizer, 3)
+    state = {
+        "model": checkpoint_state_dict(model),
+        "optimizer": OptimizerCheckpoint(model, optimizer),
+    }
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load_training(comm: Communicator, folder: str) -> list[str]:
+    """Names of what differs from the model that was trained for two steps more without a stop."""
+    expected, model = sharded(0, comm), sharded(1, comm)
+    train(expected, optimizer_of(expected, 0.1), 5)
+    optimizer = optimizer_of(model, 0.7)
+    state = {
+        "model": checkpoint_state_dict(model),
+        "optimizer": OptimizerCheckpoint(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    train(model, optimizer, 2)
+    found = model.state_dict()
+    return [
+        key for key, value in expected.state_dict().items() if not torch.equal(found[key], value)
+    ]
+
+
+@pytest.mark.processes
+def test_optimizers_go_on_with_other_ranks_and_without_shards(tmp_path: Path) -> None:
+    folders = [str(tmp_path / "sharded"), str(tmp_path / "plain")]
+    run_processes(2, save_training, folders[0])
+    plain, expected = model_of(1), model_of(0)
+    optimizer, of_expected = optimizer_of(plain, 0.7), optimizer_of(expected, 0.1)
+    state = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, optimizer)}
+    dcp.load(state, checkpoint_id=folders[0])
+    set_optimizer_state_dict(plain, optimizer, state["optimizer"])
+    train(expected, of_expected, 3)
+    saved = {
+        "model": expected.state_dict(),
+        "optimizer": get_optimizer_state_dict(expected, of_expected),
+    }
+    dcp.save(saved, checkpoint_id=folders[1])
+    train(plain, optimizer, 2)
+    train(expected, of_expected, 2)
+    for key, value in expected.state_dict().items():
+        assert torch.equal(plain.state_dict()[key], value), key
+    for folder in folders:
+        assert run_processes(3, load_training, folder) == [[]] * 3
+        assert run_processes(2, load_training, folder) == [[]] * 2
+
+
+def test_optimizer_states_that_are_not_sharded_like_their_parameters_are_refused() -> None:
+    (comm,) = Communicator.threads(1)
+    model = sharded(0, comm)
+    train(model, optimizer := Adafactor(model.parameters()), 1)
+    with pytest.raises(TypeError, match=r"a 'row_var' of shape .* such as Adam"):
+        OptimizerCheckpoint(model, optimizer).state_dict()
