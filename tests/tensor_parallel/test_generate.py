@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -35,26 +36,31 @@ def test_greedy_tokens_are_those_of_one_process(name: str, world_size: int) -> N
     run_threads(world_size, body)
 
 
-def sampled(comm: Communicator, name: str) -> list[list[int]]:
-    model = tensor_parallelize(model_of(name).eval(), "auto", comm)
-    torch.manual_seed(7)
-    options = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
-    found: list[list[int]] = model.generate(tokens(2, 5), **COUNT, **options).tolist()
-    if name == "Llama":
-        torch.manual_seed(comm.rank)
-        with pytest.raises(RuntimeError, match=r"random number generators of ranks \[1\] are in"):
-            model.generate(tokens(2, 5), **COUNT, **options)
-        model.generate(tokens(2, 5), max_new_tokens=1, do_sample=False)  # Draws none.
+def sampled(comm: Communicator, names: list[str]) -> dict[str, list[list[int]]]:
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0, **COUNT}
+    found = {}
+    for name in names:
+        model = tensor_parallelize(model_of(name).eval(), "auto", comm)
+        torch.manual_seed(7)
+        found[name] = model.generate(tokens(2, 5), **options).tolist()
+        torch.manual_seed(7)
+        static = model.generate(tokens(2, 5), cache_implementation="static", **options)
+        assert static.tolist() == found[name], name
+    torch.manual_seed(comm.rank)
+    with pytest.raises(RuntimeError, match=r"random number generators of ranks \[1.*\] are in"):
+        model.generate(tokens(2, 5), **options)
+    model.generate(tokens(2, 5), max_new_tokens=1, do_sample=False)  # Draws none.
     return found
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", DECODERS)
-def test_sampled_tokens_are_the_same_on_all_ranks(name: str) -> None:
-    first, second = run_processes(2, sampled, name)
-    assert first == second
-    assert all(len(row) == 69 for row in first)
-    assert first[0] != first[1]
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sampled_tokens_are_the_same_on_all_ranks(world_size: int) -> None:
+    first, *others = run_processes(world_size, sampled, list(DECODERS), limit=200.0)
+    assert all(other == first for other in others)
+    for name, rows in first.items():
+        assert [len(row) for row in rows] == [69, 69] and rows[0] != rows[1], name
 
 
 def test_ranks_that_would_disagree_are_told_before() -> None:

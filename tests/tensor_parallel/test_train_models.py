@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from support.models import model_of, tokens
 from support.ranks import run_processes, run_threads
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
-from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import clip_grad_norm_
+from pipekernels import Communicator, Pipe, tensor_parallelize
+from pipekernels.tensor_parallel import clip_grad_norm_, full_state_dict
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +91,61 @@ def test_the_whole_model_compiles_into_one_graph() -> None:
     for found, expected in run_processes(2, compiled, limit=150.0):
         assert found == pytest.approx(expected, rel=1e-6)
         assert found[-1] != found[0]
+
+
+class Step(nn.Module):
+    """A part of Llama, as a layer of a pipe."""
+
+    def __init__(self, model: nn.Module, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.rotary = part, [model.model.rotary_emb]  # In a list: it has no parameters.
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        embeddings = self.rotary[0](x, torch.arange(length)[None])
+        causal = x.new_full((1, 1, length, length), -torch.inf).triu(1)
+        y: Tensor = self.part(x, attention_mask=causal, position_embeddings=embeddings)
+        return y
+
+
+def piped_over_ranks(comm: Communicator) -> dict[str, list[Any]]:
+    model = tensor_parallelize(model_of("Llama").train(), "auto", comm)
+    base = model.model
+    steps = [Step(model, layer) for layer in base.layers]
+    layers = nn.Sequential(base.embed_tokens, *steps, base.norm, model.lm_head)
+    pipe = Pipe(layers, [2, len(layers) - 2], devices=["cpu"] * 2, chunks=4)
+    return gradients(model, lambda ids: pipe(ids), tokens(4, 9))
+
+
+def over_two_dimensions(_: Communicator) -> dict[str, list[Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    with Communicator.from_process_group(mesh["tensor"].get_group()) as comm:
+        model = tensor_parallelize(model_of("Llama").train(), "auto", comm)
+        ddp = DistributedDataParallel(model, process_group=mesh["data"].get_group())
+        half = tokens(4, 9).chunk(2)[mesh["data"].get_local_rank()]
+        return gradients(model, lambda ids: ddp(input_ids=ids).logits, half)
+
+
+def gradients(
+    model: nn.Module, logits: Callable[[Tensor], Tensor], ids: Tensor
+) -> dict[str, list[Any]]:
+    """The full ones, twice accumulated."""
+    for _ in range(2):
+        functional.cross_entropy(logits(ids).flatten(0, 1), ids.flatten()).backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    return {key: value.tolist() for key, value in full_state_dict(model).items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("body", "ranks"), [(piped_over_ranks, 2), (over_two_dimensions, 4)])
+def test_gradients_with_another_kind_of_parallelism(body: Callable[..., Any], ranks: int) -> None:
+    plain, ids = model_of("Llama").train(), tokens(4, 9)
+    (comm,) = Communicator.threads(1)
+    expected = gradients(tensor_parallelize(plain, "auto", comm), lambda x: plain(x).logits, ids)
+    for found in run_processes(ranks, body):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            gradient = torch.tensor(found[key], dtype=torch.float64)
+            wanted = torch.tensor(value, dtype=torch.float64)
+            torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
