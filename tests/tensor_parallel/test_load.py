@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import DECODERS, model_of, tokens
+from support.models import DECODERS, ENCODERS, INPUTS, model_of, tokens
 from support.ranks import run_threads
-from torch import nn
+from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.tensor_parallel import load_pretrained
@@ -19,13 +19,14 @@ from pipekernels.tensor_parallel import load_pretrained
 safetensors = pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
-NAMES = ["Llama", "Llama, tied", "Qwen3", "Gemma 2", "Phi-3", "GPT-2", "OPT", "Bloom"]
+NAMES = [*DECODERS, "BERT", "T5", "ViT"]
 
 
 def meta_model(name: str) -> nn.Module:
-    config = copy.deepcopy(DECODERS[name])
+    config = copy.deepcopy((DECODERS | ENCODERS)[name])
+    auto = transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModel
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = auto.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     return model.eval()
@@ -36,9 +37,14 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
     """4 ranks, then 2 from the meta device, then one."""
     plain = model_of(name).eval()
     copies = [copy.deepcopy(plain) for _ in range(4)]
-    x = tokens(2, 7)
-    with torch.no_grad():
-        expected = plain(x).logits
+
+    @torch.no_grad()
+    def output(model: nn.Module) -> Tensor:
+        inputs = INPUTS.get(name, lambda: {"input_ids": tokens(2, 7)})()
+        value: Tensor = model(**inputs)[0]
+        return value
+
+    expected = output(plain)
 
     def save(comm: Communicator) -> None:
         model = tensor_parallelize(copies[comm.rank], "auto", comm)
@@ -48,8 +54,7 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
         model = tensor_parallelize(meta_model(name), "auto", comm)
         load_pretrained(model, tmp_path / "4")
         assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-        with torch.no_grad():
-            torch.testing.assert_close(model(x).logits, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(output(model), expected, rtol=1e-6, atol=1e-6)
         model.save_pretrained(tmp_path / "2", max_shard_size="20KB")
 
     run_threads(4, save)
@@ -65,8 +70,7 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
     assert list(model.state_dict()) == list(plain.state_dict())
     for key, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
-    with torch.no_grad():
-        torch.testing.assert_close(model(x).logits, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(output(model), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_each_rank_reads_its_slices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

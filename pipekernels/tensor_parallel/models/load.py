@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,8 @@ from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+Slice: TypeAlias = Callable[[], Any]  # Gives safetensors' slice of a whole tensor.
 
 
 def load_pretrained(
@@ -42,8 +47,9 @@ def load_pretrained(
 
     Values are converted to the dtype of the model's parameters and buffers. Of several names of one
     tied parameter the files need only one. Names that the model does not have are ignored, as by
-    ``from_pretrained``. Where transformers gives tensors other names in files than in the model, as
-    for GPT-NeoX, load by ``from_pretrained`` and shard the model then.
+    ``from_pretrained``. Where transformers gives tensors other names in files than in the model,
+    these are known; where it joins or splits tensors as it loads, load by ``from_pretrained`` and
+    shard the model then.
 
     Raises:
         FileNotFoundError: there is none of these files, or one that the index names is missing.
@@ -54,7 +60,7 @@ def load_pretrained(
     """
     folder = Path(folder)
     with ExitStack() as stack:
-        files = _open(folder, stack)
+        files = _renamed(_open(folder, stack), model)
         targets = list(_targets(model))
         found = [_find(target, files, model) for target in targets]
         problems = [problem for _, problem in found if problem]
@@ -68,7 +74,7 @@ def load_pretrained(
         computed = _computed_buffers(model, device)
         for target, (key, _) in zip(targets, found, strict=True):
             with torch.no_grad():
-                _put(target, _read(target, files[key].get_slice(key)), device)
+                _put(target, _read(target, files[key]()), device)
     for module, buffers in computed:
         module._buffers.update(buffers)
 
@@ -88,8 +94,8 @@ class _Target(NamedTuple):
         return tuple(self.tensor.shape)
 
 
-def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of every tensor."""
+def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
+    """Every tensor of the files."""
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -113,9 +119,28 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     opened = {
         name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in wanted
     }
-    if names is not None:
-        return {key: opened[name] for key, name in names.items()}
-    return dict.fromkeys(opened[_SINGLE].keys(), opened[_SINGLE])
+    places = names if names is not None else dict.fromkeys(opened[_SINGLE].keys(), _SINGLE)
+    return {key: partial(opened[name].get_slice, key) for key, name in places.items()}
+
+
+def _renamed(files: dict[str, Slice], model: nn.Module) -> dict[str, Slice]:
+    """``files``, also by the names that transformers gives their tensors in ``model``."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return files
+    try:
+        mapping: Any = import_module("transformers.conversion_mapping")
+    except ImportError:  # Before transformers 5, names are the same.
+        return files
+    transforms = mapping.get_model_conversion_mapping(model)
+    # Others have operations that make tensors of tensors.
+    renamings = [transform for transform in transforms if not hasattr(transform, "operations")]
+    renamed = {}
+    for key, tensor in files.items():
+        for renaming in renamings:
+            key, _ = renaming.rename_source_key(key)
+        renamed[key] = tensor
+    return {**renamed, **files}
 
 
 def _targets(model: nn.Module) -> Iterator[_Target]:
@@ -131,13 +156,13 @@ def _targets(model: nn.Module) -> Iterator[_Target]:
     yield from targets.values()
 
 
-def _find(target: _Target, files: dict[str, Any], model: nn.Module) -> tuple[str, str]:
+def _find(target: _Target, files: dict[str, Slice], model: nn.Module) -> tuple[str, str]:
     """The key in the files, and what is wrong."""
     base = getattr(model, "base_model_prefix", "")
     for key in target.keys:
         for candidate in (key, key.removeprefix(f"{base}."), f"{base}.{key}"):
             if candidate in files:
-                shape = tuple(files[candidate].get_slice(candidate).get_shape())
+                shape = tuple(files[candidate]().get_shape())
                 if shape == target.full_shape:
                     return candidate, ""
                 return "", f"{key!r} has the shape {target.full_shape}, in the files {shape}"
