@@ -208,6 +208,36 @@ void replay(Communicator& core) {
   CHECK(done);
 }
 
+// A graph is replayed in a stream that does not wait for a collective that still runs.
+void replay_too_early(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(5'000), other(5'000);
+  rank.stream->begin_capture();
+  rank.all_reduce(other.data(), other.size());
+  const std::vector<fake_cuda::Task> graph = rank.stream->end_capture();
+  Stream* const second = fake_cuda::make_stream();
+  if (rank.number() == 0) {
+    rank.all_reduce(data.data(), data.size());  // Waits for rank 1, which comes later.
+    const DeviceRanks& seen = rank.cuda.ranks();
+    const uint64_t* busy = &seen.layout.state(seen.memory[0], 0).busy;
+    while (__atomic_load_n(busy, __ATOMIC_ACQUIRE) == 0) rest(10);
+    for (const auto& task : graph) second->push(task);
+    second->drain();
+    rank.stream->drain();
+    const auto text = thrown<std::runtime_error>([&] { rank.cuda.check(); });
+    CHECK(has(text, "began while another collective of this rank still ran"));
+    CHECK(has(text, "all_reduce(5000 x float32"));
+    CHECK(
+        has(thrown<std::runtime_error>([&] { rank.all_reduce(data.data(), 8); }), "after a fail"));
+  } else {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    thrown<PeerError>([&] {
+      rank.all_reduce(data.data(), data.size());
+      rank.cuda.synchronize();
+    });
+  }
+}
+
 // A rank may load a kernel between two collectives, which waits until the device is idle.
 void load_kernels_late(Communicator& core) {
   static Kernel kernels[12];
@@ -450,6 +480,7 @@ size_t entries(const char* folder) {
 void test_processes() {
   for (const int n : {1, 2, 3}) run_processes(n, use_everything);
   run_processes(2, replay);
+  run_processes(2, replay_too_early);
   run_processes(2, fail_set_up);
   run_processes(2, call_differently);
   const SharedFlag given_up;

@@ -1,5 +1,5 @@
 // The CUDA collectives on devices made of CPU threads: bits, grids, orders of calls, replays, late
-// and stopped ranks, and mismatches.
+// and stopped ranks, mismatches, and calls that overlap.
 
 #include <chrono>
 #include <random>
@@ -348,6 +348,26 @@ void test_mismatch(int ranks, uint64_t seed) {
   }
 }
 
+// Two collectives of a rank run at once, as replays of graphs in different streams may: both fail,
+// and so do the peers.
+void test_overlap(Algorithm algorithm) {
+  Failing job(2, algorithm, 60);
+  job.add(0, algorithm, 500);
+  const auto first = job.streams[0][0], second = job.streams[0][1];
+  std::thread running([&] { run_stream({first}, 2, 2); });
+  const DeviceRanks ranks = job.devices.seen_by(0);
+  for (int block = 0; block < first.launch.blocks; ++block) {
+    const uint64_t* busy = &ranks.layout.state(ranks.memory[0], block).busy;
+    while (__atomic_load_n(busy, __ATOMIC_ACQUIRE) == 0) rest(10);
+  }
+  run_stream({second}, 2, 2);
+  running.join();
+  CHECK(job.failure(0).kind == DeviceFailureKind::kOverlap && job.failure(0).rank == 0);
+  run_stream(job.streams[1], 2, 2);
+  CHECK(job.failure(1).kind == DeviceFailureKind::kPeer && job.failure(1).rank == 0);
+  for (const auto& tensor : job.tensors) CHECK(tensor->poisoned());
+}
+
 // If a tensor is never written, its own rank reports that.
 void test_never_ready() {
   Failing job(2, Algorithm::kTwoShot, 1.0);
@@ -417,6 +437,7 @@ int main(int argc, char** argv) {
   if (fuzz_one_in > 0) return 0;
   for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
     test_late_rank(2 + static_cast<int>(algorithm), algorithm);
+    test_overlap(algorithm);
   }
   test_stop(RankStatus::failed(Reason::kDied, 2), 2);
   test_stop(RankStatus::failed(Reason::kAborted, 0), 0);

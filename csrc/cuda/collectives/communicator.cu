@@ -289,6 +289,12 @@ void CudaCommunicator::throw_failure() {
         const int ranks[] = {std::min(rank(), failure.rank), std::max(rank(), failure.rank)};
         throw MismatchError(describe_mismatch(calls, ranks, 2));
       }
+      case DeviceFailureKind::kOverlap:
+        throw std::runtime_error(
+            text +
+            " began while another collective of this rank still ran: a CUDA graph that has "
+            "captured collectives was replayed in a stream that does not wait for them; call "
+            "stream.wait_stream(other) before the replay, and after it before other collectives");
       default:
         throw_peer_failure(failure.rank, failure.status);
     }
@@ -300,6 +306,9 @@ void CudaCommunicator::throw_failure() {
     throw;
   } catch (const MismatchError& error) {
     core_.fail_externally(Reason::kMismatched, failure.rank, error.what());
+    throw;
+  } catch (const std::runtime_error& error) {
+    core_.fail_externally(Reason::kAborted, rank(), error.what());
     throw;
   }
 }

@@ -53,7 +53,7 @@ PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
     return true;
   };
 
-  if (meeting.usable() && body()) return meeting.finish();
+  if (meeting.begin() && body()) return meeting.finish();
   for (size_t k = 0; k < rounds; ++k) {
     const ChunkRange chunk = chunks(k);
     for (int rank = 0; rank < ranks; ++rank) {

@@ -239,7 +239,7 @@ template <Algorithm algorithm, class Type, class Team>
 PK_HOST_DEVICE void all_reduce_block(Team& team, const DeviceLaunch& launch) {
   Meeting<Team> meeting(team, launch);
   AllReduceBlock<Type, Team> block(meeting);
-  bool done = meeting.usable();
+  bool done = meeting.begin();
   if constexpr (algorithm == Algorithm::kOneShot) done = done && block.one_shot();
   if constexpr (algorithm == Algorithm::kTwoShot) done = done && block.two_shot();
   if constexpr (algorithm == Algorithm::kRing) done = done && block.ring();

@@ -48,7 +48,7 @@ PK_HOST_DEVICE void broadcast_block(Team& team, const DeviceLaunch& launch) {
     return true;
   };
 
-  if (meeting.usable() && body()) return meeting.finish();
+  if (meeting.begin() && body()) return meeting.finish();
   for (size_t k = 0; k < rounds && me != root; ++k) {
     const ChunkRange chunk = chunks(k);
     poison_block(team, launch.output + chunk.begin, chunk.count);

@@ -44,34 +44,44 @@ template <class Team>
 class Meeting {
  public:
   PK_HOST_DEVICE Meeting(Team& team, const DeviceLaunch& launch)
-      : team_(team),
-        launch_(launch),
-        ranks_(launch.ranks),
-        state_(ranks_.layout.state(own_memory(), team.block())) {}
+      : team_(team), launch_(launch), ranks_(launch.ranks) {}
 
   PK_HOST_DEVICE Team& team() const { return team_; }
   PK_HOST_DEVICE const DeviceLaunch& launch() const { return launch_; }
   PK_HOST_DEVICE int rank() const { return ranks_.rank; }
   PK_HOST_DEVICE int ranks() const { return ranks_.layout.ranks; }
 
-  // Whether this rank has not failed in an earlier collective. The same for all threads of the
-  // block.
-  PK_HOST_DEVICE bool usable() const {
-    return !team_.any(team_.load_relaxed(&failed(own_memory(), rank())) != 0);
+  // To be called first. Returns false, in all threads of the block, if this rank has failed in an
+  // earlier collective, or if one still runs: streams order eager calls, but not the replays of
+  // graphs in other streams.
+  PK_HOST_DEVICE bool begin() {
+    const bool failed_before = team_.load_relaxed(&failed(own_memory(), rank())) != 0;
+    const bool overlaps = team_.thread() == team_.threads() - 1 &&
+                          team_.exchange(&state().busy, 1) != 0 && !failed_before;
+    if (overlaps) {
+      report({DeviceFailureKind::kOverlap,
+              rank(),
+              RankStatus::failed(Reason::kAborted, rank()),
+              launch_.descriptor.call,
+              {}});
+    }
+    if (!all_threads_succeeded(!failed_before && !overlaps)) return false;
+    counters_ = state().counters;
+    return true;
   }
 
   // Tells the peers that this block has reached this step. The first signal also publishes the
   // descriptor.
   PK_HOST_DEVICE void signal() {
     team_.sync();
-    ++state_.signals;
+    ++counters_.signals;
     for (int peer = team_.thread(); peer < ranks(); peer += team_.threads()) {
       if (peer == rank()) continue;
       DeviceCell& cell = ranks_.layout.cell(ranks_.memory[peer], team_.block(), rank());
       // Overwrites the descriptor of the call before last. The peer compared that one before its
       // first signal in the last call, for which this rank has waited.
-      if (!published_) cell.calls[state_.calls % 2] = launch_.descriptor;
-      team_.store_release(&cell.arrivals, state_.signals);
+      if (!published_) cell.calls[counters_.calls % 2] = launch_.descriptor;
+      team_.store_release(&cell.arrivals, counters_.signals);
     }
     published_ = true;
   }
@@ -86,7 +96,8 @@ class Meeting {
         continue;
       }
       const DeviceCell& cell = own_cell(peer);
-      arrived = await(&cell.arrivals, state_.signals, peer) && (compared_ || compare(peer, cell));
+      arrived =
+          await(&cell.arrivals, counters_.signals, peer) && (compared_ || compare(peer, cell));
     }
     compared_ = true;
     return all_threads_succeeded(arrived);
@@ -133,10 +144,10 @@ class Meeting {
 
   // The staging buffers of `peer` for round `round` of this collective.
   PK_HOST_DEVICE std::byte* input(int peer, uint64_t round) const {
-    return ranks_.layout.input(ranks_.memory[peer], team_.block(), state_.rounds + round);
+    return ranks_.layout.input(ranks_.memory[peer], team_.block(), counters_.rounds + round);
   }
   PK_HOST_DEVICE std::byte* result(int peer, uint64_t round) const {
-    return ranks_.layout.result(ranks_.memory[peer], team_.block(), state_.rounds + round);
+    return ranks_.layout.result(ranks_.memory[peer], team_.block(), counters_.rounds + round);
   }
   PK_HOST_DEVICE std::byte* reduce_mailbox(int peer, uint64_t number) const {
     return ranks_.layout.reduce_mailbox(ranks_.memory[peer], team_.block(), number);
@@ -144,20 +155,26 @@ class Meeting {
   PK_HOST_DEVICE std::byte* gather_mailbox(int peer, uint64_t number) const {
     return ranks_.layout.gather_mailbox(ranks_.memory[peer], team_.block(), number);
   }
-  PK_HOST_DEVICE void finish_rounds(uint64_t count) { state_.rounds += count; }
-  PK_HOST_DEVICE uint64_t first_chunk() const { return state_.chunks; }
-  PK_HOST_DEVICE void finish_chunks(uint64_t count) { state_.chunks += count; }
+  PK_HOST_DEVICE void finish_rounds(uint64_t count) { counters_.rounds += count; }
+  PK_HOST_DEVICE uint64_t first_chunk() const { return counters_.chunks; }
+  PK_HOST_DEVICE void finish_chunks(uint64_t count) { counters_.chunks += count; }
 
   // Called at the end of a collective that has not failed.
   PK_HOST_DEVICE void finish() {
-    ++state_.calls;
-    if (team_.thread() == 0) ranks_.layout.state(own_memory(), team_.block()) = state_;
+    ++counters_.calls;
+    team_.sync();
+    if (team_.thread() != 0) return;
+    state().counters = counters_;
+    team_.exchange(&state().busy, 0);
   }
 
  private:
   static constexpr unsigned kSpins = 64;            // Polls between two checks for failures.
   static constexpr uint64_t kHostInterval = 50000;  // Nanoseconds between reads of host memory.
 
+  PK_HOST_DEVICE DeviceBlockState& state() const {
+    return ranks_.layout.state(own_memory(), team_.block());
+  }
   PK_HOST_DEVICE std::byte* own_memory() const { return ranks_.memory[ranks_.rank]; }
   PK_HOST_DEVICE uint64_t& failed(std::byte* memory, int who) const {
     return ranks_.layout.control(memory).failed[who];
@@ -184,7 +201,7 @@ class Meeting {
   }
 
   PK_HOST_DEVICE bool compare(int peer, const DeviceCell& cell) {
-    const Descriptor& theirs = cell.calls[state_.calls % 2];
+    const Descriptor& theirs = cell.calls[counters_.calls % 2];
     if (!same_call(theirs.call, launch_.descriptor.call)) {
       if (team_.block() == 0) {
         report({DeviceFailureKind::kMismatch, peer, RankStatus::failed(Reason::kMismatched, peer),
@@ -315,7 +332,7 @@ class Meeting {
   Team& team_;
   const DeviceLaunch& launch_;
   const DeviceRanks& ranks_;
-  DeviceBlockState state_;  // Each thread's copy; finish() writes it back.
+  DeviceCounters counters_{};  // Each thread's copy; finish() writes it back.
   bool published_ = false;
   bool compared_ = false;
 };

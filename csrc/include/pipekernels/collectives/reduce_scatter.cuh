@@ -62,7 +62,7 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
     return true;
   };
 
-  if (meeting.usable() && body()) return meeting.finish();
+  if (meeting.begin() && body()) return meeting.finish();
   for (size_t k = 0; k < rounds; ++k) {
     const ChunkRange chunk = chunks(k);
     poison_block(team, launch.output + chunk.begin * kSize, chunk.count * kSize);

@@ -35,13 +35,19 @@ struct alignas(128) DeviceControl {
   uint64_t reported;
 };
 
-// Counters of one thread block of one rank, over all calls so far; only that block uses them. They
-// are in memory, not in the launch's arguments, so that a captured launch can be replayed.
-struct alignas(128) DeviceBlockState {
+// Counters of one thread block of one rank, over all calls so far. They are in memory, not in the
+// launch's arguments, so that a captured launch can be replayed.
+struct DeviceCounters {
   uint64_t signals;
   uint64_t calls;
   uint64_t rounds;  // Rounds of staging.
   uint64_t chunks;  // Chunks of rings.
+};
+
+// Only that block uses it.
+struct alignas(128) DeviceBlockState {
+  DeviceCounters counters;
+  uint64_t busy;  // 1 while a collective runs, which two must not at once.
 };
 
 // Written by block b of one rank, polled by block b of another. The counters only grow.
@@ -111,6 +117,7 @@ enum class DeviceFailureKind : uint32_t {
   kPeer,      // `rank` has failed, with `status`.
   kStopped,   // The host has stopped the kernel because of `rank`, which has `status`.
   kMismatch,  // `rank` called a different collective.
+  kOverlap,   // Another collective of this rank still runs.
 };
 
 struct DeviceFailure {
