@@ -297,6 +297,67 @@ void reuse_memory(Communicator& core) {
   CHECK(first[7] == 2);
 }
 
+// A block may have been used by a collective in another stream than its own.
+void reuse_memory_of_other_streams(Communicator& core) {
+  Rank rank(core);
+  Stream* const other = fake_cuda::make_stream();
+  constexpr size_t count = kHeap / sizeof(float);
+  float* first = nullptr;
+  {
+    const auto buffer = rank.allocate(count, rank.stream);
+    first = floats(*buffer);
+    if (rank.number() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    rank.all_reduce_in(other, first + 100, 50, Algorithm::kTwoShot);
+    other->push([first] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      first[7] = 1;
+    });
+  }
+  {
+    const auto buffer = rank.allocate(count, rank.stream);
+    CHECK(buffer != nullptr && floats(*buffer) == first);
+    rank.stream->push([first] { first[7] = 2; });
+    rank.stream->drain();
+    other->drain();
+    CHECK(first[7] == 2);
+  }
+  // While a graph is captured, its stream cannot be waited for.
+  rank.allocate(1, other).reset();
+  other->begin_capture();
+  const std::string told = thrown<std::runtime_error>([&] { rank.allocate(1, rank.stream); });
+  CHECK(has(told, "allocate symmetric tensors before the capture"));
+  other->end_capture();
+  CHECK(rank.allocate(count, rank.stream) != nullptr);
+}
+
+// A graph may use what it has captured at any time.
+void keep_captured_memory(Communicator& core) {
+  Rank rank(core);
+  constexpr size_t count = kHeap / sizeof(float) / 2;
+  float* first = nullptr;
+  std::vector<fake_cuda::Task> graph;
+  {
+    const auto buffer = rank.allocate(count, rank.stream);
+    first = floats(*buffer);
+    rank.stream->begin_capture();
+    rank.all_reduce(first, 50);
+    graph = rank.stream->end_capture();
+  }
+  for (int i = 0; i < 3; ++i) {
+    const auto buffer = rank.allocate(count, rank.stream);
+    CHECK(buffer != nullptr && floats(*buffer) != first);
+    rank.stream->begin_capture();  // Released while a graph is captured in its stream.
+    if (i == 2) continue;
+    rank.stream->end_capture();
+  }
+  rank.stream->end_capture();
+  CHECK(rank.allocate(count, rank.stream) == nullptr);
+  std::fill(first, first + 50, 1.0f);
+  for (const auto& task : graph) rank.stream->push(task);
+  rank.stream->drain();
+  CHECK(all_are(first, 50, static_cast<float>(rank.cuda.world_size())));
+}
+
 // ---- set-up
 void fail_set_up(Communicator& core) {
   auto& device = fake_cuda::device();
@@ -503,6 +564,8 @@ void test_threads() {
   run_threads(3, load_kernels_late);
   run_threads(3, free_memory_meanwhile);
   run_threads(1, reuse_memory);
+  run_threads(2, reuse_memory_of_other_streams);
+  run_threads(2, keep_captured_memory);
   run_threads(2, call_differently);
   run_threads(2, mix_devices);
   run_threads(2, share_a_stream);

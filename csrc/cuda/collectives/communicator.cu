@@ -31,12 +31,6 @@ constexpr std::chrono::milliseconds kPollInterval{20};
 // have not yet reached this rank, so this rank's kernels may still succeed.
 constexpr std::chrono::milliseconds kGrace{200};
 
-bool is_capturing(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
 KernelList all_kernels() {
   KernelList kernels;
   add_all_reduce_kernels(kernels);
@@ -245,7 +239,7 @@ std::unique_ptr<CudaBuffer> CudaCommunicator::allocate(size_t bytes, void* strea
   const DeviceGuard guard(device_);
   std::byte* data = heap_->allocate(bytes, stream);
   if (data == nullptr) return nullptr;
-  return std::make_unique<CudaBuffer>(heap_, data, bytes, stream);
+  return std::make_unique<CudaBuffer>(heap_, data, bytes);
 }
 
 uint64_t CudaCommunicator::location_of(const void* data, size_t bytes) const {
@@ -351,6 +345,8 @@ void CudaCommunicator::enqueue(const void* kernel, const DeviceLaunch& launch, v
   check_cuda(cudaLaunchKernel(kernel, dim3(launch.blocks), dim3(kDeviceThreads), arguments, 0,
                               stream_of(stream)),
              "launching a collective");
+  heap_->use(launch.input, stream, captured);
+  heap_->use(launch.output, stream, captured);
   captured_ = captured_ || captured;
 }
 

@@ -1,6 +1,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
 #include <vector>
 
@@ -59,6 +60,10 @@ void free_unmapped() {
   all.erase(std::remove_if(all.begin(), all.end(), try_free), all.end());
 }
 
+void add(std::vector<void*>& streams, void* stream) {
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+}
+
 }  // namespace
 
 DeviceMemory::DeviceMemory(int device, size_t bytes, std::shared_ptr<Segment> mappers, int rank)
@@ -99,6 +104,12 @@ CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t ca
 
 std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  for (void* other : streams_) {
+    if (other == stream || !is_capturing(other)) continue;
+    throw std::runtime_error(
+        "a CUDA graph is being captured in a stream that has used released symmetric memory, so "
+        "another stream cannot wait for that use; allocate symmetric tensors before the capture");
+  }
   const auto offset = free_list_.allocate(bytes);
   if (!offset) return nullptr;
   for (void* other : streams_) {
@@ -113,16 +124,35 @@ std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
     check_cuda(waited, "ordering two streams");
   }
   streams_.assign(streams_.empty() ? 0 : 1, stream);
+  uses_[*offset] = {{stream}, false};
   return base_ + *offset;
 }
 
-void CudaHeap::release(std::byte* block, void* stream) {
+void CudaHeap::use(const void* data, void* stream, bool captured) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (data < base_ || data >= base_ + free_list_.capacity()) return;
+  const auto after = uses_.upper_bound(static_cast<const std::byte*>(data) - base_);
+  if (after == uses_.begin()) return;  // An invalid tensor: its memory has been released.
+  Use& use = std::prev(after)->second;
+  use.captured = use.captured || captured;
+  add(use.streams, stream);
+}
+
+void CudaHeap::release(std::byte* block) {
   if (process_ != process_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  free_list_.release(block - base_);
-  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
-    streams_.push_back(stream);
+  const auto use = uses_.find(block - base_);
+  bool captured = use->second.captured;
+  for (void* stream : use->second.streams) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t asked = cudaStreamIsCapturing(stream_of(stream), &status);
+    if (asked != cudaSuccess) cudaGetLastError();  // As CUDA has shut down.
+    captured = captured || asked != cudaSuccess || status != cudaStreamCaptureStatusNone;
   }
+  if (captured) return;
+  for (void* stream : use->second.streams) add(streams_, stream);
+  uses_.erase(use);
+  free_list_.release(block - base_);
 }
 
 uint64_t CudaHeap::location_of(const void* data, size_t bytes) const {

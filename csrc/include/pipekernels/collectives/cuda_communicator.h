@@ -14,6 +14,7 @@
 // is, until the kernel of another rank times out. Ranks that are processes launch independently.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -35,9 +36,14 @@ class CudaHeap {
   CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity);
 
   // Returns a block for use in `stream`, or null if there is no room. Makes `stream` wait for the
-  // work so far of the streams that have used released blocks.
+  // work so far of the streams that have used released blocks; throws std::runtime_error if a graph
+  // is being captured in one of them, where that is impossible.
   std::byte* allocate(size_t bytes, void* stream);
-  void release(std::byte* block, void* stream);
+  // Notes that a collective in `stream` uses `data`, which need not be in a block. If a graph has
+  // captured it, which may use the block at any time, the block is never given out again.
+  void use(const void* data, void* stream, bool captured);
+  // Work that is in the streams of allocate() and use() by now may use the block until its end.
+  void release(std::byte* block);
   // The offset of `data` in the rank's memory, or 0 if they are not in this heap.
   uint64_t location_of(const void* data, size_t bytes) const;
 
@@ -46,17 +52,23 @@ class CudaHeap {
   std::byte* const base_;
   const size_t begin_;
   const unsigned process_;
+  struct Use {
+    std::vector<void*> streams;
+    bool captured;
+  };
+
   std::mutex mutex_;
   FreeList free_list_;
+  std::map<size_t, Use> uses_;  // Of each block, by its offset.
   std::vector<void*> streams_;  // Streams that have used released blocks.
 };
 
 // Owns a block of a CudaHeap.
 class CudaBuffer {
  public:
-  CudaBuffer(std::shared_ptr<CudaHeap> heap, std::byte* data, size_t bytes, void* stream)
-      : heap_(std::move(heap)), data_(data), bytes_(bytes), stream_(stream) {}
-  ~CudaBuffer() { heap_->release(data_, stream_); }
+  CudaBuffer(std::shared_ptr<CudaHeap> heap, std::byte* data, size_t bytes)
+      : heap_(std::move(heap)), data_(data), bytes_(bytes) {}
+  ~CudaBuffer() { heap_->release(data_); }
   CudaBuffer(const CudaBuffer&) = delete;
   CudaBuffer& operator=(const CudaBuffer&) = delete;
 
@@ -67,7 +79,6 @@ class CudaBuffer {
   const std::shared_ptr<CudaHeap> heap_;
   std::byte* const data_;
   const size_t bytes_;
-  void* const stream_;
 };
 
 // The context of a call of a collective.
