@@ -70,10 +70,13 @@ def run(
     log: Log,
     test_seconds: int = TEST_SECONDS,
 ) -> Result:
-    """Run some tests of one file until ``deadline`` (of ``time.monotonic``) at most."""
+    """Run some tests of one file until ``deadline`` (of ``time.monotonic``) at most, or until a
+    process cannot be killed."""
     begin = time.monotonic()
     result = Result()
     while len(result.outcomes) < len(tests) and time.monotonic() < deadline:
+        if Process.unkillable:
+            break
         left = [test for test in tests if test not in result.outcomes]
         limits = ["--timeout", str(test_seconds), "--timeout-method", "thread"]
         process = Process([*pytest, *OPTIONS, "-v", "-rfE", *limits, *left], {})

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
-PATIENCE = 5.0  # seconds to print stacks after a timeout
+PATIENCE = 5.0  # seconds to print stacks after a timeout, and to die
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Outcome:
 
     Attributes:
         name: the step's.
-        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'not run'`` for lack of time, or
-            ``'skipped'`` as it cannot run here.
+        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'unkillable'`` (it did not end after
+            SIGKILL), ``'not run'`` for lack of time or as another is unkillable, or ``'skipped'``
+            as it cannot run here.
         seconds: its duration.
         note: one line: the reason or result, or what the step printed in lines ``note: ...``.
         output: all that it printed.
@@ -60,13 +61,18 @@ class Process:
     """A command in a session of its own, so that it can be killed with all its child processes.
 
     On a timeout it is first sent SIGABRT: Python's fault handler, enabled for all commands, then
-    prints the stacks of all threads.
+    prints the stacks of all threads. A process that a driver holds does not end even after SIGKILL.
+
+    Attributes:
+        unkillable: ids of processes that did not. They hold the GPU, so nothing else is to use it.
 
     Args:
         command: what to run.
         environment: added to this process's own.
         log: if given, receives each line of output at once; ``output`` has all lines too.
     """
+
+    unkillable: ClassVar[list[int]] = []
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Log | None = None
@@ -91,6 +97,10 @@ class Process:
         self._reader.start()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def output(self) -> str:
         """All that it has printed so far."""
         return "".join(self._lines)
@@ -105,7 +115,10 @@ class Process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PATIENCE)
         self._signal(signal.SIGKILL)  # what is left of its session
-        self._process.wait()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.unkillable.append(self._process.pid)
         self._reader.join(PATIENCE)  # Processes that left the session may keep the output open.
         return status
 
@@ -129,7 +142,8 @@ def run_step(
     *,
     live: bool = True,
 ) -> Outcome:
-    """Run one command until ``deadline`` (of ``time.monotonic``) at most.
+    """Run one command until ``deadline`` (of ``time.monotonic``) at most, unless a process of an
+    earlier step cannot be killed.
 
     Args:
         live: log its output line by line; otherwise at its end, for steps that run in parallel.
@@ -137,6 +151,8 @@ def run_step(
     begin = time.monotonic()
     if deadline <= begin:
         return Outcome(name, "not run", 0.0, "no time was left for it")
+    if Process.unkillable:
+        return Outcome(name, "not run", 0.0, f"process {Process.unkillable[0]} holds the GPU")
     title = f"\n==== {name}\n"
     if live:
         log.write(title)
@@ -150,6 +166,9 @@ def run_step(
         log.write(title + output)
     seconds = time.monotonic() - begin
     lines = output.strip().splitlines() or [""]
+    if process.pid in Process.unkillable:
+        note = f"process {process.pid} did not end after SIGKILL: {lines[-1]}"
+        return Outcome(name, "unkillable", seconds, note, output)
     if status is None:
         return Outcome(name, "timed out", seconds, lines[-1], output)
     if status:

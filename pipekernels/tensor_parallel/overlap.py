@@ -26,7 +26,7 @@ from pipekernels.local_ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allo
 
 # At least this many blocks of rows: fewer hide less of the reduction, more wait more often.
 ROW_BLOCKS = 8
-REDUCING_BLOCKS = (4, 8, 16)  # Thread blocks of the reduction to choose from.
+MOST_BLOCKS = 64  # Thread blocks of a collective, as kMaxDeviceBlocks of the extension.
 GAIN = 1.05  # Least predicted speedup: the model ignores contention for memory.
 
 
@@ -84,13 +84,16 @@ class Overlap(NamedTuple):
 
 
 def best_overlap(
-    m: int, size: int, config: Config, seconds: float, plain_seconds: float,
+    m: int, n: int, size: int, config: Config, seconds: float, plain_seconds: float,
     *, ranks: int, sms: int, link: LinkModel,
 ) -> Overlap:  # fmt: skip
     """The best way to run a product and its all-reduce at once, according to the model.
 
+    The kernel computes its tiles in waves, one tile on each multiprocessor it has: leaving some to
+    the reduction costs nothing until it takes one wave more.
+
     Args:
-        m: rows of the product.
+        m, n: rows and columns of the product.
         size: bytes of its result.
         config: of the kernel.
         seconds: the kernel's time with all multiprocessors.
@@ -99,16 +102,21 @@ def best_overlap(
         sms: multiprocessors of a GPU.
         link: between the GPUs.
     """
-    tiles = ceil(m / config.blocks.m)
-    config = config._replace(group_m=max(1, min(config.group_m, tiles // ROW_BLOCKS)))
-    row_blocks = ceil(tiles / config.group_m)
+    rows, columns = ceil(m / config.blocks.m), ceil(n / config.blocks.n)
+    config = config._replace(group_m=max(1, min(config.group_m, rows // ROW_BLOCKS)))
+    row_blocks = ceil(rows / config.group_m)
+    fewest = ceil(rows * columns / sms)  # Waves.
 
     def total(blocks: int) -> float:
         reduce = all_reduce_seconds(size, ranks, link, blocks) + row_blocks * link.alpha
-        return overlapped_seconds(seconds * sms / (sms - blocks), reduce, row_blocks)
+        waves = ceil(rows * columns / (sms - blocks))
+        return overlapped_seconds(seconds * waves / fewest, reduce, row_blocks)
 
-    # A partition of a GPU may have few multiprocessors: leave at least half to the product.
-    blocks = min((min(blocks, max(1, sms // 2)) for blocks in REDUCING_BLOCKS), key=total)
+    # More than the link needs gain nothing. A partition of a GPU may have few multiprocessors:
+    # leave at least half to the product.
+    most = max(1, min(ceil(link.block_beta / link.beta), MOST_BLOCKS, sms // 2))
+    sparing = (sms - ceil(rows * columns / waves) for waves in range(fewest, 2 * fewest + 1))
+    blocks = min({max(1, min(each, most)) for each in sparing}, key=lambda b: (total(b), b))
     plain = plain_seconds + all_reduce_seconds(size, ranks, link)
     return Overlap(config, blocks, total(blocks), plain)
 
@@ -143,10 +151,12 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
         if chosen is None or chosen.config.split_k > 1:
             chosen = Chosen(Config(BLOCKS[gpu.generation, kind].whole[0]))
         config = chosen.config
-        return best_overlap(m, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link)
+        return best_overlap(
+            m, n, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link
+        )
     scale = m * n * k / (entry.shape.m * entry.shape.n * entry.shape.k)
     found = best_overlap(
-        m, size, entry.config,
+        m, n, size, entry.config,
         scale * entry.seconds, scale * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
     )  # fmt: skip

@@ -93,6 +93,28 @@ def test_a_step_without_time_is_not_run(log: steps.Log) -> None:
     assert not outcome.good
 
 
+def test_a_process_that_the_driver_holds_ends_the_use_of_the_gpu(
+    log: steps.Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "PATIENCE", 0.2)
+    monkeypatch.setattr(steps.Process, "unkillable", [])
+    monkeypatch.setattr(steps.Process, "_signal", lambda self, number: None)  # As if it had none.
+    stuck = steps.run_step("stuck", python("import time; time.sleep(600)"), {}, in_seconds(1), log)
+    [pid] = steps.Process.unkillable
+    try:
+        assert (stuck.status, stuck.good) == ("unkillable", False)
+        assert (
+            stuck.note.startswith(f"process {pid} did not end after SIGKILL") and stuck.seconds < 5
+        )
+        after = steps.run_step("after", python(""), {}, in_seconds(60), log)
+        assert (after.status, after.note) == ("not run", f"process {pid} holds the GPU")
+        pytest_command = [sys.executable, "-m", "pytest"]
+        tests = cuda_tests.run(pytest_command, ["a.py::t"], in_seconds(60), log)
+        assert tests.outcomes == {"a.py::t": "not run"}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
 # ---- tests in processes ----
 
 TESTS = """

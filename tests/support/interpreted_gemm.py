@@ -386,6 +386,7 @@ def test_an_overlap_announces_the_tiles_that_its_ready_counters_expect(
     monkeypatch.setattr(overlap, "gpu_of", lambda device: gpu)
     plan = overlap.best_overlap(
         rows,
+        48,
         rows * 48 * 4,
         Config(SMALL),
         1.0,
