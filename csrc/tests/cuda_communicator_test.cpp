@@ -89,7 +89,8 @@ struct Rank {
   }
   void broadcast(float* data, size_t count, int root) {
     const auto from = static_cast<uint32_t>(root);
-    const Call call{Operation::kBroadcast, DType::kFloat32, {}, {}, from, 0, count};
+    const auto way = cuda.world_size() > 1 ? Algorithm::kTwoShot : Algorithm::kOneShot;
+    const Call call{Operation::kBroadcast, DType::kFloat32, {}, way, from, 0, count};
     cuda.launch(&send, plan_broadcast(cuda.ranks(), call, data, location_of(data, count)),
                 {stream, true});
   }

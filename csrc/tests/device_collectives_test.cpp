@@ -124,7 +124,7 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   const int ranks = devices.layout().ranks;
   Case made;
   Call& call = made.call;
-  call.operation = static_cast<Operation>(1 + random() % 7 % 4);  // Less often kBroadcast.
+  call.operation = static_cast<Operation>(1 + random() % 8 % 4);
   call.dtype = static_cast<DType>(random() % kReducibleDTypes);
   call.shape = 77;
   const size_t size = size_of(call.dtype);
@@ -138,7 +138,10 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
       call.reduction = Reduction::kSum;
     }
   }
-  if (call.operation == Operation::kBroadcast) call.root = random() % ranks;
+  if (call.operation == Operation::kBroadcast) {
+    call.root = random() % ranks;
+    call.algorithm = ranks > 1 && random() % 2 ? Algorithm::kTwoShot : Algorithm::kOneShot;
+  }
   if (call.operation == Operation::kAllReduce) {
     // A ring needs two ranks; all_reduce_cuda() launches nothing for one.
     made.algorithm = static_cast<Algorithm>(1 + random() % (ranks == 1 ? 2 : 3));

@@ -83,7 +83,8 @@ class CpuTeam {
     fuzz_delay();
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
   }
-  uint64_t load_relaxed(const uint64_t* word) const {
+  template <class T>
+  T load_relaxed(const T* word) const {
     return __atomic_load_n(word, __ATOMIC_RELAXED);
   }
   void store_release(uint64_t* word, uint64_t value) const {

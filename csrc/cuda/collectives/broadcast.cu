@@ -21,8 +21,11 @@ void add_broadcast_kernels(KernelList& kernels) { kernels.push_back(kKernel); }
 void broadcast_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype, int root,
                     uint32_t shape, const CudaCaller& caller) {
   check_root(root, communicator.world_size());
-  const Call call{Operation::kBroadcast, dtype, {}, {}, static_cast<uint32_t>(root), shape, count};
-  const uint64_t location = communicator.location_of(data, count * size_of(dtype));
+  const size_t bytes = count * size_of(dtype);
+  const Algorithm algorithm = choose_broadcast(bytes, communicator.world_size());
+  const auto from = static_cast<uint32_t>(root);
+  const Call call{Operation::kBroadcast, dtype, {}, algorithm, from, shape, count};
+  const uint64_t location = communicator.location_of(data, bytes);
   communicator.launch(kKernel, plan_broadcast(communicator.ranks(), call, data, location), caller);
 }
 

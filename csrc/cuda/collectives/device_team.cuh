@@ -58,6 +58,13 @@ class CudaTeam {
 #endif
     return value;
   }
+  PK_HOST_DEVICE int32_t load_relaxed([[maybe_unused]] const int32_t* word) const {
+    int32_t value = 0;
+#ifdef __CUDA_ARCH__
+    asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+#endif
+    return value;
+  }
   PK_HOST_DEVICE void store_release([[maybe_unused]] uint64_t* word,
                                     [[maybe_unused]] uint64_t value) const {
 #ifdef __CUDA_ARCH__

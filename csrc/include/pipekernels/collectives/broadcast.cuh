@@ -1,5 +1,4 @@
-// The body of a thread block of broadcast() on CUDA, for a Team (see device_meeting.h). The
-// protocol is that of csrc/cpu/collectives/broadcast.cpp.
+// The body of a thread block of broadcast() on CUDA, for a Team (see device_meeting.h).
 #pragma once
 
 #include "pipekernels/collectives/device_chunks.h"
@@ -10,51 +9,137 @@ namespace pipekernels {
 
 // One block's share of copying launch.count bytes of the root to launch.output of all other ranks.
 template <class Team>
-PK_HOST_DEVICE void broadcast_block(Team& team, const DeviceLaunch& launch) {
-  Meeting<Team> meeting(team, launch);
-  const Chunks chunks(launch, team.block());
-  const size_t rounds = chunks.rounds();
-  const int me = meeting.rank();
-  const int root = static_cast<int>(launch.descriptor.call.root);
+class BroadcastBlock {
+ public:
+  PK_HOST_DEVICE explicit BroadcastBlock(Meeting<Team>& meeting)
+      : meeting_(meeting),
+        team_(meeting.team()),
+        chunks_(meeting.launch(), team_.block()),
+        rounds_(chunks_.rounds()),
+        me_(meeting.rank()),
+        root_(static_cast<int>(meeting.launch().descriptor.call.root)) {}
 
-  const auto copy_in = [&](size_t k) {
-    if (k >= rounds || me != root || meeting.direct()) return;
-    const ChunkRange chunk = chunks(k);
-    copy_block(team, meeting.result(me, k), launch.output + chunk.begin, chunk.count);
-  };
-  const auto body = [&] {
+  // Every rank reads all data of the root. The protocol is that of
+  // csrc/cpu/collectives/broadcast.cpp.
+  PK_HOST_DEVICE bool one_shot() {
+    const auto copy_in = [&](size_t k) {
+      if (k >= rounds_ || me_ != root_ || meeting_.direct()) return;
+      const ChunkRange chunk = chunks_(k);
+      copy_block(team_, meeting_.result(me_, k), at(chunk.begin), chunk.count);
+    };
     copy_in(0);
-    meeting.signal();
-    if (!meeting.wait()) return false;
-    const std::byte* data = meeting.data_of(root);
-    for (size_t k = 0; k < rounds; ++k) {
-      const bool more = data == nullptr && k + 1 < rounds;
+    meeting_.signal();
+    if (!meeting_.wait()) return false;
+    const std::byte* data = meeting_.data_of(root_);
+    for (size_t k = 0; k < rounds_; ++k) {
+      const bool more = data == nullptr && k + 1 < rounds_;
       if (more) {
         copy_in(k + 1);
-        meeting.signal();
+        meeting_.signal();
       }
-      const ChunkRange chunk = chunks(k);
-      if (me != root) {
-        copy_block(team, launch.output + chunk.begin,
-                   data ? data + chunk.begin : meeting.result(root, k), chunk.count);
+      const ChunkRange chunk = chunks_(k);
+      if (me_ != root_) {
+        copy_block(team_, at(chunk.begin), data ? data + chunk.begin : meeting_.result(root_, k),
+                   chunk.count);
       }
-      if (more && !meeting.wait()) return false;
+      if (more && !meeting_.wait()) return false;
     }
-    if (data != nullptr) {  // Peers may read the root's data until this wait.
-      meeting.signal();
-      return meeting.wait();
-    }
-    meeting.finish_rounds(rounds);
+    if (data != nullptr) return part();
+    meeting_.finish_rounds(rounds_);
     return true;
-  };
+  }
 
-  if (meeting.begin() && body()) return meeting.finish();
-  for (size_t k = 0; k < rounds && me != root; ++k) {
-    const ChunkRange chunk = chunks(k);
-    poison_block(team, launch.output + chunk.begin, chunk.count);
+  // Every rank reads its part of each chunk from the root, and the parts of its peers from them, so
+  // that the root sends no more than the data once. The protocol is that of the all-reduce's
+  // two_shot(): the parts take the place of what the ranks have reduced.
+  PK_HOST_DEVICE bool two_shot() {
+    copy_in(0);
+    meeting_.signal();
+    if (!meeting_.wait()) return false;
+    for (size_t k = 0; k < rounds_; ++k) {
+      if (me_ != root_) scatter(k);
+      copy_in(k + 1);
+      meeting_.signal();
+      if (k > 0) gather(k - 1);
+      if (!meeting_.wait()) return false;
+    }
+    if (rounds_ > 0) gather(rounds_ - 1);
+    meeting_.finish_rounds(rounds_);
+    return meeting_.direct_ranks() == 0 || part();
+  }
+
+  // Overwrites this block's share of the output after a failure.
+  PK_HOST_DEVICE void poison_output() {
+    for (size_t k = 0; k < rounds_ && me_ != root_; ++k) {
+      const ChunkRange chunk = chunks_(k);
+      poison_block(team_, at(chunk.begin), chunk.count);
+    }
+  }
+
+ private:
+  PK_HOST_DEVICE std::byte* at(size_t byte) const { return meeting_.launch().output + byte; }
+
+  // Waits until no peer reads this rank's data any more.
+  PK_HOST_DEVICE bool part() {
+    meeting_.signal();
+    return meeting_.wait();
+  }
+
+  PK_HOST_DEVICE ChunkRange part_of_rank(const ChunkRange& chunk, int rank) const {
+    return part_of(chunk, rank < root_ ? rank : rank - 1, meeting_.ranks() - 1, 1);
+  }
+  PK_HOST_DEVICE void copy_in(size_t k) {
+    if (k >= rounds_ || me_ != root_ || meeting_.direct()) return;
+    const ChunkRange chunk = chunks_(k);
+    copy_block(team_, meeting_.input(me_, k), at(chunk.begin), chunk.count);
+  }
+  PK_HOST_DEVICE void scatter(size_t k) {
+    const ChunkRange chunk = chunks_(k), own = part_of_rank(chunk, me_);
+    const std::byte* data = meeting_.data_of(root_);
+    const std::byte* from =
+        data ? data + own.begin : meeting_.input(root_, k) + (own.begin - chunk.begin);
+    copy_block(team_, at(own.begin), from, own.count);
+    if (!meeting_.direct()) copy_block(team_, meeting_.result(me_, k), from, own.count);
+  }
+  PK_HOST_DEVICE void gather(size_t k) {
+    if (me_ == root_) return;
+    const ChunkRange chunk = chunks_(k);
+    for (int step = 1; step < meeting_.ranks(); ++step) {  // Another peer first on each rank.
+      const int rank = (me_ + step) % meeting_.ranks();
+      if (rank == root_) continue;
+      const ChunkRange part = part_of_rank(chunk, rank);
+      const std::byte* data = meeting_.data_of(rank);
+      copy_block(team_, at(part.begin), data ? data + part.begin : meeting_.result(rank, k),
+                 part.count);
+    }
+  }
+
+  Meeting<Team>& meeting_;
+  Team& team_;
+  const Chunks chunks_;
+  const size_t rounds_;
+  const int me_, root_;
+};
+
+template <class Team>
+PK_HOST_DEVICE void broadcast_block(Team& team, const DeviceLaunch& launch) {
+  Meeting<Team> meeting(team, launch);
+  BroadcastBlock<Team> block(meeting);
+  const bool two_shot = launch.descriptor.call.algorithm == Algorithm::kTwoShot;
+  if (meeting.begin() && (two_shot ? block.two_shot() : block.one_shot())) {
+    meeting.finish();
+  } else {
+    block.poison_output();
   }
 }
 
+// A root that sends everything to each rank limits large broadcasts to its own link. An estimate,
+// not a measurement; as choose_device_algorithm().
+inline Algorithm choose_broadcast(size_t bytes, int ranks) {
+  return ranks > 2 && bytes > 1 << 20 ? Algorithm::kTwoShot : Algorithm::kOneShot;
+}
+
+// The algorithm is that of `call`, kOneShot or kTwoShot.
 inline DeviceLaunch plan_broadcast(const DeviceRanks& ranks, const Call& call, void* data,
                                    uint64_t location) {
   const DeviceLayout& layout = ranks.layout;

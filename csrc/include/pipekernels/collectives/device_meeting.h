@@ -126,8 +126,7 @@ class Meeting {
     bool ready = true;
     for (size_t i = begin / gates.block_elements + team_.thread(); i <= last && ready;
          i += team_.threads()) {
-      ready =
-          poll_until([&] { return team_.load_acquire(gates.ready + i) >= gates.target; }, rank());
+      ready = poll_until(gates.ready + i, gates.target, rank());
     }
     return all_threads_succeeded(ready);
   }
@@ -214,8 +213,7 @@ class Meeting {
   }
 
   PK_HOST_DEVICE bool await(const uint64_t* word, uint64_t target, int owner) {
-    const auto reached = [&] { return team_.load_acquire(word) >= target; };
-    if (!poll_until(reached, owner)) return false;
+    if (!poll_until(word, target, owner)) return false;
     // An owner that has failed after its signal no longer preserves its data for this rank. A
     // mismatch is ignored here: either the owner has found it in a later call, or this rank finds
     // the same mismatch in compare().
@@ -223,12 +221,14 @@ class Meeting {
     return status == 0 || is_mismatch(status) || peer_failed(owner, status);
   }
 
-  // Polls until reached(), a condition that rank `owner` fulfils. Returns false on a failure.
-  template <class Reached>
-  PK_HOST_DEVICE bool poll_until(const Reached& reached, int owner) {
+  // Polls until *word, which rank `owner` raises, is at least `target`, and acquires what came
+  // before. Returns false on a failure. Each acquire invalidates the cache, so polls are relaxed.
+  template <class Word>
+  PK_HOST_DEVICE bool poll_until(const Word* word, Word target, int owner) {
+    const auto reached = [&] { return team_.load_relaxed(word) >= target; };
     PollTimes times{};
     for (unsigned spins = 1;; ++spins) {
-      if (reached()) return true;
+      if (reached()) break;
       if (spins % kSpins != 0) continue;
       team_.pause();
       const int failed_rank = check_for_failure(reached, owner, times);
@@ -236,8 +236,11 @@ class Meeting {
       if (failed_rank == kGiveUp) return false;
       // A rank fails after its last signal. reached() may have been evaluated before that signal
       // arrived, so evaluate it again.
-      return reached() || peer_failed(failed_rank, status_of(failed_rank));
+      if (reached()) break;
+      return peer_failed(failed_rank, status_of(failed_rank));
     }
+    team_.load_acquire(word);  // Counters only grow: it reads what was polled, or a later release.
+    return true;
   }
 
   struct PollTimes {

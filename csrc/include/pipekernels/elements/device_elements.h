@@ -57,7 +57,7 @@ PK_HOST_DEVICE void store_unit(std::byte* to, const Unit& unit) {
 template <class Unit, class Team>
 PK_HOST_DEVICE void copy_units(const Team& team, std::byte* to, const std::byte* from,
                                size_t units) {
-  constexpr int kInFlight = 4;  // Loads that a thread issues before its first store.
+  constexpr int kInFlight = 8;  // Loads that a thread issues before its first store.
   const size_t stride = team.threads();
   size_t i = team.thread();
   for (; i + (kInFlight - 1) * stride < units; i += kInFlight * stride) {
@@ -79,15 +79,23 @@ template <class Team>
 PK_HOST_DEVICE void copy_block(const Team& team, std::byte* to, const std::byte* from,
                                size_t bytes) {
   if (to == from) return;
-  size_t done = 0;
+  const auto copy = [&](auto unit) {
+    constexpr size_t kSize = sizeof(unit);
+    copy_units<decltype(unit)>(team, to, from, bytes / kSize);
+    const size_t done = bytes / kSize * kSize;
+    if (kSize > 1) copy_units<uint8_t>(team, to + done, from + done, bytes - done);
+  };
   if (is_aligned(to, from, 16)) {
-    done = bytes / 16 * 16;
-    copy_units<Pack>(team, to, from, bytes / 16);
+    copy(Pack{});
+  } else if (is_aligned(to, from, 8)) {
+    copy(uint64_t{});
   } else if (is_aligned(to, from, 4)) {
-    done = bytes / 4 * 4;
-    copy_units<uint32_t>(team, to, from, bytes / 4);
+    copy(uint32_t{});
+  } else if (is_aligned(to, from, 2)) {
+    copy(uint16_t{});
+  } else {
+    copy(uint8_t{});
   }
-  copy_units<uint8_t>(team, to + done, from + done, bytes - done);
 }
 
 // Sets all bits, which makes floating-point elements NaN and integers -1, so that a failed
@@ -113,6 +121,7 @@ struct Wide {
 
   Accumulator values[kElements];
 
+  Wide() = default;
   PK_HOST_DEVICE explicit Wide(const Unit& unit) {
     Element elements[kElements];
     memcpy(elements, &unit, sizeof(unit));
@@ -177,9 +186,6 @@ struct Wide {
     PK_UNROLL
     for (int i = 0; i < kPartialUnits; ++i) store_unit(to + i * sizeof(PartialUnit), units[i]);
   }
-
- private:
-  Wide() = default;
 };
 
 // Calls step(offset, unit) for this thread's units of `bytes`. If `aligned`, these are whole packs
@@ -195,14 +201,48 @@ PK_HOST_DEVICE void for_each_unit(const Team& team, size_t bytes, bool aligned, 
   }
 }
 
-// Calls step(a, b, unit) with the byte offsets of two of this thread's units in [begin, end), so
-// that the loads of both are in flight together. For a last unit without a partner, b equals a.
-template <class Unit, class Team, class Step>
-PK_HOST_DEVICE void for_each_pair(const Team& team, size_t begin, size_t end, Step step) {
+// Reduces units [begin, end) of sources[0], ..., sources[terms - 1], in this order. A thread issues
+// the loads of `kTerms` terms of `kUnits` units before it uses the first. If `terms` is kTerms,
+// which the compiler then knows, those are all its loads of these units.
+template <class Type, class Unit, int kTerms, int kUnits, bool kExact, class Team, class Store>
+PK_HOST_DEVICE void reduce_units(const Team& team, const std::byte* const* sources, int terms,
+                                 size_t begin, size_t end, Reduction reduction, Store store) {
+  using W = Wide<Type, Unit>;
   const size_t stride = team.threads();
-  for (size_t i = begin + team.thread(); i < end; i += 2 * stride) {
-    const size_t other = i + stride < end ? i + stride : i;
-    step(i * sizeof(Unit), other * sizeof(Unit), Unit{});
+  for (size_t i = begin + team.thread(); i < end; i += kUnits * stride) {
+    W totals[kUnits];
+    for (int first = 0; kExact ? first == 0 : first < terms; first += kTerms) {
+      Unit held[kTerms][kUnits];
+      PK_UNROLL
+      for (int t = 0; t < kTerms; ++t) {
+        if (!kExact && first + t >= terms) continue;
+        const std::byte* source = sources[first + t];
+        PK_UNROLL
+        for (int u = 0; u < kUnits; ++u) {
+          const size_t unit = i + u * stride;
+          if (unit < end) held[t][u] = load_unit<Unit>(source + unit * sizeof(Unit));
+        }
+      }
+      PK_UNROLL
+      for (int u = 0; u < kUnits; ++u) {
+        if (i + u * stride >= end) continue;
+        PK_UNROLL
+        for (int t = 0; t < kTerms; ++t) {
+          if (!kExact && first + t >= terms) continue;
+          const W term(held[t][u]);
+          if (first + t == 0) {
+            totals[u] = term;
+          } else {
+            totals[u].combine(term, reduction);
+          }
+        }
+      }
+    }
+    PK_UNROLL
+    for (int u = 0; u < kUnits; ++u) {
+      const size_t unit = i + u * stride;
+      if (unit < end) store(unit * sizeof(Unit), totals[u].finish(reduction, terms));
+    }
   }
 }
 
@@ -216,31 +256,19 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
   using Element = typename Type::Element;
   bool aligned = is_aligned(target, target, 16);
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
-  const auto reduce_pair = [&](size_t a, size_t b, auto unit) {
-    using Unit = decltype(unit);
-    constexpr int kInFlight = 2;  // Terms whose units a thread loads before it uses the first.
-    const Unit first = load_unit<Unit>(sources[0] + a), second = load_unit<Unit>(sources[0] + b);
-    Wide<Type, Unit> total_a(first), total_b(second);
-    for (int s = 1; s < terms; s += kInFlight) {
-      Unit held_a[kInFlight], held_b[kInFlight];
-      PK_UNROLL
-      for (int k = 0; k < kInFlight; ++k) {
-        held_a[k] = s + k < terms ? load_unit<Unit>(sources[s + k] + a) : Unit{};
-        held_b[k] = s + k < terms ? load_unit<Unit>(sources[s + k] + b) : Unit{};
-      }
-      PK_UNROLL
-      for (int k = 0; k < kInFlight; ++k) {
-        if (s + k >= terms) continue;
-        total_a.combine(Wide<Type, Unit>(held_a[k]), reduction);
-        total_b.combine(Wide<Type, Unit>(held_b[k]), reduction);
-      }
-    }
-    store(a, total_a.finish(reduction, terms));
-    store(b, total_b.finish(reduction, terms));
-  };
   const size_t packs = aligned ? bytes / 16 : 0;
-  for_each_pair<Pack>(team, 0, packs, reduce_pair);
-  for_each_pair<Element>(team, packs * 16 / sizeof(Element), bytes / sizeof(Element), reduce_pair);
+  // 16 packs in flight fill 64 of a thread's 255 registers.
+  if (terms == 2) {
+    reduce_units<Type, Pack, 2, 8, true>(team, sources, terms, 0, packs, reduction, store);
+  } else if (terms == 4) {
+    reduce_units<Type, Pack, 4, 4, true>(team, sources, terms, 0, packs, reduction, store);
+  } else if (terms == 8) {
+    reduce_units<Type, Pack, 8, 2, true>(team, sources, terms, 0, packs, reduction, store);
+  } else {
+    reduce_units<Type, Pack, 4, 2, false>(team, sources, terms, 0, packs, reduction, store);
+  }
+  reduce_units<Type, Element, 4, 2, false>(team, sources, terms, packs * 16 / sizeof(Element),
+                                           bytes / sizeof(Element), reduction, store);
 }
 
 }  // namespace pipekernels
