@@ -287,21 +287,30 @@ void test_wide_casts() {
   }
 }
 
-// Visits every cell of every small table once, for every step.
-void test_strided_cell() {
+// Moves every unit of every small table once, whatever the number of threads.
+void test_move_units() {
   for (int32_t cols = 1; cols <= 12; ++cols) {
     for (int32_t rows = 1; rows <= 5; ++rows) {
-      for (int32_t step = 1; step <= 40; ++step) {
-        int32_t visited = 0;
-        for (int32_t first = 0; first < step; ++first) {
-          StridedCell cell(first, step, cols);
-          for (int32_t index = first; index < rows * cols; index += step, cell.advance()) {
-            CHECK(cell.row == index / cols && cell.col == index % cols);
-            ++visited;
-          }
-          CHECK(cell.row >= rows);
+      for (int32_t threads = 1; threads <= 40; ++threads) {
+        std::vector<uint16_t> from(rows * cols), to(2 * rows * cols), times(2 * rows * cols);
+        std::iota(from.begin(), from.end(), uint16_t{1});
+        const auto* first = reinterpret_cast<const char*>(from.data());
+        auto* place_of_first = reinterpret_cast<char*>(to.data());
+        for (int32_t thread = 0; thread < threads; ++thread) {
+          move_units<uint16_t>(rows, cols, thread, threads, Places<const char*>{first, 2 * cols, 2},
+                               Places<char*>{place_of_first, 4, 4 * rows},
+                               [&](char* place, uint16_t unit) {
+                                 to[(place - place_of_first) / 2] = unit;
+                                 ++times[(place - place_of_first) / 2];
+                               });
         }
-        CHECK(visited == rows * cols);
+        for (int32_t row = 0; row < rows; ++row) {
+          for (int32_t col = 0; col < cols; ++col) {
+            const int32_t at = 2 * (col * rows + row);
+            CHECK(to[at] == from[row * cols + col] && times[at] == 1);
+            CHECK(times[at + 1] == 0);
+          }
+        }
       }
     }
   }
@@ -470,7 +479,7 @@ int main() {
   test_against_oracle(false);
   test_against_oracle(true);
   test_wide_casts();
-  test_strided_cell();
+  test_move_units();
   test_offsets_beyond_32_bits();
   test_many_copies();
   test_broadcast_source();

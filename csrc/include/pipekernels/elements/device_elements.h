@@ -56,25 +56,28 @@ PK_HOST_DEVICE void store_unit(std::byte* to, const Unit& unit) {
 
 template <class Unit, class Team>
 PK_HOST_DEVICE void copy_units(const Team& team, std::byte* to, const std::byte* from,
-                               size_t units) {
-  constexpr int kInFlight = 8;  // Loads that a thread issues before its first store.
-  const size_t stride = team.threads();
-  size_t i = team.thread();
-  for (; i + (kInFlight - 1) * stride < units; i += kInFlight * stride) {
+                               uint32_t units) {
+  constexpr int kInFlight = 4;  // Loads that a thread issues before its first store.
+  const uint32_t stride = team.threads();
+  PK_ROLLED
+  for (uint32_t i = team.thread(); i < units; i += kInFlight * stride) {
+    const uint32_t left = units - i;
+    const std::byte* source = from + size_t{sizeof(Unit)} * i;
+    std::byte* target = to + size_t{sizeof(Unit)} * i;
     Unit held[kInFlight];
     PK_UNROLL
     for (int k = 0; k < kInFlight; ++k) {
-      held[k] = load_unit<Unit>(from + (i + k * stride) * sizeof(Unit));
+      if (k * stride < left) held[k] = load_unit<Unit>(source + k * stride * sizeof(Unit));
     }
     PK_UNROLL
-    for (int k = 0; k < kInFlight; ++k) store_unit(to + (i + k * stride) * sizeof(Unit), held[k]);
-  }
-  for (; i < units; i += stride) {
-    store_unit(to + i * sizeof(Unit), load_unit<Unit>(from + i * sizeof(Unit)));
+    for (int k = 0; k < kInFlight; ++k) {
+      if (k * stride < left) store_unit(target + k * stride * sizeof(Unit), held[k]);
+    }
   }
 }
 
-// Called by all threads of a block. `to` may equal `from`; the ranges must not overlap otherwise.
+// Called by all threads of a block, for less than 4 GiB. `to` may equal `from`; the ranges must not
+// overlap otherwise.
 template <class Team>
 PK_HOST_DEVICE void copy_block(const Team& team, std::byte* to, const std::byte* from,
                                size_t bytes) {
@@ -202,33 +205,36 @@ PK_HOST_DEVICE void for_each_unit(const Team& team, size_t bytes, bool aligned, 
 }
 
 // Reduces units [begin, end) of sources[0], ..., sources[terms - 1], in this order. A thread issues
-// the loads of `kTerms` terms of `kUnits` units before it uses the first. If `terms` is kTerms,
-// which the compiler then knows, those are all its loads of these units.
-template <class Type, class Unit, int kTerms, int kUnits, bool kExact, class Team, class Store>
+// the loads of four terms of kUnits units before it uses the first: with packs, 16 loads fill 64 of
+// its registers.
+template <class Type, class Unit, int kUnits, class Team, class Store>
 PK_HOST_DEVICE void reduce_units(const Team& team, const std::byte* const* sources, int terms,
-                                 size_t begin, size_t end, Reduction reduction, Store store) {
+                                 uint32_t begin, uint32_t end, Reduction reduction, Store store) {
   using W = Wide<Type, Unit>;
-  const size_t stride = team.threads();
-  for (size_t i = begin + team.thread(); i < end; i += kUnits * stride) {
+  constexpr int kTerms = 4;
+  const uint32_t stride = team.threads();
+  PK_ROLLED
+  for (uint32_t i = begin + team.thread(); i < end; i += kUnits * stride) {
+    const uint32_t left = end - i, offset = i * sizeof(Unit);
     W totals[kUnits];
-    for (int first = 0; kExact ? first == 0 : first < terms; first += kTerms) {
+    PK_ROLLED
+    for (int first = 0; first < terms; first += kTerms) {
       Unit held[kTerms][kUnits];
       PK_UNROLL
       for (int t = 0; t < kTerms; ++t) {
-        if (!kExact && first + t >= terms) continue;
-        const std::byte* source = sources[first + t];
+        if (first + t >= terms) break;
+        const std::byte* source = sources[first + t] + offset;
         PK_UNROLL
         for (int u = 0; u < kUnits; ++u) {
-          const size_t unit = i + u * stride;
-          if (unit < end) held[t][u] = load_unit<Unit>(source + unit * sizeof(Unit));
+          if (u * stride < left) held[t][u] = load_unit<Unit>(source + u * stride * sizeof(Unit));
         }
       }
       PK_UNROLL
-      for (int u = 0; u < kUnits; ++u) {
-        if (i + u * stride >= end) continue;
+      for (int t = 0; t < kTerms; ++t) {
+        if (first + t >= terms) break;
         PK_UNROLL
-        for (int t = 0; t < kTerms; ++t) {
-          if (!kExact && first + t >= terms) continue;
+        for (int u = 0; u < kUnits; ++u) {
+          if (u * stride >= left) break;
           const W term(held[t][u]);
           if (first + t == 0) {
             totals[u] = term;
@@ -240,15 +246,16 @@ PK_HOST_DEVICE void reduce_units(const Team& team, const std::byte* const* sourc
     }
     PK_UNROLL
     for (int u = 0; u < kUnits; ++u) {
-      const size_t unit = i + u * stride;
-      if (unit < end) store(unit * sizeof(Unit), totals[u].finish(reduction, terms));
+      if (u * stride >= left) break;
+      store(offset + u * stride * sizeof(Unit), totals[u].finish(reduction, terms));
     }
   }
 }
 
-// Reduces `bytes` of sources[0], ..., sources[terms - 1], in this order, with all threads of a
-// block, and passes each unit to store(offset, unit), which may overwrite the sources. `target` is
-// where store() writes if that is none of the sources, else null; its alignment limits the units.
+// Reduces `bytes`, less than 4 GiB, of sources[0], ..., sources[terms - 1], in this order, with all
+// threads of a block, and passes each unit to store(offset, unit), which may overwrite the sources.
+// `target` is where store() writes if that is none of the sources, else null; its alignment limits
+// the units.
 template <class Type, class Team, class Store>
 PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sources, int terms,
                                  size_t bytes, Reduction reduction, const std::byte* target,
@@ -257,18 +264,9 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
   bool aligned = is_aligned(target, target, 16);
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
   const size_t packs = aligned ? bytes / 16 : 0;
-  // 16 packs in flight fill 64 of a thread's 255 registers.
-  if (terms == 2) {
-    reduce_units<Type, Pack, 2, 8, true>(team, sources, terms, 0, packs, reduction, store);
-  } else if (terms == 4) {
-    reduce_units<Type, Pack, 4, 4, true>(team, sources, terms, 0, packs, reduction, store);
-  } else if (terms == 8) {
-    reduce_units<Type, Pack, 8, 2, true>(team, sources, terms, 0, packs, reduction, store);
-  } else {
-    reduce_units<Type, Pack, 4, 2, false>(team, sources, terms, 0, packs, reduction, store);
-  }
-  reduce_units<Type, Element, 4, 2, false>(team, sources, terms, packs * 16 / sizeof(Element),
-                                           bytes / sizeof(Element), reduction, store);
+  reduce_units<Type, Pack, 3>(team, sources, terms, 0, packs, reduction, store);
+  reduce_units<Type, Element, 2>(team, sources, terms, packs * 16 / sizeof(Element),
+                                 bytes / sizeof(Element), reduction, store);
 }
 
 }  // namespace pipekernels

@@ -10,50 +10,66 @@
 
 namespace pipekernels {
 
-// Iterates over every `step`-th cell of a table with `cols` columns, row by row, from cell `first`.
-// Divides only in the constructor: with a division per cell, a GPU would be limited by arithmetic
-// instead of memory.
-struct StridedCell {
-  int32_t row, col;
+// Where the units of a table are: that of row r and column c at first + r * row + c * col.
+template <typename Pointer>
+struct Places {
+  Pointer first;
+  int64_t row, col;  // bytes
 
-  PK_HOST_DEVICE StridedCell(int32_t first, int32_t step, int32_t cols)
-      : row(first / cols),
-        col(first % cols),
-        cols_(cols),
-        step_rows_(step / cols),
-        step_cols_(step % cols) {}
-
-  PK_HOST_DEVICE void advance() {
-    row += step_rows_;
-    col += step_cols_;
-    if (col >= cols_) {
-      col -= cols_;
-      ++row;
-    }
-  }
-
- private:
-  int32_t cols_, step_rows_, step_cols_;
+  PK_HOST_DEVICE int64_t offset(int32_t r, int32_t c) const { return r * row + c * col; }
 };
 
-// Calls write(row, col, read(row, col)) for one thread's share of a table of units, with several
-// reads in flight before the first write. Neighbouring threads take neighbouring columns, so their
-// accesses coalesce.
-template <typename Unit, typename Read, typename Write>
-PK_HOST_DEVICE inline void move_units(int32_t rows, int32_t cols, int32_t thread, int32_t threads,
-                                      const Read& read, const Write& write) {
+// Moves one thread's share of a table of units, every `threads`-th one row by row: write(place,
+// unit) with the unit at the same place of `from`. Several loads are in flight before the first
+// write. Neighbouring threads take neighbouring columns, so their accesses coalesce. Pointers step
+// from unit to unit, as products of 64 bits or a division would limit a GPU by arithmetic.
+template <typename Unit, bool kOneRow, typename From, typename To, typename Write>
+PK_HOST_DEVICE inline void move_share(int32_t rows, int32_t cols, int32_t thread, int32_t threads,
+                                      const Places<From>& from, const Places<To>& to,
+                                      const Write& write) {
   constexpr int kInFlight = 4;
-  StridedCell reading(thread, threads, cols), writing = reading;
-  while (reading.row < rows) {
+  const int32_t step_rows = kOneRow ? 0 : threads / cols;
+  const int32_t step_cols = kOneRow ? threads : threads % cols;
+  const int32_t row = kOneRow ? 0 : thread / cols;
+  int32_t col = kOneRow ? thread : thread % cols;
+  From src = from.first + from.offset(row, col);
+  To dst = to.first + to.offset(row, col);
+  const int64_t src_step = from.offset(step_rows, step_cols), src_wrap = from.offset(1, -cols);
+  const int64_t dst_step = to.offset(step_rows, step_cols), dst_wrap = to.offset(1, -cols);
+  int32_t left = (rows * cols - thread + threads - 1) / threads;
+  for (; left > 0; left -= kInFlight) {
     Unit held[kInFlight];
+    To places[kInFlight];
     PK_UNROLL
-    for (int k = 0; k < kInFlight; ++k, reading.advance()) {
-      if (reading.row < rows) held[k] = read(reading.row, reading.col);
+    for (int k = 0; k < kInFlight; ++k) {
+      if (k < left) held[k] = load_unit<Unit>(src);
+      places[k] = dst;
+      src += src_step;
+      dst += dst_step;
+      if constexpr (!kOneRow) {
+        col += step_cols;
+        if (col >= cols) {
+          col -= cols;
+          src += src_wrap;
+          dst += dst_wrap;
+        }
+      }
     }
     PK_UNROLL
-    for (int k = 0; k < kInFlight; ++k, writing.advance()) {
-      if (writing.row < rows) write(writing.row, writing.col, held[k]);
+    for (int k = 0; k < kInFlight; ++k) {
+      if (k < left) write(places[k], held[k]);
     }
+  }
+}
+
+template <typename Unit, typename From, typename To, typename Write>
+PK_HOST_DEVICE inline void move_units(int32_t rows, int32_t cols, int32_t thread, int32_t threads,
+                                      const Places<From>& from, const Places<To>& to,
+                                      const Write& write) {
+  if (rows == 1) {
+    move_share<Unit, true>(rows, cols, thread, threads, from, to, write);
+  } else {
+    move_share<Unit, false>(rows, cols, thread, threads, from, to, write);
   }
 }
 
@@ -61,15 +77,11 @@ PK_HOST_DEVICE inline void move_units(int32_t rows, int32_t cols, int32_t thread
 template <typename Unit, bool kCasts>
 PK_HOST_DEVICE inline void copy_rows(const TiledCopy& copy, const Tile& tile, int32_t thread,
                                      int32_t threads) {
+  const Places<const char*> from{tile.src, copy.src_row, copy.src_col};
+  const Places<char*> to{tile.dst, copy.dst_row, copy.dst_col};
   move_units<Unit>(
-      tile.rows, tile.cols, thread, threads,
-      [&](int32_t row, int32_t col) {
-        return load_unit<Unit>(tile.src + row * copy.src_row + col * copy.src_col);
-      },
-      [&](int32_t row, int32_t col, const Unit& unit) {
-        char* place = tile.dst + row * copy.dst_row + col * copy.dst_col;
-        store_maybe_cast<kCasts>(copy, place, unit);
-      });
+      tile.rows, tile.cols, thread, threads, from, to,
+      [&](char* place, const Unit& unit) { store_maybe_cast<kCasts>(copy, place, unit); });
 }
 
 // A transposed copy reads along the source's fastest dimension and writes along the destination's.
@@ -83,30 +95,31 @@ PK_HOST_DEVICE constexpr int32_t staged_bytes(int32_t tile_bytes) {
   return tile_bytes + tile_bytes / 2;
 }
 
+// The places of a staged tile, by rows and columns of the tile.
+template <typename Unit, typename Pointer>
+PK_HOST_DEVICE inline Places<Pointer> staged_places(const Tile& tile, Pointer staged) {
+  return {staged, sizeof(Unit), static_cast<int64_t>(sizeof(Unit)) * staged_pitch(tile)};
+}
+
 template <typename Unit>
 PK_HOST_DEVICE inline void stage_columns(const TiledCopy& copy, const Tile& tile, Unit* staged,
                                          int32_t thread, int32_t threads) {
-  const int32_t pitch = staged_pitch(tile);
-  move_units<Unit>(
-      tile.cols, tile.rows, thread, threads,
-      [&](int32_t col, int32_t row) {
-        return load_unit<Unit>(tile.src + row * copy.src_row + col * copy.src_col);
-      },
-      [&](int32_t col, int32_t row, const Unit& unit) { staged[col * pitch + row] = unit; });
+  const auto to = staged_places<Unit>(tile, reinterpret_cast<char*>(staged));
+  move_units<Unit>(tile.cols, tile.rows, thread, threads,
+                   Places<const char*>{tile.src, copy.src_col, copy.src_row},
+                   Places<char*>{to.first, to.col, to.row},
+                   [](char* place, const Unit& unit) { *reinterpret_cast<Unit*>(place) = unit; });
 }
 
 // Call after all threads of the block have finished stage_columns().
 template <typename Unit, bool kCasts>
 PK_HOST_DEVICE inline void write_rows(const TiledCopy& copy, const Tile& tile, const Unit* staged,
                                       int32_t thread, int32_t threads) {
-  const int32_t pitch = staged_pitch(tile);
   move_units<Unit>(
       tile.rows, tile.cols, thread, threads,
-      [&](int32_t row, int32_t col) { return staged[col * pitch + row]; },
-      [&](int32_t row, int32_t col, const Unit& unit) {
-        char* place = tile.dst + row * copy.dst_row + col * copy.dst_col;
-        store_maybe_cast<kCasts>(copy, place, unit);
-      });
+      staged_places<Unit>(tile, reinterpret_cast<const char*>(staged)),
+      Places<char*>{tile.dst, copy.dst_row, copy.dst_col},
+      [&](char* place, const Unit& unit) { store_maybe_cast<kCasts>(copy, place, unit); });
 }
 
 }  // namespace pipekernels
