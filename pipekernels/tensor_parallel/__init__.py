@@ -9,6 +9,7 @@ from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entro
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.models.accelerator import adapt_accelerator
+from pipekernels.tensor_parallel.models.adapters import add_adapters
 from pipekernels.tensor_parallel.models.load import load_pretrained
 from pipekernels.tensor_parallel.models.plan import tensor_parallelize
 from pipekernels.tensor_parallel.models.table import ModelPlan, PlannedLayer, plan_for
@@ -30,6 +31,7 @@ __all__ = [
     "TrainerMixin",
     "VocabParallelEmbedding",
     "adapt_accelerator",
+    "add_adapters",
     "checkpoint_state_dict",
     "clip_grad_norm_",
     "full_optimizer_state_dict",

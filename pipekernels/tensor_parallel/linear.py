@@ -72,7 +72,7 @@ class ShardedLinear(ShardedLayer):
         self.in_features = in_features
         self.out_features = out_features
         self.skip_bias_add = skip_bias_add
-        self._transposed = False  # Weights are [in, out], as those of transformers' Conv1D.
+        self.is_transposed = False  # Weights are [in, out], as those of transformers' Conv1D.
         self._gradients_are_checked = False
         import_module("pipekernels.local_ops.flops")
         device = None if device is None else usable(device)
@@ -112,7 +112,7 @@ class ShardedLinear(ShardedLayer):
             raise TypeError(f"linear has {extras}, which would be lost; {REMEDY}")
         sizes = features_of(linear)
         layer = cls(*sizes, linear.bias is not None, comm=comm, device="meta", **kwargs)
-        layer._transposed = not isinstance(linear, nn.Linear)
+        layer.is_transposed = not isinstance(linear, nn.Linear)
         layer._adopt({"weight": linear.weight, "bias": linear.bias})
         return layer.train(linear.training)
 
@@ -127,14 +127,14 @@ class ShardedLinear(ShardedLayer):
             name: nn.Parameter(full, requires_grad=self.get_parameter(name).requires_grad)
             for name, full in self.full_state_dict().items()
         }
-        return full_layer(parameters, transposed=self._transposed).train(self.training)
+        return full_layer(parameters, transposed=self.is_transposed).train(self.training)
 
     def _initial_parameters(self) -> dict[str, Tensor]:
         """Parameters of the full layer, as a new ``nn.Linear`` has them."""
         sizes, weight = (self.in_features, self.out_features), self.weight
         full = nn.Linear(*sizes, self.bias is not None, device=weight.device, dtype=weight.dtype)
         parameters = {name: parameter.detach() for name, parameter in full.named_parameters()}
-        if self._transposed:
+        if self.is_transposed:
             parameters["weight"] = parameters["weight"].t()
         return parameters
 
@@ -149,16 +149,16 @@ class ShardedLinear(ShardedLayer):
         if name == "bias":
             return (self.out_features,)
         shape = self.out_features, self.in_features
-        return shape[::-1] if self._transposed else shape
+        return shape[::-1] if self.is_transposed else shape
 
     def shard_dim(self, name: str) -> int:
         """The sharded dimension of parameter ``name``."""
         dim = self.shard_dims[name]
-        return 1 - dim if self._transposed and name == "weight" else dim
+        return 1 - dim if self.is_transposed and name == "weight" else dim
 
     def _matrix(self) -> Tensor:
         """The weight, ``[out, in]``."""
-        return self.weight.t() if self._transposed else self.weight
+        return self.weight.t() if self.is_transposed else self.weight
 
     def _check_input(self, x: Tensor, features: int) -> None:
         weight = self.weight

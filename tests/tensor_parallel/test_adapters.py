@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.models import model_of, tokens
-from support.ranks import run_threads
+from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import full_state_dict, plan_for, tensor_unparallelize
+from pipekernels.tensor_parallel import (
+    add_adapters,
+    full_state_dict,
+    plan_for,
+    tensor_unparallelize,
+)
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
@@ -24,11 +29,14 @@ TARGETS = {
 }
 
 
-def adapted(name: str, **options: Any) -> nn.Module:
-    config = peft.LoraConfig(
+def config_of(name: str, **options: Any) -> Any:
+    return peft.LoraConfig(
         r=3, lora_alpha=6, target_modules=TARGETS[name], task_type="CAUSAL_LM", **options
     )
-    model = peft.get_peft_model(model_of(name), config).double()
+
+
+def adapted(name: str, **options: Any) -> nn.Module:
+    model = peft.get_peft_model(model_of(name), config_of(name, **options)).double()
     for key, parameter in model.named_parameters():
         if "lora_" in key:  # The second factor begins as zeros.
             nn.init.normal_(parameter, std=0.3)
@@ -74,6 +82,51 @@ def test_training_follows_one_process_and_adapters_are_pefts_own(
     assert found.keys() == trained.keys()
     for key, parameter in trained.items():
         torch.testing.assert_close(found[key].double(), parameter, rtol=1e-4, atol=1e-6)
+
+
+def add_to_shards(comm: Communicator, name: str, folder: str) -> None:
+    """Trains adapters that were added to a sharded model, beside ones added to the whole model."""
+    torch.manual_seed(3)
+    plain = peft.get_peft_model(model_of(name).double(), config_of(name))
+    torch.manual_seed(3)
+    model = add_adapters(tensor_parallelize(model_of(name).double(), "auto", comm), config_of(name))
+    trainable = {key for key, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {key for key, p in plain.named_parameters() if p.requires_grad}
+    assert losses(model) == pytest.approx(losses(plain), rel=1e-6)
+    model.save_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(model_of(name), folder)
+    for key, parameter in loaded.named_parameters():
+        torch.testing.assert_close(
+            parameter.double(), plain.get_parameter(key), rtol=1e-4, atol=1e-6
+        )
+    merged, expected = model.merge_and_unload(), plain.merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens(2, 9)).logits, expected(tokens(2, 9)).logits)
+    tensor_unparallelize(merged)
+    torch.testing.assert_close(merged.state_dict(), expected.state_dict())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_adapters_added_to_a_sharded_model(name: str, tmp_path: Path) -> None:
+    run_processes(2, add_to_shards, name, str(tmp_path))
+
+
+def refuse(comm: Communicator) -> None:
+    model = tensor_parallelize(model_of("Llama"), "auto", comm)
+    before = {key: module for key, module in model.named_modules()}
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(ValueError, match=r"read whole weights.*before tensor_parallelize"):
+            add_adapters(model, config_of("Llama", **options))
+    torch.manual_seed(comm.rank)
+    with pytest.raises(ValueError, match=r"lora_A.default' on rank 1 is not that on rank 0"):
+        add_adapters(model, config_of("Llama"))
+    assert before == {key: module for key, module in model.named_modules()}
+
+
+@pytest.mark.processes
+def test_adapters_that_need_whole_weights_or_differ_are_refused() -> None:
+    run_processes(2, refuse)
 
 
 def test_adapters_can_be_merged_into_the_shards() -> None:

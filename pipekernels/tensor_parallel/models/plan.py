@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from math import nan
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.models.adapters import adapted_base
+from pipekernels.tensor_parallel.models.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.models.alibi import split_alibi
 from pipekernels.tensor_parallel.models.auto import divide
 from pipekernels.tensor_parallel.models.generation import compare_ranks_in_generate
@@ -169,22 +169,7 @@ def _check_ranks_agree(
         )
     compared = {name: next(layer.parameters()) for layer, (name, _) in kinds.items()}
     compared |= {name: p for name, p in model.named_parameters() if ".lora_" in name}
-    elements = [[_first_element(parameter) for parameter in compared.values()]]
-    gathered = comm.all_gather(torch.tensor(elements, dtype=torch.float64, device="cpu"))
-    differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, index], ...]
-    if differences:
-        rank, index = differences[0]
-        raise ValueError(
-            f"the weight of {list(compared)[index]!r} on rank {rank} is not that on rank 0; seed "
-            "all ranks alike before the model is made, or load the same checkpoint on all"
-        )
-
-
-def _first_element(weight: Tensor) -> float:
-    """The first element; NaN if there is none."""
-    if weight.is_meta or weight.numel() == 0:
-        return nan
-    return weight.detach().flatten()[0].item().real
+    check_equal_on_ranks(compared, comm)
 
 
 def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:

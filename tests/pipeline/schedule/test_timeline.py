@@ -88,7 +88,13 @@ def test_a_pipe_records_forward_and_backward(
         (f"{kind}{m}", s) for kind in "FB" for m in range(3) for s in range(2)
     }
 
+
+@pytest.mark.processes  # matplotlib asks a program for the fonts, the first time on a machine.
+def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cpu"], chunks=2)
+    with pipe.timeline() as timeline:
+        pipe(torch.ones(4, 4))
     timeline.save_png(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,0 +1,32 @@
+"""Whether the ranks have the same model before it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
+
+import torch
+from torch import Tensor
+
+from pipekernels.comm import Communicator
+
+
+def check_equal_on_ranks(weights: Mapping[str, Tensor], comm: Communicator) -> None:
+    """Raise ValueError unless the first elements of all ``weights``, which have names, are the same
+    on all ranks. A collective."""
+    elements = [[_first_element(weight) for weight in weights.values()]]
+    gathered = comm.all_gather(torch.tensor(elements, dtype=torch.float64, device="cpu"))
+    differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, index], ...]
+    if differences:
+        rank, index = differences[0]
+        raise ValueError(
+            f"the weight of {list(weights)[index]!r} on rank {rank} is not that on rank 0; seed "
+            "all ranks alike before the model is made, or load the same checkpoint on all"
+        )
+
+
+def _first_element(weight: Tensor) -> float:
+    """The first element; NaN if there is none."""
+    if weight.is_meta or weight.numel() == 0:
+        return nan
+    return weight.detach().flatten()[0].item().real
