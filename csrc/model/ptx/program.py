@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "sc")
 SCOPES = ("cta", "gpu", "sys")
 PROXIES = {"": "generic", "t": "texture", "su": "surface", "co": "constant"}
+ACCESSES = ("load", "store", "atom")
 COMPARISONS = {"eq": "==", "ne": "!=", "ge": ">=", "le": "<=", "gt": ">", "lt": "<"}
 
 
@@ -131,7 +132,7 @@ def _condition(text: str) -> str:
     """The condition as a Python expression."""
     text = text.replace("/\\", " and ").replace("\\/", " or ").replace("~", " not ")
     text = re.sub(r"(?<![=!<>])=(?!=)", "==", text)
-    token = r"P(\d+) *: *(\w+)|\b(?!and\b|or\b|not\b)([A-Za-z_]\w*)"
+    token = r"\bP?(\d+) *: *(\w+)|\b(?!and\b|or\b|not\b)([A-Za-z_]\w*)"
 
     def value(match: re.Match[str]) -> str:
         return f"value({match[1] or None}, {(match[2] or match[3])!r})"
@@ -166,4 +167,6 @@ def parse(text: str) -> Program:
     program = Program(name, [], {}, {}, {}, quantifier, _condition(condition))
     _parse_code(code.splitlines(), program)
     _declare(declarations, program)
+    used = {i.place for thread in program.threads for i in thread.code if i.kind in ACCESSES}
+    _declare("; ".join(f"{place} = 0" for place in sorted(used - set(program.generic))), program)
     return program
