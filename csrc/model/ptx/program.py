@@ -13,8 +13,8 @@ Threads are columns, as in published tests, or sections, one instruction a line:
     forall (P1:r0 == 1)
 
 Beyond published tests there is ``until r0 >= 1``, a loop that is left by its last round: executions in
-which the condition does not hold are none. In sections, ``#`` begins a comment, and ``!`` a way to
-break the line before it; see ``variants.py``.
+which the condition does not hold are none; and the proxy ``async``, that of TMA: ``ald``, ``ast``. In
+sections, ``#`` begins a comment, and ``!`` a way to break the line before it; see ``variants.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "sc")
 SCOPES = ("cta", "gpu", "sys")
-PROXIES = {"": "generic", "t": "texture", "su": "surface", "co": "constant"}
+PROXIES = {"": "generic", "t": "texture", "su": "surface", "co": "constant", "a": "async"}
 ACCESSES = ("load", "store", "atom")
 COMPARISONS = {"eq": "==", "ne": "!=", "ge": ">=", "le": "<=", "gt": ">", "lt": "<"}
 
@@ -98,7 +98,7 @@ def parse_instruction(text: str) -> Instruction:
         if parts[1] == "proxy":
             return Instruction(text, "proxy_fence", proxy=parts[2])
         return Instruction(text, "fence", parts[1], parts[2])
-    stem = re.fullmatch(r"(t|su|co|)(ld|st|atom|red)", name)
+    stem = re.fullmatch(r"(t|su|co|a|)(ld|st|atom|red)", name)
     order, scope = parts[1], parts[2] if len(parts) > 2 else ""
     if stem is None or order not in ORDERS or (scope not in SCOPES if scope else order != "weak"):
         raise Unsupported(text)

@@ -1,0 +1,121 @@
+"""``python csrc/model/check_ptx.py [NAME ...]``: the device protocols under PTX's memory model.
+
+Of each program in ``ptx/protocols`` all executions that the model allows are searched: its condition
+must hold in each, without a data race, and must not hold in all executions of a broken variant. The
+programs in ``ptx/classic`` must have the verdicts that stand in them. Otherwise the exit status is 1.
+
+``--published FOLDER VERDICTS`` instead runs litmus tests of others: VERDICTS is a file of lines
+``path of a test below FOLDER,0 or 1``, 1 where what the test says of its executions is true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ptx.program import Program, Unsupported, parse
+from ptx.search import executions, passes
+from ptx.variants import variants
+
+HERE = Path(__file__).resolve().parent / "ptx"
+
+
+class Finding(NamedTuple):
+    executions: int
+    error: str  # Empty if the condition holds in all executions, and none has a race.
+    trace: str  # Of the execution in which it does not.
+    seconds: float
+
+
+def search(program: Program) -> Finding:
+    begin = time.perf_counter()
+    count = 0
+    for execution in executions(program):
+        count += 1
+        error = "wrong value" if not all(execution.outcomes()) else ""
+        if not error and execution.causality.races():
+            error = "data race"
+        if error:
+            return Finding(count, error, str(execution), time.perf_counter() - begin)
+    error = "" if count else "no execution"
+    return Finding(count, error, "", time.perf_counter() - begin)
+
+
+def programs(name: str) -> list[tuple[str, Program, bool]]:
+    """A protocol and its broken variants, with what is broken, and whether it must be found."""
+    text = (HERE / "protocols" / f"{name}.litmus").read_text()
+    broken = [(what, parse(variant), True) for what, variant in variants(text)]
+    return [("", parse(text), False), *broken]
+
+
+def check_protocols(names: list[str], traces: bool) -> bool:
+    todo = [(name, *rest) for name in names for rest in programs(name)]
+    passed = True
+    print(f"{'protocol':12} {'broken':58} {'executions':>10} {'time':>8}  result")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(search, [program for _, _, program, _ in todo])
+        for (name, what, _, is_broken), finding in zip(todo, found, strict=True):
+            good = finding.error in ("wrong value", "data race") if is_broken else not finding.error
+            passed = passed and good
+            result = f"found: {finding.error}" if is_broken else "holds in all executions"
+            if not good:
+                result = "NOT FOUND" if is_broken else f"ERROR: {finding.error}"
+            print(
+                f"{name:12} {what:58} {finding.executions:>10,} {finding.seconds:>6.1f} s  {result}",
+                flush=True,
+            )
+            if traces or not (good or is_broken):
+                print(finding.trace)
+    return passed
+
+
+def check_classic() -> bool:
+    wrong = [p.stem for p in sorted((HERE / "classic").glob("*.litmus")) if not is_true(p)]
+    print(f"classic tests: {'wrong: ' + ', '.join(wrong) if wrong else 'all verdicts are right'}")
+    return not wrong
+
+
+def is_true(test: Path) -> bool:
+    return passes(parse(test.read_text()))
+
+
+def check_published(folder: Path, verdicts: Path) -> bool:
+    count = {"agree": 0, "disagree": 0, "unsupported": 0}
+    for line in filter(None, verdicts.read_text().split()):
+        path, verdict = line.split(",")
+        try:
+            result = "agree" if is_true(folder / path) == (verdict == "1") else "disagree"
+        except Unsupported as error:
+            result = "unsupported"
+            path += f": {error}"
+        count[result] += 1
+        if result != "agree":
+            print(f"{result:12} {path}")
+    print(", ".join(f"{number} {result}" for result, number in count.items()))
+    return not count["disagree"]
+
+
+def main() -> int:
+    names = sorted(path.stem for path in (HERE / "protocols").glob("*.litmus"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[1])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}; default: all"
+    )
+    parser.add_argument("--traces", action="store_true", help="print what each found execution reads")
+    parser.add_argument("--published", nargs=2, type=Path, metavar=("FOLDER", "VERDICTS"))
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(names):
+        parser.error(f"no protocol {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if arguments.published:
+        return 0 if check_published(*arguments.published) else 1
+    classic = arguments.names or check_classic()
+    return 0 if check_protocols(arguments.names or names, arguments.traces) and classic else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
