@@ -2,7 +2,7 @@
 
 Of each program in ``ptx/protocols`` all executions that the model allows are searched: its condition
 must hold in each, without a data race, and must not hold in all executions of a broken variant. The
-programs in ``ptx/classic`` must have the verdicts that stand in them. Otherwise the exit status is 1.
+tests of ``ptx/classic.litmus`` must have the verdicts that stand there. Otherwise the exit status is 1.
 
 ``--published FOLDER VERDICTS`` instead runs litmus tests of others: VERDICTS is a file of lines
 ``path of a test below FOLDER,0 or 1``, 1 where what the test says of its executions is true.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -74,14 +75,17 @@ def check_protocols(names: list[str], traces: bool) -> bool:
     return passed
 
 
+def classic() -> list[Program]:
+    tests = re.split(r"^(?=PTX )", (HERE / "classic.litmus").read_text(), flags=re.MULTILINE)
+    return [parse(test) for test in tests[1:]]
+
+
 def check_classic() -> bool:
-    wrong = [p.stem for p in sorted((HERE / "classic").glob("*.litmus")) if not is_true(p)]
-    print(f"classic tests: {'wrong: ' + ', '.join(wrong) if wrong else 'all verdicts are right'}")
+    tests = classic()
+    wrong = [test.name for test in tests if not passes(test)]
+    verdicts = f"wrong verdicts: {', '.join(wrong)}" if wrong else "all verdicts are right"
+    print(f"{len(tests)} classic tests: {verdicts}")
     return not wrong
-
-
-def is_true(test: Path) -> bool:
-    return passes(parse(test.read_text()))
 
 
 def check_published(folder: Path, verdicts: Path) -> bool:
@@ -89,7 +93,8 @@ def check_published(folder: Path, verdicts: Path) -> bool:
     for line in filter(None, verdicts.read_text().split()):
         path, verdict = line.split(",")
         try:
-            result = "agree" if is_true(folder / path) == (verdict == "1") else "disagree"
+            is_true = passes(parse((folder / path).read_text()))
+            result = "agree" if is_true == (verdict == "1") else "disagree"
         except Unsupported as error:
             result = "unsupported"
             path += f": {error}"
@@ -113,8 +118,8 @@ def main() -> int:
         parser.error(f"no protocol {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     if arguments.published:
         return 0 if check_published(*arguments.published) else 1
-    classic = arguments.names or check_classic()
-    return 0 if check_protocols(arguments.names or names, arguments.traces) and classic else 1
+    right = bool(arguments.names) or check_classic()
+    return 0 if check_protocols(arguments.names or names, arguments.traces) and right else 1
 
 
 if __name__ == "__main__":

@@ -117,8 +117,10 @@ class Frame:
         for i, node in enumerate(nodes):
             if node.event.partner >= 0:
                 self.rmw[node.event.partner] |= 1 << i
-            for read in node.event.depends:
-                self.depends[read] |= 1 << i
+            for source in node.event.depends:
+                self.depends[source] |= 1 << i
+                if node.event.kind == "B":  # What one thread contributes, all threads get.
+                    self.depends[source] |= barriers[i] & same_cta[i]
         self.program_order = po_address
         self.generic = sum(
             1 << i for i, n in enumerate(nodes) if n.event.kind in "RW" and n.event.proxy == "generic"

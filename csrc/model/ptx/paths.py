@@ -53,7 +53,8 @@ class Event:
     place: str = ""
     value: Value = 0  # Of a W.
     partner: int = -1  # Of the W of an atomic operation: its R.
-    depends: frozenset[int] = frozenset()  # Reads that its address, value or execution depends on.
+    # The reads and reducing barriers that its address, value or execution depends on.
+    depends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def _follow(
             path.registers[instruction.target] = _compute(instruction.operation, operands)
         elif kind != "label":
             _append(instruction, path, control, value)
+            if instruction.operation == "red":
+                control = control | {len(path.events) - 1}
         if after <= at:
             rounds -= 1
             if rounds < 0:
@@ -152,7 +155,8 @@ def _append(
         named = tuple(value(operand) for operand in i.operands)
         if not all(isinstance(name, int) for name in named):
             raise Unsupported("a barrier whose number is read from memory")
-        events.append(Event("B", i.text, place=f"{i.place} {named}"))
+        depends = control if i.operation == "red" else frozenset()
+        events.append(Event("B", i.text, place=f"{i.place} {named}", depends=depends))
         return
     if i.kind == "store":
         stored = value(i.operands[0])

@@ -13,8 +13,10 @@ Threads are columns, as in published tests, or sections, one instruction a line:
     forall (P1:r0 == 1)
 
 Beyond published tests there is ``until r0 >= 1``, a loop that is left by its last round: executions in
-which the condition does not hold are none; and the proxy ``async``, that of TMA: ``ald``, ``ast``. In
-sections, ``#`` begins a comment, and ``!`` a way to break the line before it; see ``variants.py``.
+which the condition does not hold are none; the proxy ``async``, that of TMA: ``ald``, ``ast``; and
+``bar.cta.red 1``, __syncthreads_or() of whether what the threads have done so far has succeeded, where
+they go on only if all have. In sections, ``#`` begins a comment, and ``!`` a way to break the line
+before it; see ``variants.py``.
 """
 
 from __future__ import annotations
@@ -91,9 +93,11 @@ def parse_instruction(text: str) -> Instruction:
             text, "local", operation=operation, target=rest[0], operands=tuple(rest[1:])
         )
     if name == "bar":
-        if parts[2] != "sync" or len(rest) > 2:
+        if parts[2] not in ("sync", "red") or len(rest) > 2:
             raise Unsupported("barriers with a number of threads, or without waiting")
-        return Instruction(text, "barrier", place=rest[0], operands=tuple(rest[1:]))
+        return Instruction(
+            text, "barrier", operation=parts[2], place=rest[0], operands=tuple(rest[1:])
+        )
     if name == "fence":
         if parts[1] == "proxy":
             return Instruction(text, "proxy_fence", proxy=parts[2])
