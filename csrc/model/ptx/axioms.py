@@ -1,13 +1,14 @@
 """The axioms of PTX's memory model: which executions of given events are consistent.
 
-After "Memory Consistency Model" in the PTX ISA (7.5 and later, with proxies), and its formal version:
-Lustig, Sahasrabuddhe, Giroux, "A Formal Analysis of the NVIDIA PTX Memory Consistency Model" (ASPLOS
-2019). Names are theirs. Coherence is a partial order: only writes that are morally strong, or of which
-one causes the other, are in it.
+After "Memory Consistency Model" in the PTX ISA (7.5 and later, with proxies), and its formal
+version: Lustig, Sahasrabuddhe, Giroux, "A Formal Analysis of the NVIDIA PTX Memory Consistency
+Model" (ASPLOS 2019). Names are theirs. Coherence is a partial order: it orders writes that are
+morally strong, and those of which one causes the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ptx.paths import Event
@@ -44,7 +45,7 @@ def _in_scope(a: Node, b: Node) -> bool:
     return a.cta == b.cta if a.event.scope == "cta" else a.cta[0] == b.cta[0]
 
 
-def _strong(node: Node) -> bool:
+def _is_strong(node: Node) -> bool:
     return node.event.kind == "F" or (node.event.kind in "RW" and node.event.order != "weak")
 
 
@@ -53,108 +54,92 @@ class Frame:
 
     def __init__(self, nodes: list[Node], fences_first: Relation):
         self.nodes = nodes
-        size = len(nodes)
-        kinds = {
-            kind: sum(1 << i for i, n in enumerate(nodes) if n.event.kind == kind) for kind in "RWF"
-        }
-        self.writes = kinds["W"]
-        self.initial = sum(1 << i for i, n in enumerate(nodes) if n.thread < 0)
+        self.fences_first = fences_first  # The order of the fence.sc.
 
-        def relation(holds: object) -> Relation:
-            return build(size, lambda i, j: bool(holds(nodes[i], nodes[j])))  # type: ignore[operator]
+        def events(holds: Callable[[Node], bool]) -> int:
+            return sum(1 << i for i, node in enumerate(nodes) if holds(node))
 
-        def memory(a: Node, b: Node) -> bool:
-            return a.event.kind in "RW" and b.event.kind in "RW"
-
-        self.po = build(
-            size, lambda i, j: i < j and nodes[i].thread == nodes[j].thread and nodes[i].thread >= 0
-        )
-        self.same_memory = relation(lambda a, b: memory(a, b) and a.memory == b.memory)
-        self.same_address = relation(lambda a, b: memory(a, b) and a.address == b.address)
-        same_cta = relation(lambda a, b: a.thread >= 0 and b.thread >= 0 and a.cta == b.cta)
-        same_proxy = relation(
-            lambda a, b: a.event.kind != "B" != b.event.kind and a.event.proxy == b.event.proxy
-        )
-        po_or_scope = union(
-            self.po,
-            inverse(self.po),
-            relation(
-                lambda a, b: _strong(a) and _strong(b) and _in_scope(a, b) and _in_scope(b, a)
-            ),
-        )
-        overlap = relation(lambda a, b: not memory(a, b) or a.address == b.address)
-        strong = intersect(intersect(po_or_scope, same_proxy), overlap)
-        self.morally_strong = [row & ~(1 << i) for i, row in enumerate(strong)]
-
-        barriers = relation(
-            lambda a, b: a.event.kind == b.event.kind == "B" and a.event.place == b.event.place
-        )
-        self.fences_first = fences_first
-        self.static = closure(union(self.po, intersect(barriers, same_cta), fences_first))
+        def pairs(holds: Callable[[Node, Node], bool]) -> Relation:
+            return build(len(nodes), lambda i, j: holds(nodes[i], nodes[j]))
 
         def some(kind: str, *orders: str) -> int:
-            return sum(
-                1 << i
-                for i, n in enumerate(nodes)
-                if n.event.kind == kind and n.event.order in orders
-            )
+            return events(lambda n: n.event.kind == kind and n.event.order in orders)
 
-        every = (1 << size) - 1
-        po_address = intersect(self.po, self.same_address)
+        memory = events(lambda n: n.event.kind in "RW")
+        self.writes = events(lambda n: n.event.kind == "W")
+        self.initial = events(lambda n: n.thread < 0)
+        self.generic = memory & events(lambda n: n.event.proxy == "generic")
+        self.alias_fences = events(lambda n: n.event.kind == "P" and n.event.proxy == "alias")
+        # Whether anything may be accessed in more than one way.
+        self.mixed = self.generic != memory or any(n.address != n.memory for n in nodes)
+
+        one_thread = pairs(lambda a, b: a.thread == b.thread and a.thread >= 0)
+        po = intersect(one_thread, build(len(nodes), lambda i, j: i < j))
+        both_memory = restrict(pairs(lambda a, b: True), memory, memory)
+        self.same_memory = intersect(both_memory, pairs(lambda a, b: a.memory == b.memory))
+        self.same_address = intersect(both_memory, pairs(lambda a, b: a.address == b.address))
+        self.po_address = intersect(po, self.same_address)
+        same_cta = pairs(lambda a, b: a.cta == b.cta and a.thread >= 0)
+        # Barriers have no proxy.
+        same_proxy = pairs(
+            lambda a, b: a.event.proxy == b.event.proxy and "B" not in (a.event.kind, b.event.kind)
+        )
+        in_scope = pairs(
+            lambda a, b: _is_strong(a) and _is_strong(b) and _in_scope(a, b) and _in_scope(b, a)
+        )
+        overlap = pairs(
+            lambda a, b: (
+                a.address == b.address or a.event.kind not in "RW" or b.event.kind not in "RW"
+            )
+        )
+        strong = intersect(union(one_thread, in_scope), same_proxy, overlap)
+        self.morally_strong = [row & ~(1 << i) for i, row in enumerate(strong)]
+
+        barriers = pairs(
+            lambda a, b: a.event.kind == b.event.kind == "B" and a.event.place == b.event.place
+        )
+        barriers = intersect(barriers, same_cta)
+        self.static = closure(union(po, barriers, fences_first))  # Base causality without syncs.
+
+        # A release is seen through a strong write, an acquire sees through a strong read.
         writes, reads = some("W", "relaxed", "release"), some("R", "relaxed", "acquire")
         fences = some("F", "acq_rel", "sc")
-        # A release is seen through a strong write, an acquire sees through a strong read.
         self.release = union(
-            restrict(reflexive(po_address), some("W", "release"), writes),
-            restrict(self.po, fences, writes),
+            restrict(reflexive(self.po_address), some("W", "release"), writes),
+            restrict(po, fences, writes),
         )
         self.acquire = union(
-            restrict(reflexive(po_address), reads, some("R", "acquire")),
-            restrict(self.po, reads, fences),
+            restrict(reflexive(self.po_address), reads, some("R", "acquire")),
+            restrict(po, reads, fences),
         )
-        self.rmw = [0] * size
-        self.depends = [0] * size
+
+        self.rmw = [0] * len(nodes)
+        self.depends = [0] * len(nodes)
         for i, node in enumerate(nodes):
             if node.event.partner >= 0:
                 self.rmw[node.event.partner] |= 1 << i
             for source in node.event.depends:
                 self.depends[source] |= 1 << i
                 if node.event.kind == "B":  # What one thread contributes, all threads get.
-                    self.depends[source] |= barriers[i] & same_cta[i]
-        self.program_order = po_address
-        self.generic = sum(
-            1 << i for i, n in enumerate(nodes) if n.event.kind in "RW" and n.event.proxy == "generic"
-        )
-        self.mixed = any(n.event.proxy != "generic" for n in nodes) or any(
-            n.address != n.memory for n in nodes
-        )
-        self.same_cta_and_proxy = intersect(intersect(same_cta, same_proxy), self.same_address)
-        self.proxy_fence = restrict(
-            intersect(same_proxy, same_cta),
-            sum(1 << i for i, n in enumerate(nodes) if n.event.kind in "FP"),
-            every & ~sum(1 << i for i, n in enumerate(nodes) if n.event.kind in "FPB"),
-        )
-        self.alias_fences = sum(
-            1 << i
-            for i, n in enumerate(nodes)
-            if n.event.kind == "P" and n.event.proxy == "alias"
-        )
+                    self.depends[source] |= barriers[i]
+
+        self.same_cta_and_proxy = intersect(same_cta, same_proxy, self.same_address)
+        proxy_fences = events(lambda n: n.event.kind in "FP")
+        self.proxy_fence = restrict(intersect(same_proxy, same_cta), proxy_fences, memory)
 
     def preserved(self, base: Relation) -> Relation:
-        """The part of base causality that proxies preserve: same-address pairs of memory operations."""
-        same = intersect(base, self.same_address)
-        result = restrict(same, self.generic, self.generic)
+        """The part of base causality that proxies preserve."""
+        result = restrict(intersect(base, self.same_address), self.generic, self.generic)
         if not self.mixed:
             return result
         every = (1 << len(self.nodes)) - 1
+        generic = [self.generic & 1 << i for i in range(len(self.nodes))]
         # From an operation to a fence of its proxy behind it; from such a fence to an operation.
-        fenced = intersect(base, inverse(self.proxy_fence))
-        unfenced = intersect(base, self.proxy_fence)
-        starts = union(restrict(reflexive([0] * len(base)), self.generic, every), fenced)
-        ends = union(restrict(reflexive([0] * len(base)), self.generic, every), unfenced)
+        starts = union(generic, intersect(base, inverse(self.proxy_fence)))
+        ends = union(generic, intersect(base, self.proxy_fence))
         across = compose(compose(starts, base), ends)
-        through = compose(restrict(base, every, self.alias_fences), base)
-        aliased = compose(compose(starts, through), ends)
+        through_alias = compose(restrict(base, every, self.alias_fences), base)
+        aliased = compose(compose(starts, through_alias), ends)
         return union(
             result,
             intersect(base, self.same_cta_and_proxy),
@@ -207,16 +192,18 @@ class Causality:
         if not is_acyclic(union(rf, frame.depends)):
             return False  # No thin air.
         communication = intersect(strong, union(rf, coherence, before))
-        return is_acyclic(union(communication, frame.program_order))  # SC per location.
+        return is_acyclic(union(communication, frame.po_address))  # SC per location.
 
     def races(self) -> list[tuple[int, int]]:
         """Conflicting accesses that are neither ordered by causality nor morally strong."""
         frame = self.frame
         found = []
         for i, row in enumerate(frame.same_memory):
+            if frame.initial >> i & 1:
+                continue
             ordered = self.base[i] | frame.morally_strong[i] | frame.initial | 1 << i
             for j in bits(row & ~ordered):
                 conflict = (frame.writes >> i | frame.writes >> j) & 1
-                if i < j and conflict and not self.base[j] >> i & 1 and not frame.initial >> i & 1:
+                if i < j and conflict and not self.base[j] >> i & 1:
                     found.append((i, j))
         return found

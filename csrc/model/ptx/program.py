@@ -12,11 +12,15 @@ Threads are columns, as in published tests, or sections, one instruction a line:
       ld.weak r0, x
     forall (P1:r0 == 1)
 
-Beyond published tests there is ``until r0 >= 1``, a loop that is left by its last round: executions in
-which the condition does not hold are none; the proxy ``async``, that of TMA: ``ald``, ``ast``; and
-``bar.cta.red 1``, __syncthreads_or() of whether what the threads have done so far has succeeded, where
-they go on only if all have. In sections, ``#`` begins a comment, and ``!`` a way to break the line
-before it; see ``variants.py``.
+Beyond published tests there are
+
+- ``until r0 >= 1``: a loop that is left by its last round. Executions in which the condition does
+  not hold are none;
+- ``bar.cta.red 1``: __syncthreads_or() of whether what the threads have done so far has succeeded,
+  behind which they go on only if all have;
+- the proxy ``async``, that of TMA: ``ald``, ``ast``, ``fence.proxy.async``.
+
+In sections, ``#`` begins a comment, and ``!`` a way to break the line; see ``variants.py``.
 """
 
 from __future__ import annotations

@@ -26,8 +26,12 @@ def union(*relations: Relation) -> Relation:
     return result
 
 
-def intersect(a: Relation, b: Relation) -> Relation:
-    return [x & y for x, y in zip(a, b, strict=True)]
+def intersect(*relations: Relation) -> Relation:
+    result = list(relations[0])
+    for relation in relations[1:]:
+        for i, row in enumerate(relation):
+            result[i] &= row
+    return result
 
 
 def compose(a: Relation, b: Relation) -> Relation:

@@ -121,9 +121,9 @@ class _Search:
         for c in self.constraints:
             left = write.value if c.left == Read(read) else c.left
             right = write.value if c.right == Read(read) else c.right
-            if isinstance(left, int) and isinstance(right, int):
-                if COMPARE[c.comparison](left, right) != c.holds:
-                    return False
+            known = isinstance(left, int) and isinstance(right, int)
+            if known and COMPARE[c.comparison](left, right) != c.holds:
+                return False
         return True
 
     def _assign(

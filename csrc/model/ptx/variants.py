@@ -1,8 +1,9 @@
 """The ways to break a protocol that its text lists, each as a program of its own.
 
-After an instruction, ``! drop`` leaves it out (a barrier, for all threads of the CTA), ``! relaxed`` and
-the like give it another order, ``! gpu`` and the like another scope, and ``! st.weak x, 1`` puts another
-instruction in its place. A line ``! x1 -> x0`` replaces a name everywhere.
+After an instruction, ``! drop`` leaves it out (a barrier, for all threads of the CTA),
+``! relaxed`` and so on give it another order, ``! gpu`` and so on another scope, and
+``! st.weak x, 1`` puts another instruction in its place. A line ``! x1 -> x0`` replaces a name
+everywhere.
 """
 
 from __future__ import annotations
