@@ -15,7 +15,7 @@ Threads are columns, as in published tests, or sections, one instruction a line:
 Beyond published tests there are
 
 - ``until r0 >= 1``: a loop that is left by its last round. Executions in which the condition does
-  not hold are none;
+  not hold are none. Rounds before would only restrict what the last one reads;
 - ``bar.cta.red 1``: __syncthreads_or() of whether what the threads have done so far has succeeded,
   behind which they go on only if all have;
 - the proxy ``async``, that of TMA: ``ald``, ``ast``, ``fence.proxy.async``.

@@ -20,7 +20,7 @@
 // one of them, since signal() first calls sync(). All accesses after wait() happen after the
 // acquire by one of them, since wait() ends with a sync(). Causality order is transitive through
 // synchronisation of different scopes, so plain accesses to the data suffice, also to the memory of
-// other devices.
+// other devices. csrc/model/ptx/protocols checks that under PTX's memory model.
 //
 // A polling thread regularly checks whether a rank has failed, whether the host has asked it to
 // stop, and whether the timeout has passed, so every wait ends. A rank that fails reports the
