@@ -7,7 +7,8 @@
 #   make test-oldest, make test-newest
 #                   the same in a copy, with the oldest supported torch and with the newest
 #                   (TORCH_INDEX: an index with CPU builds of torch)
-#   make model      the signal protocol, all states of its models; needs SPIN (apt-get install spin)
+#   make model      the device protocols under PTX's memory model, and all states of the models of the
+#                   signal protocol; the latter need SPIN (apt-get install spin)
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
 #   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
 #   make peers      what the benchmarks compare with, as far as pip can install it here

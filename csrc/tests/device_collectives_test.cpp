@@ -270,14 +270,16 @@ struct Failing {
   }
 };
 
-// If a rank is late, the others report a timeout and poison their results. Their later kernels
-// return at once, and the late rank reports the failure of a peer.
+// If a rank is late, the others report a timeout and, after a fence of each thread, poison their
+// results. Their later kernels return at once, and the late rank reports the failure of a peer.
 void test_late_rank(int ranks, Algorithm algorithm) {
   Failing job(ranks, algorithm, 1.0);
   const int late = ranks - 1;
   auto streams = job.streams;
   streams[late].clear();
+  const int fences = CpuTeam::fences;
   run_streams(streams, 2, 2);
+  CHECK(CpuTeam::fences - fences == late * 2 * 2);
   for (int rank = 0; rank < late; ++rank) {
     const DeviceFailure& failure = job.failure(rank);
     const bool peer_failed = failure.kind == DeviceFailureKind::kPeer;

@@ -82,6 +82,11 @@ class CudaTeam {
 #endif
     return old;
   }
+  PK_HOST_DEVICE void fence() const {
+#ifdef __CUDA_ARCH__
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+#endif
+  }
 
   PK_HOST_DEVICE uint64_t now() const {
     uint64_t nanoseconds = 0;

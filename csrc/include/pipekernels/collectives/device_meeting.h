@@ -12,13 +12,15 @@
 //   load_acquire(p), load_relaxed(p), store_release(p, v)
 //                                  atomic accesses of system scope (all devices and hosts);
 //   exchange(p, v)                 an atomic exchange of device scope;
+//   fence()                        orders this thread's accesses before it and after it, for the
+//                                  system;
 //   now(), pause()                 a clock in nanoseconds, and a short sleep between polls.
 //
 // Memory ordering. All accesses of a block's threads before signal() happen before the release by
 // one of them, since signal() first calls sync(). All accesses after wait() happen after the
 // acquire by one of them, since wait() ends with a sync(). Causality order is transitive through
 // synchronisation of different scopes, so plain accesses to the data suffice, also to the memory of
-// other devices.
+// other devices. csrc/model/ptx/protocols checks that under PTX's memory model.
 //
 // A polling thread regularly checks whether a rank has failed, whether the host has asked it to
 // stop, and whether the timeout has passed, so every wait ends. A rank that fails reports the
@@ -328,7 +330,10 @@ class Meeting {
         if (peer != rank()) team_.store_release(&failed(ranks_.memory[peer], rank()), status);
       }
     }
-    team_.sync();  // The peers are told before any thread overwrites data that they may be reading.
+    // The peers are told before any thread overwrites data that they may be reading. The release
+    // above does not order what follows it; csrc/model/ptx/protocols/preserved.litmus.
+    team_.sync();
+    team_.fence();
     return false;
   }
 

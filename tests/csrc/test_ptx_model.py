@@ -1,0 +1,99 @@
+"""The checker of csrc/model/ptx, and that its programs are made of the instructions of the code."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "csrc" / "model"
+PROTOCOLS = {path.stem: path.read_text() for path in (MODEL / "ptx" / "protocols").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def check_ptx() -> Iterator[Any]:
+    sys.path.insert(0, str(MODEL))
+    yield importlib.import_module("check_ptx")
+    sys.path.remove(str(MODEL))
+
+
+def test_classic_shapes_have_their_verdicts(check_ptx: Any) -> None:
+    tests = check_ptx.classic()
+    assert len(tests) >= 36
+    assert [test.name for test in tests if not check_ptx.passes(test)] == []
+
+
+def test_an_axiom_less_changes_verdicts(check_ptx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classic tests are a test of the checker: without causality, some are wrong."""
+    axioms = sys.modules["ptx.axioms"]
+    monkeypatch.setattr(axioms.Frame, "preserved", lambda self, base: [0] * len(base))
+    wrong = {test.name for test in check_ptx.classic() if not check_ptx.passes(test)}
+    assert {"MP-release-acquire", "MP-barrier", "SB-fence-sc", "ISA2-growing-scopes"} <= wrong
+
+
+@pytest.mark.parametrize("name", ["signal", "announced", "preserved", "failure", "pushed"])
+def test_protocol_holds_and_each_break_is_found(check_ptx: Any, name: str) -> None:
+    whole, *broken = check_ptx.programs(name)
+    assert check_ptx.search(whole[1]).error == ""
+    assert len(broken) >= 5
+    for what, program, _ in broken:
+        assert check_ptx.search(program).error in ("wrong value", "data race"), what
+
+
+def test_a_race_is_found_though_values_are_right(check_ptx: Any) -> None:
+    text = "PTX t\n{ x = 0; }\nP0@cta 0,gpu 0\n  st.weak x, 1\nP1@cta 0,gpu 0\n  st.weak x, 1\n"
+    program = check_ptx.parse(f"{text}forall (x == 1)")
+    assert check_ptx.search(program).error == "data race"
+
+
+def test_a_program_that_never_ends_proves_nothing(check_ptx: Any) -> None:
+    text = "PTX t\n{ x = 0; }\nP0@cta 0,gpu 0\n  ld.weak r0, x\n  until r0 == 1\nforall (x == 0)"
+    assert check_ptx.search(check_ptx.parse(text)).error == "no execution"
+
+
+def test_published_verdicts_are_counted(
+    check_ptx: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "PTX t\n{ x = 0; }\n P0@cta 0,gpu 0 ;\n ld.weak r0, x ;\nexists (0:r0 == 0)"
+    (tmp_path / "t.litmus").write_text(text)
+    (tmp_path / "u.litmus").write_text(text.replace("ld.weak r0, x", "bar.cta.arrive 1"))
+    verdicts = tmp_path / "verdicts.csv"
+    verdicts.write_text("t.litmus,1\nu.litmus,1\n")
+    assert check_ptx.check_published(tmp_path, verdicts)
+    assert "1 agree, 0 disagree, 1 unsupported" in capsys.readouterr().out
+    verdicts.write_text("t.litmus,0\n")
+    assert not check_ptx.check_published(tmp_path, verdicts)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_without_spin_the_device_protocols_are_checked(
+    check_ptx: Any, right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = importlib.import_module("check")
+    monkeypatch.setattr(sys, "argv", ["check.py"])
+    monkeypatch.setattr(check_ptx, "check", lambda: right)
+    monkeypatch.setattr(check.shutil, "which", lambda tool: None)
+    assert check.main() == (0 if right else 1)
+    assert "NOT checked: spin is not installed" in capsys.readouterr().out
+
+
+def opcodes(text: str) -> set[str]:
+    """Strong accesses and fences, without address space and type."""
+    found = re.findall(r"\b((?:ld|st|atom|fence)\.(?:relaxed|acquire|release|acq_rel)[\w.]*)", text)
+    return {re.sub(r"\.global|\.[bsu]\d+", "", opcode) for opcode in found}
+
+
+def test_programs_have_the_instructions_of_the_code() -> None:
+    used = {opcode for text in PROTOCOLS.values() for opcode in opcodes(text)}
+    team = opcodes((ROOT / "csrc/cuda/collectives/device_team.cuh").read_text())
+    assert {"ld.acquire.sys", "st.release.sys", "fence.acq_rel.sys"} <= team <= used
+    gemm = (ROOT / "pipekernels/kernels/sharded_gemm.py").read_text()
+    atomics = re.findall(r'tl\.atomic_add\(.*sem="(\w+)", scope="(\w+)"\)', gemm)
+    assert len(atomics) == 2
+    assert {f"atom.{order}.{scope}.add" for order, scope in atomics} <= used
