@@ -7,7 +7,6 @@ wrong or a case failed; results are saved after every row.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import subprocess
@@ -30,9 +29,11 @@ CPU_STAGES = 2
 
 
 def agreed(ranks: Ranks, case: dict[str, object], work: Callable[[], Row]) -> Row:
-    """A row of all ranks: an error if any of them failed."""
+    """A row of all ranks: an error if any of them failed, which later cases survive."""
     (row,) = attempt(case, work)
     failed = ranks.sum(int("error" in row))
+    if failed:
+        ranks.renew()
     if failed and "error" not in row:
         row = {**case, "error": f"RuntimeError: {failed} other ranks failed"}
     return {**row, "ranks": ranks.ranks}
@@ -60,7 +61,9 @@ def run(ranks: Ranks, quick: bool) -> Iterator[Row]:
         yield agreed(ranks, about, work)
     devices = [torch.device("cpu")] * CPU_STAGES
     if ranks.device.type == "cuda":
-        devices = [torch.device("cuda", i) for i in range(usable_gpus())]
+        devices = [
+            torch.device("cuda", i) for i in range(min(torch.cuda.device_count(), MOST_GPUS))
+        ]
     width = pipe.TINY_WIDTH if quick else pipe.WIDTH
     for rows in pipe.TINY_ROWS if quick else pipe.ROWS:
         about = {"part": "pipe", "stages": len(devices), "rows": rows, "type": "bfloat16"}
@@ -69,11 +72,17 @@ def run(ranks: Ranks, quick: bool) -> Iterator[Row]:
 
 
 def keep(rows: list[Row]) -> Path:
-    """Save the rows, and a plot beside them; returns the path of the rows."""
-    path = harness.save("nccl", rows, CONDITIONS)
-    with contextlib.suppress(ImportError):  # no matplotlib
+    """Save the rows; returns the path."""
+    return harness.save("nccl", rows, CONDITIONS)
+
+
+def draw(rows: list[Row], path: Path) -> str:
+    """Plot the rows beside ``path``; returns where, or why not."""
+    try:
         plot(rows, path.with_suffix(".svg"))
-    return path
+    except ImportError as error:
+        return f"no plot: {error}"
+    return str(path.with_suffix(".svg"))
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -90,7 +99,9 @@ def measure(args: argparse.Namespace) -> int:
     failed = [row for row in rows if "error" in row]
     bad = ranks.sum(wrong(rows) if ranks.rank == 0 else 0)
     if ranks.rank == 0:
-        print(f"\n{table(rows)}\n\n{path or ''}", flush=True)
+        print(f"\n{table(rows)}\n", flush=True)
+        if path is not None:
+            print(f"{path}\n{draw(rows, path)}", flush=True)
         print(f"{bad} elements are wrong; {len(failed)} of {len(rows)} cases failed", flush=True)
         if failed:
             print(f"the first with: {reason(failed[0]['error'])}", flush=True)

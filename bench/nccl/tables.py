@@ -83,20 +83,27 @@ def _part(title: str, rows: list[Row], *keys: str) -> list[str]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Bus bandwidth over size, an axis per collective, as an SVG file."""
+    """Bus bandwidth over size in the first dtype, an axis per collective, as an SVG file.
+    Of torch's backend only that of ordinary tensors.
+    """
+    measured = [row for row in rows if "operation" in row and "candidates" in row]
+    dtype = measured[0]["type"] if measured else ""
     with svg(path, len(OPERATIONS)) as axes:
         for axis, operation in zip(axes, OPERATIONS, strict=True):
             lines: dict[str, list[tuple[int, float]]] = {}
-            for row in rows:
-                if row.get("operation") != operation or "candidates" not in row:
+            for row in measured:
+                if (row["operation"], row["type"]) != (operation, dtype):
                     continue
                 for name, figures in row["candidates"].items():
-                    label = ", ".join((name, row["tensor"], row["place"], row["type"]))
-                    lines.setdefault(label, []).append((row["size"], figures["busbw"]))
+                    if name == OURS or row["tensor"] == "ordinary":
+                        label = f"{name}, {row['tensor']}, {row['place']}"
+                        lines.setdefault(label, []).append((row["size"], figures["busbw"]))
             for label, points in sorted(lines.items()):
                 style: dict[str, Any] = {} if label.startswith(OURS) else {"linestyle": "--"}
                 axis.plot(*zip(*points, strict=True), marker=".", label=label, **style)
-            axis.set(title=operation, xlabel="bytes", ylabel="bus bandwidth in GB/s")
+            axis.set(title=f"{operation}, {dtype}", xlabel="bytes")
             axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
             if lines:
-                axis.legend(fontsize="x-small")
+                axis.legend(fontsize="small")
+        axes[0].set_ylabel("bus bandwidth in GB/s")

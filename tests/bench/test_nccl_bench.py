@@ -186,6 +186,7 @@ def test_rows_are_kept_with_a_plot_and_shown_on_a_page(
     monkeypatch.setenv("OUT", str(tmp_path))
     rows = rows_of(alone)
     path = nccl.keep(rows)
+    assert path == tmp_path / "nccl.json"
     record = json.loads(path.read_text())
     page = report.render(record)
     assert "**all_gather, ordinary tensors, out of place; 1 ranks**" in page
@@ -193,8 +194,15 @@ def test_rows_are_kept_with_a_plot_and_shown_on_a_page(
     text = "<!-- bench:nccl -->\n<!-- /bench -->"
     assert report.UNMEASURED in report.update(text, {})
     pytest.importorskip("matplotlib")
-    nccl.keep(rows)
+    assert nccl.draw(rows, path) == str(tmp_path / "nccl.svg")
     assert (tmp_path / "nccl.svg").read_text().startswith("<?xml")
+
+
+def test_without_matplotlib_it_says_that_there_is_no_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert nccl.draw([], tmp_path / "nccl.json").startswith("no plot: import of matplotlib")
 
 
 def test_without_peer_access_the_backend_is_measured_alone(alone: Ranks) -> None:
@@ -218,14 +226,19 @@ def test_without_peer_access_the_backend_is_measured_alone(alone: Ranks) -> None
 def test_a_case_that_fails_is_a_row_and_the_others_are_measured(
     alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **options: Any) -> torch.Tensor:
+    right = Communicator.reduce_scatter
+
+    def fail_once(comm: Communicator, *args: Any, **options: Any) -> torch.Tensor:
+        monkeypatch.setattr(Communicator, "reduce_scatter", right)
+        comm.close()  # As an error on the device does.
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(layer, "row_linear", fail)
+    monkeypatch.setattr(Communicator, "reduce_scatter", fail_once)
     rows = rows_of(alone)
     (failed,) = (row for row in rows if "error" in row)
-    assert failed["part"] == "layer" and len(rows) == 22
-    assert "* layer, bfloat16, 3: RuntimeError: no kernel image" in tables.table(rows)
+    assert failed["operation"] == "reduce_scatter" and len(rows) == 22
+    named = "* collectives, reduce_scatter, ordinary, out, bfloat16, 1024: RuntimeError: no kernel"
+    assert named in tables.table(rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
