@@ -14,8 +14,10 @@
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
-#   make gpu-check  tests, memory checks and benchmarks on this machine's GPU, in 8 minutes, with the
-#                   Python that is there (PYTHON=...)
+#   make gpu-check  smoke cases, tests, benchmarks and memory checks on this machine's GPU, in 8
+#                   minutes, with the Python that is there (PYTHON=...)
+#   make bench-nccl collectives, the row-parallel layer and pipes on 2 to 8 GPUs, in turn with NCCL;
+#                   with the Python that is there (ARGS='--quick': tiny cases)
 #   make wheel      an ordinary isolated build, into build/wheel
 
 SHELL := /bin/bash
@@ -34,7 +36,8 @@ QUICK := not processes and not native and not compile and not project and not sl
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo check test test-oldest test-newest model soak bench peers lint cuda-check gpu-check wheel clean
+.PHONY: demo check test test-oldest test-newest model soak bench peers lint cuda-check gpu-check bench-nccl \
+  wheel clean
 
 $(TOOLS): constraints.txt
 	$(PYTHON) -m venv .venv
@@ -125,6 +128,10 @@ cuda-check: $(BUILT)
 
 gpu-check:
 	$(PYTHON) -m bench.gpu.check
+
+bench-nccl:
+	$(PYTHON) csrc/cmake/build_extension.py
+	$(PYTHON) -m bench.nccl $(ARGS)
 
 wheel: $(TOOLS)
 	rm -rf build/wheel build/lib*

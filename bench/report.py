@@ -1,5 +1,6 @@
 """Turns result files into plots beside them, and into the tables of README.md and docs/, between
-``<!-- bench:NAME -->`` markers. GPU benchmarks, ``gpu.NAME``, may have no results yet."""
+``<!-- bench:NAME -->`` markers. Those of GPUs, ``gpu.NAME`` and ``nccl``, may have no results yet.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
-        body = rendered.get(name, UNMEASURED if name.startswith("gpu.") else None)
+        body = rendered.get(name, UNMEASURED if name.startswith(("gpu.", "nccl")) else None)
         if body is None:
             raise ValueError(f"no result file for bench:{name}; run `make bench ARGS={name}`")
         return f"<!-- bench:{name} -->\n{body}\n<!-- /bench -->"

@@ -1,8 +1,13 @@
-"""``make gpu-check``: builds for the local GPU, then tests, checks and measures, in 8 minutes.
+"""``make gpu-check``: builds for the local GPU, then tests, measures and checks, in 8 minutes.
+
+After the build the first step (``bench/gpu/smoke.py``) tells within a minute what works at all. The
+tests are next; beside them, on idle cores, the tuner's candidates are compiled. Benchmarks then
+have the machine for themselves, and compute-sanitizer, the slowest, comes last.
 
 Uses the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
 pybind11, CMake and Ninja, but no network. If a step fails, the others are still run; the summary at
-the end and the exit status report it. Results go to ``$OUT``, or else ``bench/results/<gpu>``:
+the end and the exit status report it. Results go to ``$OUT``, or else ``bench/results/<gpu>``, in
+at most eight files:
 
 * ``gpu_check.log``: all output, with the summary at the end.
 * ``gpu.NAME.json``: the results of a benchmark, up to where it may have been stopped.
@@ -28,19 +33,37 @@ ROOT = Path(__file__).parent.parent.parent
 # Seconds of each step, 8 minutes in all. Time that a step does not use goes to the later ones.
 SHARES = {
     "environment": 15,
-    "build": 120,
+    "build": 110,
+    "smoke": 45,
     "kernels": 5,
     "info": 10,
-    "tests": 100,
-    "gpu.micro_batch": 25,
-    "gpu.pipe": 35,
-    "gpu.all_reduce": 55,
-    "gpu.p2p_copy": 20,
-    "gpu.soak": 25,
-    "gpu.sharded_gemm": 70,
+    "tests": 95,
+    "gpu.micro_batch": 20,
+    "gpu.pipe": 25,
+    "gpu.all_reduce": 35,
+    "gpu.p2p_copy": 15,
+    "gpu.soak": 15,
+    "gpu.sharded_gemm": 40,
+    "sanitizers": 50,
 }
-ENDING = 15  # seconds of a benchmark's share that are reserved for its end
-TOGETHER = 10  # test processes at the same time, including those under compute-sanitizer
+ENDING = 10  # seconds of a benchmark's share that are reserved for its end
+TOGETHER = 8  # test processes at the same time
+SMOKE_SECONDS = 25.0  # for a case, with the import of torch and the start of CUDA
+SMOKE_TOGETHER = 4  # cases at a time
+# Cases of bench/gpu/smoke.py, which this process does not import: they may break it.
+SMOKE = [
+    "copy",
+    "all-reduce, 1 thread",
+    "all-reduce, 2 threads",
+    "all-reduce, 2 processes",
+    "product, bfloat16",
+    "product, float16",
+    "product, tfloat32",
+    "product, float32",
+    "product, float8_e4m3fn",
+    "capture and replay",
+    "a rank that never comes",
+]
 # Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is a
 # separate allocation, so that memcheck sees every access out of bounds. Not for collectives: ranks
 # must not allocate device memory while others wait.
@@ -58,14 +81,17 @@ class Check:
     Args:
         folder: where results go.
         architecture: of the GPU, such as ``'90'``.
+        sms: its number of multiprocessors.
     """
 
-    def __init__(self, folder: Path, architecture: str) -> None:
+    def __init__(self, folder: Path, architecture: str, sms: int) -> None:
         self.log = Log(folder / "gpu_check.log")
         self.outcomes: list[Outcome] = []
+        self.sanitized: list[Outcome] = []
         self.tested: list[cuda_tests.Result] = []
         self._folder = folder
         self._architecture = architecture
+        self._sms = sms
         self._begin = time.monotonic()
 
     def run(self) -> bool:
@@ -82,6 +108,7 @@ class Check:
             },
         )
         if built.good:
+            self.smoke()
             compiled = ROOT / "build" / "gpu-check.log"  # those that were compiled anew
             compiled.write_text(built.output)
             self.step("kernels", [*python, "csrc/cmake/kernel_report.py", str(compiled)])
@@ -92,6 +119,7 @@ class Check:
                     seconds = max(1, int(self._deadline(name) - time.monotonic()) - ENDING)
                     command = [*python, "-m", "bench.gpu", name.removeprefix("gpu.")]
                     self.step(name, [*command, "--seconds", str(seconds)])
+            self.sanitizers()
         return self.finish()
 
     def step(
@@ -102,25 +130,65 @@ class Check:
         self.outcomes.append(outcome)
         return outcome
 
+    def smoke(self, device: str = "cuda") -> None:
+        """A process for each case, a few at a time, and a line as each of them ends."""
+        begin = time.monotonic()
+
+        def one(name: str) -> Outcome:
+            command = [sys.executable, "-u", "-m", "bench.gpu.smoke", name, "--device", device]
+            limit = min(self._deadline("smoke"), time.monotonic() + SMOKE_SECONDS)
+            found = run_step(name, command, {}, limit, None)
+            title = {"passed": "PASS", "skipped": "SKIP"}.get(found.status, "FAIL")
+            note = found.note if found.status == "passed" else f"{found.status}: {found.note}"
+            told = "" if found.good else found.output
+            self.log.write(f"{title} {name:<24} {found.seconds:4.1f} s  {note}\n{told}")
+            return found
+
+        self.log.write("\n==== smoke\n")
+        with ThreadPoolExecutor(SMOKE_TOGETHER) as pool:
+            found = list(pool.map(one, SMOKE))
+        bad = [outcome.name for outcome in found if not outcome.good]
+        note = f"{len(found)} cases" + f", {len(bad)} failed: {'; '.join(bad)}" * bool(bad)
+        status = "failed" if bad else "passed"
+        self.outcomes.append(Outcome("smoke", status, time.monotonic() - begin, note))
+
     def tests(self) -> None:
-        """The tests, and compute-sanitizer beside them, several processes at a time."""
+        """The tests, several processes at a time, but one of those that start ranks; and beside
+        them the compilation of the tuner's candidates."""
         begin = time.monotonic()
         deadline = self._deadline("tests")
         pytest = [sys.executable, "-m", "pytest"]
-        with ThreadPoolExecutor(TOGETHER) as pool:
-            checks = [pool.submit(self._sanitize, *check, deadline) for check in SANITIZERS]
+        command = [sys.executable, "-u", "-m", "bench.gpu.precompile"]
+        command += [self._architecture, str(self._sms)]
+        with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as lane:
+            compiling = pool.submit(
+                run_step, "tuner's kernels", command, {}, deadline, self.log, live=False
+            )
+            marks = {cuda_tests.ALONE: lane, cuda_tests.SHARING: pool}
+            found = {
+                mark: pool.submit(cuda_tests.collect, pytest, mark, self.log) for mark in marks
+            }
             pieces = [
-                pool.submit(cuda_tests.run, pytest, tests, deadline, self.log)
-                for tests in cuda_tests.collect(pytest, self.log)
+                marks[mark].submit(cuda_tests.run, pytest, tests, deadline, self.log)
+                for mark, collected in found.items()
+                for tests in collected.result()
             ]
-        self.tested = [piece.result() for piece in pieces]
+            self.tested = [piece.result() for piece in pieces]
+            seconds = time.monotonic() - begin
         outcomes = Counter(outcome for piece in self.tested for outcome in piece.outcomes.values())
         tests, skipped = outcomes.total(), outcomes["skipped"]
         bad = tests - skipped - outcomes["passed"]
         note = f"{tests} tests, {bad} did not pass, {skipped} were skipped"
         status = "failed" if bad or tests == skipped else "passed"
-        self.outcomes.append(Outcome("tests", status, time.monotonic() - begin, note))
-        self.outcomes += [check.result() for check in checks]
+        self.outcomes.append(Outcome("tests", status, seconds, note))
+        self.outcomes.append(compiling.result())
+
+    def sanitizers(self) -> None:
+        """compute-sanitizer, all runs at the same time."""
+        deadline = self._deadline("sanitizers")
+        with ThreadPoolExecutor(len(SANITIZERS)) as pool:
+            runs = [pool.submit(self._sanitize, *sanitizer, deadline) for sanitizer in SANITIZERS]
+        self.sanitized = [run.result() for run in runs]
 
     def _sanitize(
         self, name: str, tool: str, parts: list[str], environment: dict[str, str], deadline: float
@@ -140,15 +208,12 @@ class Check:
     def finish(self) -> bool:
         """Log the summary; returns whether all steps succeeded."""
         seconds = time.monotonic() - self._begin
-        lines = [
-            f"{outcome.name:<26} {outcome.status:<10} {outcome.seconds:4.0f} s  {outcome.note}"
-            for outcome in self.outcomes
-        ]
         self.log.write(
-            f"\n==== summary\n{cuda_tests.summary(self.tested)}\n\n" + "\n".join(lines)
-            + f"\n\n{seconds:.0f} s; results are in {self._folder}\n"
-        )  # fmt: skip
-        return all(outcome.good for outcome in self.outcomes)
+            f"\n==== summary\n{cuda_tests.summary(self.tested)}\n\n{_lines(self.outcomes)}"
+            f"\n\ncompute-sanitizer:\n{_lines(self.sanitized)}"
+            f"\n\n{seconds:.0f} s; results are in {self._folder}\n"
+        )
+        return all(outcome.good for outcome in [*self.outcomes, *self.sanitized])
 
     def _deadline(self, name: str) -> float:
         seconds = 0
@@ -157,6 +222,13 @@ class Check:
             if step == name:
                 break
         return self._begin + seconds
+
+
+def _lines(outcomes: list[Outcome]) -> str:
+    return "\n".join(
+        f"{outcome.name:<26} {outcome.status:<10} {outcome.seconds:4.0f} s  {outcome.note}"
+        for outcome in outcomes
+    )
 
 
 def _sanitizer() -> str | None:
@@ -185,7 +257,8 @@ def main() -> int:
         )
         return 1
     found = json.loads(asked.stdout.splitlines()[-1])
-    return 0 if Check(Path(found["folder"]), found["architecture"]).run() else 1
+    check = Check(Path(found["folder"]), found["architecture"], found["sms"])
+    return 0 if check.run() else 1
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ COLLECT_SECONDS = 60.0
 COMPILING = {"tests/local_ops/test_sharded_gemm.py"}
 SMALL_PIECE = 6
 OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
-OPTIONS = ["-m", "cuda", "-p", "no:cacheprovider"]
+OPTIONS = ["-p", "no:cacheprovider"]
+# Ranks that are processes take turns on the GPU, with each other and with whatever else uses it.
+SHARING, ALONE = "cuda and not processes", "cuda and processes"
 
 
 @dataclass
@@ -41,12 +43,12 @@ class Result:
         return [test for test, outcome in self.outcomes.items() if outcome in outcomes]
 
 
-def collect(pytest: Sequence[str], log: Log, size: int = PIECE) -> list[list[str]]:
-    """All tests marked ``cuda``, in pieces of up to ``size`` tests of one file; slow ones first.
+def collect(pytest: Sequence[str], marked: str, log: Log, size: int = PIECE) -> list[list[str]]:
+    """All tests so ``marked``, in pieces of up to ``size`` tests of one file; slow ones first.
 
     If pytest fails, its output is written to ``log``, and the tests that it found are returned.
     """
-    command = [*pytest, *OPTIONS, "--collect-only", "-q"]
+    command = [*pytest, *OPTIONS, "-m", marked, "--collect-only", "-q"]
     process = Process(command, {})
     if process.wait(COLLECT_SECONDS) not in (0, 5):  # 5: nothing is marked
         log.write(process.output)  # files that cannot be imported; the others are run

@@ -78,9 +78,13 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit(f"torch {torch.__version__} sees no CUDA GPU")
-    major, minor = torch.cuda.get_device_capability()
-    folder = harness.results_folder()
-    print(json.dumps({"architecture": f"{major}{minor}", "folder": str(folder)}))
+    gpu = torch.cuda.get_device_properties(0)
+    brief = {
+        "architecture": f"{gpu.major}{gpu.minor}",
+        "sms": gpu.multi_processor_count,
+        "folder": str(harness.results_folder()),
+    }
+    print(json.dumps(brief))
 
 
 if __name__ == "__main__":

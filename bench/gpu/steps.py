@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar
 
+SKIPPED = 77  # exit status of a command that cannot run here; its last line says why
 PATIENCE = 5.0  # seconds to print stacks after a timeout, and to die
 
 
@@ -138,7 +139,7 @@ def run_step(
     command: Sequence[str],
     environment: Mapping[str, str],
     deadline: float,
-    log: Log,
+    log: Log | None,
     *,
     live: bool = True,
 ) -> Outcome:
@@ -146,7 +147,8 @@ def run_step(
     earlier step cannot be killed.
 
     Args:
-        live: log its output line by line; otherwise at its end, for steps that run in parallel.
+        log: where its output goes, if anywhere.
+        live: log it line by line; otherwise at its end, for steps that run in parallel.
     """
     begin = time.monotonic()
     if deadline <= begin:
@@ -154,7 +156,7 @@ def run_step(
     if Process.unkillable:
         return Outcome(name, "not run", 0.0, f"process {Process.unkillable[0]} holds the GPU")
     title = f"\n==== {name}\n"
-    if live:
+    if log is not None and live:
         log.write(title)
     try:
         process = Process(command, environment, log if live else None)
@@ -162,7 +164,7 @@ def run_step(
         return Outcome(name, "failed", 0.0, f"it cannot be started: {error}")
     status = process.wait(deadline - begin)
     output = process.output
-    if not live:
+    if log is not None and not live:
         log.write(title + output)
     seconds = time.monotonic() - begin
     lines = output.strip().splitlines() or [""]
@@ -171,6 +173,8 @@ def run_step(
         return Outcome(name, "unkillable", seconds, note, output)
     if status is None:
         return Outcome(name, "timed out", seconds, lines[-1], output)
+    if status == SKIPPED:
+        return Outcome(name, "skipped", seconds, lines[-1], output)
     if status:
         return Outcome(name, "failed", seconds, f"exit status {status}: {lines[-1]}", output)
     notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]

@@ -1,18 +1,20 @@
-"""The parts of `make gpu-check`, on the CPU: steps, tests in processes, and the whole."""
+"""The parts of `make gpu-check`, on the CPU: steps, smoke, tests in processes, and the whole."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import check, cuda_tests, steps
+from bench.gpu import check, cuda_tests, smoke, steps
 
 pytestmark = pytest.mark.project
 
@@ -87,6 +89,12 @@ def test_a_step_that_cannot_be_started_fails(log: steps.Log) -> None:
     assert outcome.status == "failed" and "/no/such/program" in outcome.note
 
 
+def test_a_command_that_cannot_run_here_is_skipped(log: steps.Log) -> None:
+    code = f"import sys; print('no such GPU'); sys.exit({steps.SKIPPED})"
+    outcome = steps.run_step("skip", python(code), {}, in_seconds(60), log)
+    assert (outcome.status, outcome.note, outcome.good) == ("skipped", "no such GPU", True)
+
+
 def test_a_step_without_time_is_not_run(log: steps.Log) -> None:
     outcome = steps.run_step("late", python(""), {}, in_seconds(-1), log)
     assert (outcome.status, outcome.note) == ("not run", "no time was left for it")
@@ -113,6 +121,90 @@ def test_a_process_that_the_driver_holds_ends_the_use_of_the_gpu(
         assert tests.outcomes == {"a.py::t": "not run"}
     finally:
         os.kill(pid, signal.SIGKILL)
+
+
+# ---- smoke ----
+
+IN_PROCESSES = ["all-reduce, 2 processes", "capture and replay", "a rank that never comes"]
+
+
+def test_the_check_knows_all_smoke_cases() -> None:
+    assert list(smoke.CASES) == check.SMOKE
+
+
+@pytest.mark.parametrize("name", [name for name in check.SMOKE if name not in IN_PROCESSES])
+def test_smoke_cases(name: str, one_thread: None) -> None:
+    smoke.CASES[name](torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["copy", "product, float8_e4m3fn", "all-reduce, 1 thread"])
+def test_smoke_cases_notice_one_wrong_element(
+    name: str, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> torch.Tensor:
+            result = function(*args, **options)
+            result.view(-1)[-1] = -999
+            return result
+
+        return call
+
+    monkeypatch.setattr(smoke, "concat_micro_batches", wrong(smoke.concat_micro_batches))
+    monkeypatch.setattr(smoke.ops, "sharded_gemm", wrong(smoke.ops.sharded_gemm))
+    all_reduce = smoke.Communicator.all_reduce
+    monkeypatch.setattr(smoke.Communicator, "all_reduce", wrong(all_reduce))
+    with pytest.raises(AssertionError):
+        smoke.CASES[name](torch.device("cpu"))
+
+
+def smoke_of(
+    cases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[steps.Outcome, list[str]]:
+    """The step's outcome, and the lines that it logged."""
+    monkeypatch.setattr(check, "SMOKE", cases)
+    run = check.Check(tmp_path, "90", 132)
+    run.smoke("cpu")
+    (outcome,) = run.outcomes
+    lines = (tmp_path / "gpu_check.log").read_text().splitlines()
+    return outcome, [" ".join(line.split()) for line in lines]
+
+
+@pytest.mark.slow
+def test_smoke_cases_of_ranks_that_are_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "SMOKE_SECONDS", 60.0)
+    monkeypatch.setitem(check.SHARES, "smoke", 90)
+    outcome, lines = smoke_of(IN_PROCESSES, tmp_path, monkeypatch)
+    assert (outcome.status, outcome.note) == ("passed", "3 cases"), "\n".join(lines)
+    assert any(line.startswith("PASS all-reduce, 2 processes ") for line in lines)
+    assert any(line.startswith("PASS a rank that never comes ") for line in lines)
+    assert any(line.endswith("s skipped: a CPU has no CUDA graphs") for line in lines)
+
+
+def test_smoke_cases_that_crash_or_hang_affect_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = {
+        "good": "",
+        "crash": "import os; print('before'); os.abort()",
+        "hang": "import time\ndef stuck(): time.sleep(600)\nstuck()",
+        "wrong": "raise SystemExit('7 elements differ')",
+        "last": "",
+    }
+
+    def run_step(name: str, command: list[str], *rest: Any) -> steps.Outcome:
+        assert command[-3:] == [name, "--device", "cpu"]
+        return steps.run_step(name, python(codes[name]), *rest)
+
+    monkeypatch.setattr(check, "run_step", run_step)
+    monkeypatch.setattr(check, "SMOKE_SECONDS", 4.0)
+    outcome, lines = smoke_of(list(codes), tmp_path, monkeypatch)
+    assert outcome.note == "5 cases, 3 failed: crash; hang; wrong"
+    for begin in ("PASS good", "FAIL crash", "FAIL hang", "FAIL wrong", "PASS last"):
+        assert len([line for line in lines if line.startswith(begin)]) == 1, begin
+    assert "before" in lines and any("in stuck" in line for line in lines)
+    assert any(line.endswith("failed: exit status 1: 7 elements differ") for line in lines)
 
 
 # ---- tests in processes ----
@@ -157,14 +249,19 @@ def test_a_test_that_breaks_its_process_does_not_affect_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: steps.Log
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = cuda\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n cuda\n processes\n")
     (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "test_none.py").write_text("def test_on_the_cpu(): pass")
+    (tmp_path / "test_none.py").write_text(
+        "import pytest\ndef test_on_the_cpu(): pass\n"
+        "@pytest.mark.processes\n@pytest.mark.cuda\ndef test_ranks(): pass\n"
+    )
     pytest_command = [sys.executable, "-m", "pytest"]
     (tmp_path / "test_slow.py").write_text(TESTS.partition("def test_crash")[0])
     monkeypatch.setattr(cuda_tests, "COMPILING", {"test_slow.py"})
     monkeypatch.setattr(cuda_tests, "SMALL_PIECE", 2)
-    slow, *pieces = cuda_tests.collect(pytest_command, log, 4)
+    alone = cuda_tests.collect(pytest_command, cuda_tests.ALONE, log)
+    assert alone == [["test_none.py::test_ranks"]]
+    slow, *pieces = cuda_tests.collect(pytest_command, cuda_tests.SHARING, log, 4)
     assert slow == ["test_slow.py::test_good", "test_slow.py::test_bad[a b]"]
     assert pieces.pop(0) == ["test_slow.py::test_bad[c]"]
     assert [len(tests) for tests in pieces] == [4, 4, 2]
@@ -209,7 +306,7 @@ class Calls:
         command: list[str],
         environment: dict[str, str],
         deadline: float,
-        log: steps.Log,
+        log: steps.Log | None,
         *,
         live: bool = True,
     ) -> steps.Outcome:
@@ -228,7 +325,8 @@ def run_check(
     (tmp_path / "build").mkdir()
     monkeypatch.setattr(check, "run_step", calls)
     monkeypatch.setattr(check, "_sanitizer", lambda: "compute-sanitizer")
-    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, log: [["a.py::t"]])
+    found = {cuda_tests.SHARING: [["a.py::t"]], cuda_tests.ALONE: []}
+    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, marked, log: found[marked])
 
     def run_tests(
         pytest: list[str], tests: list[str], deadline: float, log: steps.Log
@@ -236,8 +334,8 @@ def run_check(
         return cuda_tests.Result(dict.fromkeys(tests, outcome), 1.0)
 
     monkeypatch.setattr(check.cuda_tests, "run", run_tests)
-    run = check.Check(tmp_path, "90")
-    return run.run(), calls, run.outcomes
+    run = check.Check(tmp_path, "90", 132)
+    return run.run(), calls, [*run.outcomes, *run.sanitized]
 
 
 def test_all_steps_are_run_for_the_gpu_at_hand(
@@ -249,19 +347,58 @@ def test_all_steps_are_run_for_the_gpu_at_hand(
     assert {f"gpu.{name}" for name in gpu.NAMES} <= set(calls.commands)
     assert calls.commands["racecheck"][:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert {outcome.status for outcome in outcomes} == {"passed"}
-    assert sum(check.SHARES.values()) <= 480
+    order = list(calls.commands)
+    assert order[:2] == ["environment", "build"] and set(order[2:13]) == set(check.SMOKE)
+    assert order.index("tuner's kernels") < order.index("gpu.micro_batch")
+    assert calls.commands["tuner's kernels"][-2:] == ["90", "132"]
+    assert set(order[-4:]) == {name for name, *_ in check.SANITIZERS}
+    assert sum(check.SHARES.values()) <= 480 and check.SHARES["smoke"] < 60
+    assert len(["gpu_check.log", *gpu.NAMES, "the tuner's table"]) <= 8
     for printed in (capsys.readouterr().out, (tmp_path / "gpu_check.log").read_text()):
         assert "a.py: 1 passed" in printed and "gpu.micro_batch            passed" in printed
+        before, sanitized = printed.split("compute-sanitizer:\n")
+        assert "racecheck" in sanitized and "racecheck" not in before.partition("summary")[2]
 
 
-@pytest.mark.parametrize("failing", ["gpu.micro_batch", "memcheck", "environment"])
+def test_tests_that_start_processes_run_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = threading.Lock()
+    running, most = {"a": 0, "s": 0}, {"a": 0, "s": 0}
+    found = {
+        cuda_tests.SHARING: [[f"s{i}.py::t"] for i in range(6)],
+        cuda_tests.ALONE: [[f"a{i}.py::t"] for i in range(6)],
+    }
+
+    def run_tests(
+        pytest: list[str], tests: list[str], deadline: float, log: steps.Log
+    ) -> cuda_tests.Result:
+        kind = tests[0][0]
+        with lock:
+            running[kind] += 1
+            most[kind] = max(most[kind], running[kind])
+        time.sleep(0.1)
+        with lock:
+            running[kind] -= 1
+        return cuda_tests.Result(dict.fromkeys(tests, "passed"), 1.0)
+
+    monkeypatch.setattr(check, "run_step", Calls(set()))
+    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, marked, log: found[marked])
+    monkeypatch.setattr(check.cuda_tests, "run", run_tests)
+    run = check.Check(tmp_path, "90", 132)
+    run.tests()
+    assert len(run.tested) == 12 and most["a"] == 1 and most["s"] > 1
+
+
+@pytest.mark.parametrize("failing", ["gpu.micro_batch", "memcheck", "environment", "copy"])
 def test_a_failing_step_is_reported_and_does_not_stop_others(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, calls, outcomes = run_check(tmp_path, monkeypatch, failing={failing})
     assert not good
-    assert list(calls.commands)[-1] == f"gpu.{gpu.NAMES[-1]}"
-    assert [outcome.name for outcome in outcomes if outcome.status == "failed"] == [failing]
+    assert {f"gpu.{gpu.NAMES[-1]}", *(name for name, *_ in check.SANITIZERS)} <= set(calls.commands)
+    step = "smoke" if failing in check.SMOKE else failing
+    assert [outcome.name for outcome in outcomes if outcome.status == "failed"] == [step]
 
 
 @pytest.mark.parametrize(

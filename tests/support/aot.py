@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +80,8 @@ def cases() -> list[Case]:
 
 def build(case: Case) -> Kernel | str:
     """Compile ``case``; returns the compiler's message if that fails."""
+    from bench.gpu.precompile import compiled
+
     try:
         (kernel,) = compiled(case.architecture, lambda: _launch(case))
     except Exception as error:  # noqa: BLE001
@@ -96,64 +97,9 @@ def build(case: Case) -> Kernel | str:
     return Kernel(kernel.asm["ptx"], found.shared, registers, stack, scratch, boxes)
 
 
-def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
-    """The kernels that ``launches()`` would start. Triton compiles them, but starts none."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
-
-    from pipekernels.kernels import launch
-
-    class Absent(DriverBase):
-        """A driver that only names the target of the compilation."""
-
-        def __init__(self) -> None:
-            pass
-
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            raise AssertionError("a launch does not ask for that")
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", architecture, 32)
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cpu")
-
-        def get_benchmarker(self) -> Any:
-            raise AssertionError("a launch does not ask for that")
-
-        def get_current_device(self) -> int:
-            return architecture  # Triton caches kernels by device.
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    found: list[Any] = []
-
-    class Recorder:
-        """Replaces the kernel: compiles it for the arguments of a launch."""
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **kwargs: found.append(
-                launch_kernel.run(*args, grid=grid, warmup=True, **kwargs)
-            )
-
-    launch_kernel = launch.gemm_kernel
-    triton.runtime.driver.set_active(Absent())
-    launch.gemm_kernel = Recorder()
-    try:
-        launches()
-    finally:
-        launch.gemm_kernel = launch_kernel
-    return found
-
-
 def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
     """For small products of many sizes: the launcher's signature, and the hash of the kernel."""
+    from bench.gpu.precompile import compiled
     from pipekernels.kernels.launch import Product, launch
 
     config = Config(Blocks(16, 32, 16, 4, 2))

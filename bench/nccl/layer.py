@@ -1,0 +1,86 @@
+"""The row-parallel layer of Llama-70B's MLP: product and all-reduce, fused and one after the other.
+
+``fused``: our kernel announces rows of the product, which are summed meanwhile. Else cuBLAS, then
+the sum, by us or by torch's backend. Values are checked with zeros and ones, so few that sums over
+all ranks are exact in bfloat16, and timed with random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from bench.nccl.collectives import Row, rated
+from bench.nccl.ranks import OURS, Ranks
+from pipekernels.tensor_parallel.functional import row_linear
+
+FUSED, PLAIN = f"{OURS}, fused", f"{OURS}, not fused"
+SIZES = (8192, 28672)  # hidden and inner features
+TINY_SIZES = (64, 128)
+TOKENS = [1, 16, 256, 1024, 4096]
+TINY_TOKENS = [3]
+MOST_ONES = 200  # in a row of all ranks' inputs: bfloat16 holds integers up to 256
+PERIOD = 13
+
+
+def operands(
+    rank: int, ranks: int, tokens: int, sizes: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A rank's input, ``[tokens, inner / ranks]``, and its part of the weight."""
+    hidden, inner = sizes
+    own = inner // ranks
+    columns = torch.arange(own, device=device)
+    rows, features = (torch.arange(count, device=device)[:, None] for count in (tokens, hidden))
+    x = (columns + rows + rank) % math.ceil(inner / MOST_ONES) == 0
+    weight = (columns * 3 + features + rank) % PERIOD < 7
+    return x.to(torch.bfloat16), weight.to(torch.bfloat16)
+
+
+def calls(x: Tensor, weight: Tensor, ranks: Ranks) -> dict[str, Callable[[], Tensor]]:
+    """The candidates. On a CPU nothing can be fused."""
+    on_gpu, ours = x.is_cuda, ranks.communicator
+
+    def theirs() -> Tensor:
+        product = functional.linear(x, weight)
+        dist.all_reduce(product)
+        return product
+
+    found: dict[str, Callable[[], Tensor]] = {}
+    if ours is not None:
+        plain = "cublas" if on_gpu else "auto"
+        if on_gpu:
+            found[FUSED] = lambda: row_linear(x, weight, ours, algorithm="overlapped")
+        found[PLAIN] = lambda: row_linear(x, weight, ours, algorithm=plain)
+    return {**found, ranks.peer: theirs}
+
+
+def measure(tokens: int, sizes: tuple[int, int], ranks: Ranks, rounds: int) -> Row:
+    """One row; size and count are those of the result that is summed."""
+    x, weight = operands(ranks.rank, ranks.ranks, tokens, sizes, ranks.device)
+    right = torch.zeros(tokens, sizes[0], device=ranks.device)
+    for rank in range(ranks.ranks):
+        other_x, other_weight = operands(rank, ranks.ranks, tokens, sizes, ranks.device)
+        right += functional.linear(other_x.float(), other_weight.float())
+    ways = calls(x, weight, ranks)
+
+    def wrong(call: Callable[[], Tensor]) -> int:
+        return ranks.sum(int((call().float() != right).sum()))
+
+    ones = x.clone(), weight.clone()
+    found = {name: wrong(call) for name, call in ways.items()}
+    x.normal_()
+    weight.normal_(std=sizes[1] ** -0.5)
+    figures = ranks.compare(ways, rounds)
+    for tensor, contents in zip((x, weight), ones, strict=True):
+        tensor.copy_(contents)
+    size = right.numel() * x.itemsize
+    candidates = {
+        name: rated(figures[name], "all_reduce", ranks.ranks, size, wrong=found[name] + wrong(call))
+        for name, call in ways.items()
+    }
+    return {"size": size, "count": right.numel(), "redop": "sum", "candidates": candidates}
