@@ -38,25 +38,32 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 # ---- collectives ----
 
 
-def all_reduce(inputs: list[Tensor], op: str = "sum") -> Tensor:
-    """The elementwise reduction of ``inputs`` in rank order, as every rank receives it.
+def all_reduce(inputs: list[Tensor], op: str = "sum", order: str = "rank") -> Tensor:
+    """The elementwise reduction of ``inputs`` in rank or tree order, as every rank receives it.
 
     16-bit floating-point types are reduced in float32 and rounded once.
     """
     dtype = inputs[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
-    total = inputs[0].to(wide)
-    for term in inputs[1:]:
-        total = combine(total, term.to(wide))
+
+    def reduce(terms: list[Tensor]) -> Tensor:
+        if len(terms) == 1:
+            return terms[0].to(wide)
+        left = len(terms) - 1
+        if order == "tree":  # The largest power of two that leaves a term for the right subtree.
+            left = 1 << left.bit_length() - 1
+        return combine(reduce(terms[:left]), reduce(terms[left:]))
+
+    total = reduce(inputs)
     if op == "avg":
         total = total / len(inputs)
     return total.to(dtype)
 
 
-def reduce_scatter(inputs: list[Tensor], op: str = "sum") -> list[Tensor]:
+def reduce_scatter(inputs: list[Tensor], op: str = "sum", order: str = "rank") -> list[Tensor]:
     """The slice of the reduction along dimension 0 that each rank receives."""
-    return list(all_reduce(inputs, op).chunk(len(inputs)))
+    return list(all_reduce(inputs, op, order).chunk(len(inputs)))
 
 
 def all_gather(inputs: list[Tensor]) -> Tensor:

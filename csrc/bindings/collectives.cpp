@@ -89,13 +89,13 @@ int code_of(const PyObject* name) {
   return code;
 }
 
-// Communicator.all_reduce_tensor(tensor, op, algorithm) -> bool: the fast path for common calls.
-// Does nothing and returns False if `op` or `algorithm` is not an interned valid name, or if the
-// tensor needs preparation: it is not contiguous, is on another device, has no memory, or torch
-// cannot describe it to C. Defined without pybind11, whose call overhead is as long as a small sum.
+// Communicator.all_reduce_tensor(tensor, op, algorithm, order) -> bool: the fast path for common
+// calls. Does nothing and returns False if `op`, `algorithm` or `order` is not an interned valid
+// name, or if the tensor needs preparation: it is not contiguous, is on another device, has no
+// memory, or torch cannot describe it to C. Defined without pybind11, whose call overhead is as long as a small sum.
 PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "expected (tensor, op, algorithm)");
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "expected (tensor, op, algorithm, order)");
     return nullptr;
   }
   try {
@@ -105,9 +105,10 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
     const int dtype = dtype_of(described);
     const int64_t elements = dense_elements(described);
     if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
-    const int reduction = code_of<Reduction, kReductions>(arguments[1]);
+    const int operation = code_of<Reduction, kOperations>(arguments[1]);
     const int algorithm = code_of<Algorithm, kAlgorithms>(arguments[2]);
-    if (reduction < 0 || algorithm < 0) Py_RETURN_FALSE;
+    const int order = code_of<Order, kOrders>(arguments[3]);
+    if (operation < 0 || algorithm < 0 || order < 0) Py_RETURN_FALSE;
     const uint32_t shape = shape_digest(tensor, described.dims);
     auto& communicator = py::handle(self).cast<Communicator&>();
     {
@@ -120,7 +121,8 @@ PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize
       }
       all_reduce(communicator, static_cast<std::byte*>(described.data) + described.offset,
                  static_cast<size_t>(elements), static_cast<DType>(dtype),
-                 static_cast<Reduction>(reduction), static_cast<Algorithm>(algorithm), shape);
+                 in_order(static_cast<Reduction>(operation), static_cast<Order>(order)),
+                 static_cast<Algorithm>(algorithm), shape);
     }
     mark_changed(tensor);
     Py_RETURN_TRUE;

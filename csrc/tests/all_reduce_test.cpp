@@ -59,7 +59,7 @@ void random_call(Communicator& communicator, uint64_t seed) {
   const DType dtype = kDTypes[shared() % 4];
   const size_t size = size_of(dtype);
   Reduction reduction = static_cast<Reduction>(shared() % kReductions);
-  if (is_integer(dtype) && reduction == Reduction::kAvg) reduction = Reduction::kSum;
+  if (is_integer(dtype) && is_average(reduction)) reduction = Reduction::kSum;
   constexpr size_t limits[] = {4, 100, 3000, 200000, 1000000};
   const size_t count = shared() % limits[shared() % 5] / size;
   const int symmetric_ranks = shared() % 3;  // 0: none, 1: some, 2: all.
@@ -125,6 +125,7 @@ void test_mismatch(Communicator& communicator) {
       [&] { reduce(odd ? 999 : 1000, DType::kFloat32, Reduction::kSum, Algorithm::kAuto); },
       [&] { reduce(10, odd ? DType::kInt32 : DType::kFloat32, Reduction::kSum, Algorithm::kAuto); },
       [&] { reduce(10, DType::kFloat32, odd ? Reduction::kMax : Reduction::kSum, {}); },
+      [&] { reduce(10, DType::kFloat32, odd ? Reduction::kTreeSum : Reduction::kSum, {}); },
       [&] { reduce(10, DType::kFloat32, {}, odd ? Algorithm::kRing : Algorithm::kTwoShot); },
       [&] { broadcast(communicator, data.data(), 10, DType::kFloat32, odd); },
       [&] { odd ? barrier(communicator) : reduce(10, DType::kFloat32, {}, {}); },

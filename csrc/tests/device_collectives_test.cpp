@@ -9,6 +9,7 @@
 #include "pipekernels/collectives/all_reduce.cuh"
 #include "pipekernels/collectives/broadcast.cuh"
 #include "pipekernels/collectives/reduce_scatter.cuh"
+#include "pipekernels/elements/tree_order.h"
 #include "values.h"
 
 namespace {
@@ -134,9 +135,7 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   call.count = count;
   if (call.operation == Operation::kAllReduce || call.operation == Operation::kReduceScatter) {
     call.reduction = static_cast<Reduction>(random() % kReductions);
-    if (is_integer(call.dtype) && call.reduction == Reduction::kAvg) {
-      call.reduction = Reduction::kSum;
-    }
+    if (is_integer(call.dtype) && is_average(call.reduction)) call.reduction = Reduction::kSum;
   }
   if (call.operation == Operation::kBroadcast) {
     call.root = random() % ranks;
@@ -163,10 +162,13 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   return made;
 }
 
-// Staging so small that all loops over chunks iterate many times.
+// Staging so small that all loops over chunks iterate many times. A slot holds at least 128 bytes
+// of each partial result.
 DeviceLayout random_layout(std::mt19937_64& random, int ranks, int blocks) {
+  const auto partials = static_cast<unsigned>(most_partials(ranks, Reduction::kTreeSum));
   return {ranks, blocks, 128u * static_cast<unsigned>((ranks + 1) / 2 + random() % 4),
-          128u * static_cast<unsigned>(1 + random() % 3), static_cast<uint32_t>(random() % 600)};
+          128u * (std::max(1u, partials) + static_cast<unsigned>(random() % 3)),
+          static_cast<uint32_t>(random() % 600)};
 }
 
 // A sequence of random calls, run twice, as a captured graph would be.

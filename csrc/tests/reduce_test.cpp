@@ -2,6 +2,7 @@
 
 #include "pipekernels/elements/reduce.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "check.h"
+#include "pipekernels/elements/tree_order.h"
 
 namespace {
 
@@ -90,13 +92,25 @@ A combine(A a, A b, Reduction reduction) {
   }
 }
 
+// Elements i of sources [first, first + terms), in rank order or as a tree: the left subtree has
+// the largest power of two of terms that leaves one for the right.
+template <class T>
+auto reduce_range(const std::vector<const T*>& sources, size_t first, size_t terms, size_t i,
+                  Reduction reduction) {
+  if (terms == 1) return Element<T>::widen(sources[first][i]);
+  size_t left = terms - 1;
+  if (is_tree(reduction)) {
+    left = 1;
+    while (2 * left < terms) left *= 2;
+  }
+  return combine(reduce_range(sources, first, left, i, reduction),
+                 reduce_range(sources, first + left, terms - left, i, reduction), reduction);
+}
+
 template <class T>
 T reduce_scalar(const std::vector<const T*>& sources, size_t i, Reduction reduction) {
-  auto sum = Element<T>::widen(sources[0][i]);
-  for (size_t s = 1; s < sources.size(); ++s) {
-    sum = combine(sum, Element<T>::widen(sources[s][i]), reduction);
-  }
-  if (reduction == Reduction::kAvg) sum = sum / static_cast<decltype(sum)>(sources.size());
+  auto sum = reduce_range(sources, 0, sources.size(), i, reduction);
+  if (is_average(reduction)) sum = sum / static_cast<decltype(sum)>(sources.size());
   return Element<T>::narrow(sum);
 }
 
@@ -129,12 +143,12 @@ template <class T>
 void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
   for (int reduction_code = 0; reduction_code < kReductions; ++reduction_code) {
     const auto reduction = static_cast<Reduction>(reduction_code);
-    if (is_integer(dtype) && reduction == Reduction::kAvg) continue;
-    const bool is_sum = reduction == Reduction::kSum || reduction == Reduction::kAvg;
+    if (is_integer(dtype) && is_average(reduction)) continue;
+    const bool is_sum = !is_extremum(reduction);
     const uint64_t all_bits = ~uint64_t{0};
     const ReduceKernels& kernels = reduce_kernels(dtype, reduction, isa);
     for (int trial = 0; trial < 30; ++trial) {
-      const int terms = 1 + random() % 9;
+      const int terms = trial % 10 == 9 ? 32 : 1 + trial % 10;
       const size_t count = trial < 20 ? random() % 300 : random() % 5000;
       // Unaligned memory, with guard bytes behind.
       std::vector<std::vector<unsigned char>> memory(terms + 1);
@@ -166,15 +180,18 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
       check(result);
 
       if (terms > 1) {  // The same reduction by a chain of partial results.
-        const size_t partial_bytes = (count + 64) * partial_size_of(dtype);
-        std::vector<unsigned char> partial(partial_bytes), next(partial_bytes);
-        kernels.accumulate(partial.data(), nullptr, pointers[0], count);
+        const int partials = most_partials(terms, reduction);
+        const size_t stride =
+            partial_stride((count + 128) * 8 * partials, partials, partial_size_of(dtype));
+        std::vector<unsigned char> partial(partials * stride * partial_size_of(dtype));
+        std::vector<unsigned char> next(partial.size());
+        kernels.accumulate(partial.data(), nullptr, pointers[0], 0, stride, count);
         for (int s = 1; s < terms - 1; ++s) {
-          kernels.accumulate(next.data(), partial.data(), pointers[s], count);
+          kernels.accumulate(next.data(), partial.data(), pointers[s], s, stride, count);
           next.swap(partial);
         }
         std::memset(result, 0, count * sizeof(T));
-        kernels.finish(result, partial.data(), pointers[terms - 1], terms, count);
+        kernels.finish(result, partial.data(), pointers[terms - 1], terms, stride, count);
         check(result);
       }
 
@@ -184,6 +201,37 @@ void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
       for (void* each : in_place) check(static_cast<unsigned char*>(each));
     }
   }
+}
+
+// Rank order and tree order differ from four terms on: 2^24 + 1 rounds to 2^24.
+void test_orders(Isa isa) {
+  const std::vector<float> terms = {0x1p24f, 0, 1, 1, 1, 1, 1, 1};
+  std::vector<const void*> sources;
+  for (const float& term : terms) sources.push_back(&term);
+  for (int n = 1; n <= 8; ++n) {
+    float in_rank_order, in_tree_order;
+    const auto reduce = [&](Reduction reduction, float* sum) {
+      reduce_kernels(DType::kFloat32, reduction, isa).reduce(sum, sources.data(), n, 1);
+    };
+    reduce(Reduction::kSum, &in_rank_order);
+    reduce(Reduction::kTreeSum, &in_tree_order);
+    CHECK(in_rank_order == 0x1p24f);
+    CHECK((in_tree_order == in_rank_order) == (n < 4));
+  }
+}
+
+// What is on the stack after each term, and how many bytes of a slot each partial result has.
+void test_partials() {
+  const auto after = [](int terms) { return partials_after(terms, Reduction::kTreeSum); };
+  CHECK(after(0) == 0 && after(1) == 1 && after(7) == 3 && after(8) == 1);
+  CHECK(partials_after(0, Reduction::kSum) == 0 && partials_after(7, Reduction::kSum) == 1);
+  for (int ranks = 2; ranks <= 1024; ++ranks) {
+    int most = 0;
+    for (int terms = 1; terms < ranks; ++terms) most = std::max(most, after(terms));
+    CHECK(most_partials(ranks, Reduction::kTreeAvg) == most);
+    CHECK(most_partials(ranks, Reduction::kAvg) == 1);
+  }
+  CHECK(partial_stride(1000, 3, 4) == 64 && partial_stride(1024, 1, 8) == 128);
 }
 
 // A reduction of one term returns every 16-bit value unchanged.
@@ -222,6 +270,7 @@ int main() {
   CHECK(narrow(65519.f, 10) == 0x7bff && narrow(65520.f, 10) == 0x7c00);
   CHECK(narrow(std::ldexp(1.f, -25), 10) == 0 && narrow(std::ldexp(3.f, -25), 10) == 2);
   CHECK(widen(0x3c00, 10) == 1.f && widen(0x3f80, 7) == 1.f && narrow(-1.f, 7) == 0xbf80);
+  test_partials();
   std::mt19937_64 random(1);
   for (const Isa isa : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
     if (!isa_available(isa)) continue;
@@ -231,6 +280,7 @@ int main() {
     test_reduce<Bf16>(DType::kBFloat16, isa, random);
     test_reduce<int32_t>(DType::kInt32, isa, random);
     test_reduce<int64_t>(DType::kInt64, isa, random);
+    test_orders(isa);
     test_all_values<Fp16>(DType::kFloat16, isa);
     test_all_values<Bf16>(DType::kBFloat16, isa);
     test_rounding<Fp16>(DType::kFloat16, isa, 10);

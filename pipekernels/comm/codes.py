@@ -32,5 +32,24 @@ MOVABLE = REDUCIBLE | {
 for _name, _code in {"float8_e8m0fnu": 20, "float4_e2m1fn_x2": 21}.items():
     if hasattr(torch, _name):
         MOVABLE[getattr(torch, _name)] = _code
-REDUCTIONS = {"sum": 0, "avg": 1, "max": 2, "min": 3}
+REDUCTIONS = {
+    "sum": 0,
+    "avg": 1,
+    "max": 2,
+    "min": 3,
+    "sum in tree order": 4,
+    "avg in tree order": 5,
+}
+OPERATIONS = ("sum", "avg", "max", "min")
+ORDERS = ("rank", "tree")
 ALGORITHMS = {"auto": 0, "one_shot": 1, "two_shot": 2, "ring": 3}
+
+
+def reduction_in(op: str, order: str) -> str:
+    """The name in :data:`REDUCTIONS` of ``op`` in ``order``."""
+    return f"{op} in tree order" if order == "tree" and op in ("sum", "avg") else op
+
+
+def operation_of(reduction: str) -> str:
+    """The ``op`` of a name in :data:`REDUCTIONS`, without its order."""
+    return reduction.removesuffix(" in tree order")

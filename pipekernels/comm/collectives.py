@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pipekernels.comm.codes import reduction_in
 from pipekernels.comm.end import DeviceEnd, End, ReadyCounters
 from pipekernels.comm.tensors import (
     check_ready,
@@ -26,7 +27,10 @@ class Collectives(ABC):
     """The collectives of :class:`Communicator`, whose docstring has the errors common to all."""
 
     def __init__(
-        self, rank: int, world_size: int, all_reduce_tensor: Callable[[Tensor, str, str], bool]
+        self,
+        rank: int,
+        world_size: int,
+        all_reduce_tensor: Callable[[Tensor, str, str, str], bool],
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -40,7 +44,9 @@ class Collectives(ABC):
     def _device_end(self, device: torch.device) -> DeviceEnd:
         """This rank's end for tensors on the CUDA device ``device``."""
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto", order: str = "rank"
+    ) -> Tensor:
         """Reduce ``tensor`` elementwise over all ranks, in place.
 
         Args:
@@ -55,21 +61,28 @@ class Collectives(ABC):
                 machine, or a built-in one; a few ranks also use ``two_shot`` below it if all
                 tensors are symmetric. The result does not depend on the algorithm. Ignored over
                 several hosts.
+            order: in which sums and averages of floating-point types are added. ``'rank'``:
+                ``((x0 + x1) + x2) + x3``. ``'tree'``: ``(x0 + x1) + (x2 + x3)``, a binary tree in
+                which any ``2**k`` ranks from a multiple of ``2**k`` on are a subtree. So ranks that
+                each add ``2**k`` terms as such a tree, and then their sums in tree order, get the
+                bits of a rank per term: results that do not depend on the number of ranks. Of up
+                to 3 ranks both are the same. On one host only.
 
         Returns:
             ``tensor``.
 
         Raises:
             TypeError: a dtype that cannot be reduced.
-            ValueError: an unknown ``op`` or ``algorithm``, or ``'avg'`` of integers.
+            ValueError: an unknown ``op``, ``algorithm`` or ``order``, ``'avg'`` of integers, or
+                tree order over several hosts.
         """
         # One native call does everything: Python would take longer than a small reduction.
-        if self._all_reduce_tensor(tensor, op, algorithm):
+        if self._all_reduce_tensor(tensor, op, algorithm, order):
             return tensor
         check_tensor(tensor)
-        check_reducible(tensor, op, algorithm)
+        check_reducible(tensor, op, algorithm, order)
         dense = to_dense_in_place(tensor)
-        self._end(tensor.device).all_reduce(dense, op, algorithm)
+        self._end(tensor.device).all_reduce(dense, reduction_in(op, order), algorithm)
         return put_back(dense, tensor)
 
     def all_reduce_when_ready(
@@ -124,7 +137,7 @@ class Collectives(ABC):
         return tensor
 
     def reduce_scatter(
-        self, input: Tensor, op: str = "sum", *, out: Tensor | None = None
+        self, input: Tensor, op: str = "sum", *, out: Tensor | None = None, order: str = "rank"
     ) -> Tensor:
         """Reduce ``input`` elementwise over all ranks, and return this rank's slice.
 
@@ -133,17 +146,19 @@ class Collectives(ABC):
                 dtype on all ranks.
             op: as for :meth:`all_reduce`.
             out: for the result; a new tensor if ``None``. Contiguous, no overlap with ``input``.
+            order: as for :meth:`all_reduce`.
 
         Returns:
             ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduction.
 
         Raises:
             TypeError: a dtype that cannot be reduced.
-            ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op``,
-                ``'avg'`` of integers, or an ``out`` that does not fit the result.
+            ValueError: a first dimension that ``world_size`` does not divide, an unknown ``op`` or
+                ``order``, ``'avg'`` of integers, an ``out`` that does not fit the result, or tree
+                order over several hosts.
         """
         check_tensor(input)
-        check_reducible(input, op)
+        check_reducible(input, op, order=order)
         if input.dim() == 0 or input.shape[0] % self._world_size != 0:
             raise ValueError(
                 f"reduce_scatter splits dimension 0 into {self._world_size} equal slices, but the "
@@ -152,7 +167,7 @@ class Collectives(ABC):
         dense = to_dense(input)
         rows = input.shape[0] // self._world_size
         output = output_for(dense, (rows, *input.shape[1:]), out)
-        self._end(input.device).reduce_scatter(dense, output, op)
+        self._end(input.device).reduce_scatter(dense, output, reduction_in(op, order))
         if out is not None:
             mark_changed(out)
         return output

@@ -30,7 +30,8 @@ class End(Protocol):
     """The collectives of one rank.
 
     Callers pass dense tensors only (contiguous, without overlap, neither conjugate nor negative
-    views), valid names ``op`` and ``algorithm``, and reducible dtypes. The implementation checks
+    views), an ``op`` of ``REDUCTIONS`` in :mod:`pipekernels.comm.codes`, which names the order too,
+    a valid name ``algorithm``, and reducible dtypes. The implementation checks
     that all ranks make the same call. The errors are those of :class:`pipekernels.Communicator`.
     """
 
@@ -57,9 +58,10 @@ class HostEnd(End, Protocol):
     """The end for CPU tensors, which every communicator has."""
 
     @property
-    def all_reduce_tensor(self) -> Callable[[Tensor, str, str], bool]:
-        """``all_reduce(tensor, op, algorithm)``, checks included, in one native call if possible;
-        returns whether it was."""
+    def all_reduce_tensor(self) -> Callable[[Tensor, str, str, str], bool]:
+        """``all_reduce(tensor, op, algorithm, order)`` with the arguments of
+        :meth:`pipekernels.Communicator.all_reduce`, checks included, in one native call if
+        possible; returns whether it was."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""

@@ -35,7 +35,9 @@ from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.transforms import deny_tangents
 
 
-def all_reduce(x: Tensor, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Tensor:
+def all_reduce(
+    x: Tensor, comm: Communicator, op: str = "sum", algorithm: str = "auto", order: str = "rank"
+) -> Tensor:
     """``x`` reduced elementwise over all ranks; every rank receives the same bits.
 
     Args:
@@ -43,24 +45,27 @@ def all_reduce(x: Tensor, comm: Communicator, op: str = "sum", algorithm: str = 
         comm: the communicator.
         op: ``'sum'``, ``'avg'``, ``'max'`` or ``'min'``; only the first two are differentiable.
         algorithm: ``'auto'``, ``'one_shot'``, ``'two_shot'`` or ``'ring'``.
+        order: ``'rank'`` or ``'tree'``, as for :meth:`pipekernels.Communicator.all_reduce`.
 
-    Backward: the same reduction of the output gradients.
+    Backward: the same reduction of the output gradients, in the same order.
 
     Raises:
-        ValueError: unknown ``op`` or ``algorithm``; shapes or dtypes that differ between ranks.
+        ValueError: unknown ``op``, ``algorithm`` or ``order``; shapes or dtypes that differ between
+            ranks.
         RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
     _check("all_reduce", x, comm)
-    return _call_all_reduce(x, comm, op, algorithm)
+    return _call_all_reduce(x, comm, op, algorithm, order)
 
 
-def reduce_scatter(x: Tensor, comm: Communicator, op: str = "sum") -> Tensor:
+def reduce_scatter(x: Tensor, comm: Communicator, op: str = "sum", order: str = "rank") -> Tensor:
     """This rank's slice of the reduction of ``x`` over all ranks.
 
     Args:
         x: ``[world_size * k, ...]``, the same shape and dtype on every rank.
         comm: the communicator.
         op: as for :func:`all_reduce`.
+        order: as for :func:`all_reduce`.
 
     Returns:
         ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduced tensor.
@@ -74,7 +79,7 @@ def reduce_scatter(x: Tensor, comm: Communicator, op: str = "sum") -> Tensor:
     """
     _check("reduce_scatter", x, comm)
     check_rows(x, comm.world_size)
-    return _call_reduce_scatter(x, comm, op)
+    return _call_reduce_scatter(x, comm, op, order)
 
 
 def all_gather(x: Tensor, comm: Communicator) -> Tensor:
@@ -178,22 +183,23 @@ def _same_shape(x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str) -> Tensor:
-    return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm)
+def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str, order: str) -> Tensor:
+    return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm, order=order)
 
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.comm, ctx.op, ctx.algorithm = inputs
+    _, ctx.comm, ctx.op, ctx.algorithm, ctx.order = inputs
     _check_differentiable(ctx.op)
 
 
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     comm = Communicator.from_handle(ctx.comm)
-    return _call_all_reduce(grad, comm, ctx.op, ctx.algorithm), None, None, None
+    reduced = _call_all_reduce(grad, comm, ctx.op, ctx.algorithm, ctx.order)
+    return reduced, None, None, None, None
 
 
 _call_all_reduce = _register(
-    "all_reduce(Tensor x, int comm, str op, str algorithm) -> Tensor",
+    "all_reduce(Tensor x, int comm, str op, str algorithm, str order) -> Tensor",
     _all_reduce,
     _same_shape,
     _all_reduce_setup,
@@ -201,23 +207,24 @@ _call_all_reduce = _register(
 )
 
 
-def _reduce_scatter_fake(x: Tensor, comm: int, op: str) -> Tensor:
+def _reduce_scatter_fake(x: Tensor, comm: int, op: str, order: str) -> Tensor:
     return x.new_empty(x.shape[0] // Communicator.from_handle(comm).world_size, *x.shape[1:])
 
 
 def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.comm, op = inputs
+    _, ctx.comm, op, _order = inputs
     _check_differentiable(op)
     ctx.scale = 1 if op == "sum" else Communicator.from_handle(ctx.comm).world_size
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _call_all_gather(grad / ctx.scale, Communicator.from_handle(ctx.comm)), None, None
+    whole = _call_all_gather(grad / ctx.scale, Communicator.from_handle(ctx.comm))
+    return whole, None, None, None
 
 
 _call_reduce_scatter = _register(
-    "reduce_scatter(Tensor x, int comm, str op) -> Tensor",
-    lambda x, comm, op: comm.reduce_scatter(x, op),
+    "reduce_scatter(Tensor x, int comm, str op, str order) -> Tensor",
+    lambda x, comm, op, order: comm.reduce_scatter(x, op, order=order),
     _reduce_scatter_fake,
     _reduce_scatter_setup,
     _reduce_scatter_backward,
@@ -241,7 +248,7 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     comm = Communicator.from_handle(ctx.comm)
-    return _in_reals(lambda real: _call_reduce_scatter(real, comm, "sum"), grad), None
+    return _in_reals(lambda real: _call_reduce_scatter(real, comm, "sum", "rank"), grad), None
 
 
 _call_all_gather = _register(
@@ -263,7 +270,7 @@ def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     comm = Communicator.from_handle(ctx.comm)
-    total = _in_reals(lambda real: _call_all_reduce(real, comm, "sum", "auto"), grad)
+    total = _in_reals(lambda real: _call_all_reduce(real, comm, "sum", "auto", "rank"), grad)
     if comm.rank != ctx.src:
         # Zeros that depend on the sum: all ranks must run its backward for a second derivative.
         total = total.masked_fill(total.new_ones((), dtype=torch.bool), 0)

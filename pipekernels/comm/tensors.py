@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer
-from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDUCIBLE
 from pipekernels.comm.end import ReadyCounters
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -76,11 +76,13 @@ def put_back(dense: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def check_reducible(tensor: Tensor, op: str, algorithm: str = "auto") -> None:
-    """Raise TypeError if the dtype cannot be reduced; ValueError for an unknown ``op`` or
-    ``algorithm``, and for averages of integers."""
-    if op not in REDUCTIONS:
-        raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
+def check_reducible(tensor: Tensor, op: str, algorithm: str = "auto", order: str = "rank") -> None:
+    """Raise TypeError if the dtype cannot be reduced; ValueError for an unknown ``op``,
+    ``algorithm`` or ``order``, and for averages of integers."""
+    if op not in OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if tensor.dtype not in REDUCIBLE:

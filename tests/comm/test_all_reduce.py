@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ REDUCIBLE = [*FLOATS, torch.int32, torch.int64]
 OTHERS = [torch.bool, torch.uint8, torch.int16, torch.complex64, torch.float8_e4m3fn]
 ALGORITHMS = ["auto", "one_shot", "two_shot", "ring"]
 OPS = ["sum", "avg", "max", "min"]
+ORDERS = ["rank", "tree"]
 SIZES = [0, 1, 2, 3, 7, 31, 64, 65, 1000, 4099, 70001, 300007]
 
 
@@ -60,6 +62,7 @@ def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device
         dtype = shared.choice(REDUCIBLE if "reduce" in name else REDUCIBLE + OTHERS)
         op = shared.choice(OPS if dtype.is_floating_point else ["sum", "max", "min"])
         algorithm, src = shared.choice(ALGORITHMS), shared.randrange(n)
+        order = shared.choice(ORDERS)
         mixed = ["symmetric", "ordinary", "strided", "parameter"]
         kinds = shared.choice([["symmetric"], ["ordinary"], mixed])
         shape: tuple[int, ...] = (shared.choice(SIZES),)
@@ -70,11 +73,11 @@ def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device
         inputs = [values(shape, dtype, hash((seed, call, rank))) for rank in range(n)]
         x = place(comm, inputs[me], own.choice(kinds), own.randrange(4), device)
         if name == "all_reduce":
-            result = comm.all_reduce(x, op, algorithm=algorithm)
-            expected = reference.all_reduce(inputs, op)
+            result = comm.all_reduce(x, op, algorithm=algorithm, order=order)
+            expected = reference.all_reduce(inputs, op, order)
         elif name == "reduce_scatter":
-            result = comm.reduce_scatter(x, op)
-            expected = reference.reduce_scatter(inputs, op)[me]
+            result = comm.reduce_scatter(x, op, order=order)
+            expected = reference.reduce_scatter(inputs, op, order)[me]
         elif name == "all_gather":
             result = comm.all_gather(x)
             expected = reference.all_gather(inputs)
@@ -83,7 +86,7 @@ def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device
             expected = reference.broadcast(inputs, src)
         assert (result is x) == (name in ("all_reduce", "broadcast"))
         assert result.shape == expected.shape
-        assert same_bits(result, expected), (name, dtype, op, algorithm, shape, kinds)
+        assert same_bits(result, expected), (name, dtype, op, algorithm, order, shape)
         if result is not x:
             assert same_bits(x, inputs[me])
 
@@ -321,6 +324,11 @@ def test_bad_arguments_raise_before_any_communication() -> None:
         comm.all_reduce(x, "mean")
     with pytest.raises(ValueError, match="algorithm must be one of .*ring, got 'tree'"):
         comm.all_reduce(x, algorithm="tree")
+    for call in (comm.all_reduce, comm.reduce_scatter):
+        with pytest.raises(ValueError, match="order must be one of rank, tree, got 'ring'"):
+            call(x, order="ring")
+        with pytest.raises(ValueError, match="op must be one of .*, min, got 'sum in tree order'"):
+            call(x, sys.intern("sum in tree order"))
     with pytest.raises(ValueError, match="average of int64"):
         comm.all_reduce(x.long(), "avg")
     with pytest.raises(ValueError, match="average of int32"):

@@ -258,8 +258,8 @@ def cases_of_collectives(
         for name, call in calls.items()
         for what, error, message, arguments in bad
     ]
-    for code in (-(1 << 31), -1, 4, 256, 2**31 - 1):
-        reduction = f"reduction must be in 0..3, got {code}"
+    for code in (-(1 << 31), -1, 6, 256, 2**31 - 1):
+        reduction = f"reduction must be in 0..5, got {code}"
         cases += [
             (
                 f"all_reduce: reduction {code}",

@@ -190,7 +190,12 @@ def make_communicators(native: Any) -> Counter[str]:
         (alone.allocate, lambda: [draw(rng, 0, 100)]),
         (
             alone.all_reduce_tensor,
-            lambda: [draw(rng, x), draw(rng, "sum", "max"), draw(rng, "auto", "ring")],
+            lambda: [
+                draw(rng, x),
+                draw(rng, "sum", "max"),
+                draw(rng, "auto", "ring"),
+                draw(rng, "rank", "tree"),
+            ],
         ),
     ]
     counts = Counter[str]()

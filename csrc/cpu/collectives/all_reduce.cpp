@@ -7,6 +7,7 @@
 #include "pipekernels/collectives/slices.h"
 #include "pipekernels/elements/copy.h"
 #include "pipekernels/elements/reduce.h"
+#include "pipekernels/elements/tree_order.h"
 
 namespace pipekernels {
 namespace {
@@ -23,6 +24,7 @@ struct Operand {
   size_t count;
   size_t element_size;
   size_t partial_size;
+  Reduction reduction;
   const ReduceKernels& kernels;
 
   std::byte* at(size_t element) const { return data + element * element_size; }
@@ -172,7 +174,8 @@ void two_shot(Collective& collective, const Operand& operand) {
 // Every rank exchanges data only with its two neighbours. The partial results of a chunk travel
 // from rank 0 to rank n - 1, which reduces in rank order; the final result travels from there to
 // rank 0 and on to rank n - 2. The ranks work on different chunks at the same time, in the order of
-// ring_schedule.h. Chunks are numbered through all calls, as the signals are.
+// ring_schedule.h. Chunks are numbered through all calls, as the signals are. In tree order,
+// several partial results of a chunk share a slot, so chunks are smaller.
 void ring(Collective& collective, const Operand& operand) {
   collective.signal();
   collective.wait();
@@ -184,7 +187,9 @@ void ring(Collective& collective, const Operand& operand) {
   RankState& mine = segment.state(me);
   Signal& reduced_before = segment.state(before).reduce_sent;
   Signal& gathered_before = segment.state(before).gather_sent;
-  const Slices chunks{operand.count, operand.count, kRingSlotBytes / operand.partial_size};
+  const int partials = most_partials(last + 1, operand.reduction);
+  const size_t stride = partial_stride(kRingSlotBytes, partials, operand.partial_size);
+  const Slices chunks{operand.count, operand.count, stride};
   const uint32_t first = collective.first_chunk();
 
   const auto send_result = [&](uint32_t number, const Range& chunk) {
@@ -197,12 +202,13 @@ void ring(Collective& collective, const Operand& operand) {
     const Range chunk = chunks(0, i);
     std::byte* data = operand.at(chunk.begin);
     if (me != 0) collective.wait(reduced_before, number + 1, before);
-    const std::byte* partial = me == 0 ? nullptr : segment.reduce_mailbox(before, number);
+    const std::byte* arrived = segment.reduce_mailbox(before, number);
     if (me == last) {
-      operand.kernels.finish(data, partial, data, last + 1, chunk.count);
+      operand.kernels.finish(data, arrived, data, last + 1, stride, chunk.count);
       send_result(number, chunk);
     } else {
-      operand.kernels.accumulate(segment.reduce_mailbox(me, number), partial, data, chunk.count);
+      operand.kernels.accumulate(segment.reduce_mailbox(me, number), arrived, data, me, stride,
+                                 chunk.count);
       mine.reduce_sent.raise(number + 1);
     }
     return true;
@@ -237,8 +243,8 @@ Algorithm choose_algorithm(size_t bytes, const Communicator& communicator) {
 void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
                 Reduction reduction, Algorithm algorithm, uint32_t shape) {
   check_reducible(dtype, reduction);
-  const Operand operand{static_cast<std::byte*>(data), count, size_of(dtype),
-                        partial_size_of(dtype), reduce_kernels(dtype, reduction)};
+  const Operand operand{static_cast<std::byte*>(data), count,     size_of(dtype),
+                        partial_size_of(dtype),        reduction, reduce_kernels(dtype, reduction)};
   const Call call{Operation::kAllReduce, dtype, reduction, algorithm, 0, shape, count};
   const size_t bytes = count * operand.element_size;
   run_collective(communicator, call, data, bytes, [&](Collective& collective) {

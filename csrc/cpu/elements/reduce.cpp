@@ -19,7 +19,7 @@ void check_reducible(DType dtype, Reduction reduction) {
                                 "; convert it to float64, float32, float16, bfloat16, int32 or "
                                 "int64");
   }
-  if (is_integer(dtype) && reduction == Reduction::kAvg) {
+  if (is_integer(dtype) && is_average(reduction)) {
     throw std::invalid_argument(std::string("an average of ") + name_of(dtype) +
                                 " is not an integer; use op='sum', or convert to a float type");
   }

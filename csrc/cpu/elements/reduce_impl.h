@@ -18,6 +18,7 @@ namespace {
 // ---- reductions --------------------------------------------------------------------------------
 
 struct Sum {
+  static constexpr bool kTree = false;
   template <class V>
   static V combine(V a, V b) {
     return a + b;
@@ -39,7 +40,19 @@ struct Avg : Sum {
   }
 };
 
+// In tree order; see tree_order.h.
+struct TreeSum : Sum {
+  using InRankOrder = Sum;
+  static constexpr bool kTree = true;
+};
+
+struct TreeAvg : Avg {
+  using InRankOrder = Avg;
+  static constexpr bool kTree = true;
+};
+
 struct Extremum {
+  static constexpr bool kTree = false;
   template <class V>
   static V finish(V v, int) {
     return v;
@@ -154,6 +167,65 @@ struct Kernels {
     if (i < count) step(i, count - i);
   }
 
+  // The vectors of kUnroll * kElements elements from a common index on, or, if kUnroll is 1, of up
+  // to kElements.
+  template <size_t kUnroll>
+  struct Vectors {
+    W wide[kUnroll];
+
+    // Combines terms [first, first + terms) in rank order.
+    template <class Sources>
+    static Vectors run(Sources sources, int first, int terms, size_t at, size_t n) {
+      Vectors total;
+      for (size_t u = 0; u < kUnroll; ++u) {
+        total.wide[u] = W::load(sources[first], at + u * kElements, n);
+      }
+      for (int s = first + 1; s < first + terms; ++s) {
+        for (size_t u = 0; u < kUnroll; ++u) {
+          total.wide[u].template combine<Op>(W::load(sources[s], at + u * kElements, n));
+        }
+      }
+      return total;
+    }
+    void combine(const Vectors& other) {
+      for (size_t u = 0; u < kUnroll; ++u) wide[u].template combine<Op>(other.wide[u]);
+    }
+
+    // Combines all terms in tree order. The stack holds sums of whole groups of four.
+    template <class Sources>
+    static Vectors tree(Sources sources, size_t at, size_t n) {
+      constexpr int kLevels = 29;  // For any number of terms.
+      Vectors stack[kLevels];
+      int depth = 0;
+      const auto merge_top = [&](Vectors& right) {
+        Vectors left = stack[--depth];
+        left.combine(right);
+        right = left;
+      };
+      const int terms = sources.count;
+      for (int first = 0;; first += 4) {
+        const int left = terms - first;
+        Vectors total = run(sources, first, left < 2 ? left : 2, at, n);
+        if (left > 2) total.combine(run(sources, first + 2, left < 4 ? left - 2 : 2, at, n));
+        if (left <= 4) {
+          while (depth > 0) merge_top(total);
+          return total;
+        }
+        for (int group = first / 4; group & 1; group >>= 1) merge_top(total);
+        stack[depth++] = total;
+      }
+    }
+
+    template <class Sources>
+    static Vectors reduce(Sources sources, size_t at, size_t n) {
+      if constexpr (Op::kTree) {
+        return tree(sources, at, n);
+      } else {
+        return run(sources, 0, sources.count, at, n);
+      }
+    }
+  };
+
   // Stores the result to `destination` and to `peers`, which are sources in other cores' caches.
   template <class Sources, class Peers>
   static void reduce_to(void* destination, Peers peers, Sources sources, size_t count) {
@@ -171,17 +243,9 @@ struct Kernels {
           __builtin_prefetch(static_cast<Element*>(peers[p]) + ahead + u * kElements);
         }
       }
-      W wide[kUnroll];
-      for (size_t u = 0; u < kUnroll; ++u) {
-        wide[u] = W::load(sources[0], i + u * kElements, kElements);
-      }
-      for (int s = 1; s < terms; ++s) {
-        for (size_t u = 0; u < kUnroll; ++u) {
-          wide[u].template combine<Op>(W::load(sources[s], i + u * kElements, kElements));
-        }
-      }
+      auto total = Vectors<kUnroll>::reduce(sources, i, kElements);
       Vector<Element> results[kUnroll];
-      for (size_t u = 0; u < kUnroll; ++u) results[u] = wide[u].template finish<Op>(terms);
+      for (size_t u = 0; u < kUnroll; ++u) results[u] = total.wide[u].template finish<Op>(terms);
       const auto store = [&](void* place) {
         for (size_t u = 0; u < kUnroll; ++u) {
           W::store(results[u], place, i + u * kElements, kElements);
@@ -191,20 +255,30 @@ struct Kernels {
       store(destination);
     }
     for_each_vector(i, count, [=](size_t at, size_t n) {
-      W wide = W::load(sources[0], at, n);
-      for (int s = 1; s < terms; ++s) wide.template combine<Op>(W::load(sources[s], at, n));
+      W wide = Vectors<1>::reduce(sources, at, n).wide[0];
       const Vector<Element> result = wide.template finish<Op>(terms);
       for (int p = 0; p < peers.count; ++p) W::store(result, peers[p], at, n);
       W::store(result, destination, at, n);
     });
   }
 
+  static constexpr int kSameTerms = 3;  // Up to so many, tree order is rank order.
+
   static void reduce(void* destination, const void* const* sources, int terms, size_t count) {
+    if constexpr (Op::kTree) {
+      if (terms <= kSameTerms) {
+        return Kernels<Type, typename Op::InRankOrder>::reduce(destination, sources, terms, count);
+      }
+    }
     reduce_to(destination, NoPointers{}, AllPointers{sources, terms}, count);
   }
 
   static void reduce_in_place(void* const* tensors, int terms, int own, size_t count) {
-    if (terms == 2) {  // A fifth faster than the general case.
+    if constexpr (Op::kTree) {
+      if (terms <= kSameTerms) {
+        return Kernels<Type, typename Op::InRankOrder>::reduce_in_place(tensors, terms, own, count);
+      }
+    } else if (terms == 2) {  // A fifth faster than the general case.
       return reduce_to(tensors[own], OnePointer{tensors[1 - own]},
                        TwoPointers{tensors[0], tensors[1]}, count);
     }
@@ -212,23 +286,45 @@ struct Kernels {
               count);
   }
 
-  static void accumulate(void* destination, const void* partial, const void* source, size_t count) {
+  // How many partial results there are after `terms` terms.
+  static int partials_after(int terms) {
+    if (!Op::kTree) return terms > 0;
+    int partials = 0;
+    for (; terms > 0; terms >>= 1) partials += terms & 1;
+    return partials;
+  }
+
+  // Combines the partial result at `at` with `wide`.
+  static void add_to(const void* partials, size_t at, W& wide) {
+    const W right = wide;
+    wide = W::load_partial(partials, at);
+    wide.template combine<Op>(right);
+  }
+
+  static void accumulate(void* destination, const void* partials, const void* source, int index,
+                         size_t stride, size_t count) {
+    const int arrived = partials_after(index), kept = partials_after(index + 1) - 1;
     for_each_vector(0, count, [=](size_t at, size_t n) {
       W wide = W::load(source, at, n);
-      if (partial) {
-        const W term = wide;
-        wide = W::load_partial(partial, at);
-        wide.template combine<Op>(term);
+      if constexpr (Op::kTree) {
+        for (int p = arrived; p > kept; --p) add_to(partials, (p - 1) * stride + at, wide);
+        for (int p = 0; p < kept; ++p) {
+          W::load_partial(partials, p * stride + at).store_partial(destination, p * stride + at);
+        }
+        wide.store_partial(destination, kept * stride + at);
+      } else {
+        if (arrived > 0) add_to(partials, at, wide);
+        wide.store_partial(destination, at);
       }
-      wide.store_partial(destination, at);
     });
   }
 
-  static void finish(void* destination, const void* partial, const void* source, int terms,
-                     size_t count) {
+  static void finish(void* destination, const void* partials, const void* source, int terms,
+                     size_t stride, size_t count) {
+    const int arrived = Op::kTree ? partials_after(terms - 1) : 1;
     for_each_vector(0, count, [=](size_t at, size_t n) {
-      W wide = W::load_partial(partial, at);
-      wide.template combine<Op>(W::load(source, at, n));
+      W wide = W::load(source, at, n);
+      for (int p = arrived; p > 0; --p) add_to(partials, (p - 1) * stride + at, wide);
       W::store(wide.template finish<Op>(terms), destination, at, n);
     });
   }
@@ -238,15 +334,16 @@ struct Kernels {
 
 template <class Type>
 constexpr ReduceKernels kFloatTable[kReductions] = {
-    Kernels<Type, Sum>::kTable, Kernels<Type, Avg>::kTable, Kernels<Type, Max>::kTable,
-    Kernels<Type, Min>::kTable};
+    Kernels<Type, Sum>::kTable, Kernels<Type, Avg>::kTable,     Kernels<Type, Max>::kTable,
+    Kernels<Type, Min>::kTable, Kernels<Type, TreeSum>::kTable, Kernels<Type, TreeAvg>::kTable,
+};
 
 // Sums of integers wrap around, which is defined only for unsigned types.
 template <class Signed, class Unsigned>
-constexpr ReduceKernels kIntegerTable[kReductions] = {Kernels<Plain<Unsigned>, Sum>::kTable,
-                                                      {},
-                                                      Kernels<Plain<Signed>, Max>::kTable,
-                                                      Kernels<Plain<Signed>, Min>::kTable};
+constexpr ReduceKernels kIntegerTable[kReductions] = {
+    Kernels<Plain<Unsigned>, Sum>::kTable, {},
+    Kernels<Plain<Signed>, Max>::kTable,   Kernels<Plain<Signed>, Min>::kTable,
+    Kernels<Plain<Unsigned>, Sum>::kTable, {}};
 
 constexpr const ReduceKernels* kTables[kReducibleDTypes] = {
     kFloatTable<Plain<double>>, kFloatTable<Plain<float>>,        kFloatTable<Fp16>,

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS, operation_of
 from pipekernels.comm.hosts.agreement import Agreement
 from pipekernels.comm.hosts.call import Call, Operation
 from pipekernels.comm.hosts.host_map import HostMap
@@ -46,12 +46,13 @@ class SteppedEnd(ABC):
         """Copy the result of a collective to the caller's tensor."""
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
-        code = ALGORITHMS[algorithm]
+        code, op = ALGORITHMS[algorithm], _in_any_order(tensor, op)
         self._all_reduce(
             call_reducing(Operation.ALL_REDUCE, tensor, op, algorithm=code), tensor, op
         )
 
     def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
+        op = _in_any_order(input, op)
         with self._collective(call_reducing(Operation.REDUCE_SCATTER, input, op)):
             if output.numel() > 0:
                 reduced = self._steps.reduced(input.view(-1), op)
@@ -84,6 +85,17 @@ def call_reducing(operation: Operation, tensor: Tensor, op: str, **arguments: in
     """The call of an operation that reduces ``tensor``."""
     codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op]
     return Call(operation, tensor.numel(), *codes, shape=shape_digest(tensor), **arguments)
+
+
+def _in_any_order(tensor: Tensor, op: str) -> str:
+    """``op`` without its order. Raises ValueError if a sum in tree order depends on that."""
+    operation = operation_of(op)
+    if operation != op and tensor.is_floating_point():
+        raise ValueError(
+            "order='tree' is for communicators on one host, as the links between hosts add in an "
+            "order of their own; use order='rank', or split() the communicator by hosts"
+        )
+    return operation
 
 
 def _call_moving(operation: Operation, tensor: Tensor, **arguments: int) -> Call:
@@ -122,7 +134,7 @@ class HostsEnd(SteppedEnd):
         self.close = self.agreement.close
         self.abort = self.agreement.abort
 
-    def all_reduce_tensor(self, tensor: Tensor, op: str, algorithm: str) -> bool:
+    def all_reduce_tensor(self, tensor: Tensor, op: str, algorithm: str, order: str) -> bool:
         return False  # Needs several steps.
 
     def barrier(self) -> None:

@@ -76,6 +76,12 @@ def reduce_everything(comm: Communicator, device: torch.device = CPU) -> None:
                 assert tensor.equal(expected), (dtype, count, op)
                 part = comm.reduce_scatter(rows[comm.rank], op)
                 assert part.equal(expected.chunk(comm.world_size)[comm.rank] if count else part)
+    whole = torch.ones(comm.world_size, device=device)
+    for call in (comm.all_reduce, comm.reduce_scatter):
+        with pytest.raises(ValueError, match=r"on one host, .* use order='rank', or split\(\)"):
+            call(whole, order="tree")
+        call(whole, "max", order="tree")  # The same in every order.
+        call(whole.long(), order="tree")
     with pytest.raises(ValueError, match="average of int64"):
         comm.all_reduce(torch.ones(1, dtype=torch.int64, device=device), "avg")
     nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, float(comm.rank)], device=device)

@@ -9,6 +9,7 @@
 #include "pipekernels/collectives/device_meeting.h"
 #include "pipekernels/collectives/ring_schedule.h"
 #include "pipekernels/elements/device_elements.h"
+#include "pipekernels/elements/tree_order.h"
 
 namespace pipekernels {
 
@@ -78,7 +79,7 @@ class AllReduceBlock {
                     meeting_.gather_mailbox(next, number));
         meeting_.send_gathered(next, number);
       } else {
-        ring_accumulate(chunk, me_ == 0 ? nullptr : meeting_.reduce_mailbox(me_, number),
+        ring_accumulate(chunk, meeting_.reduce_mailbox(me_, number),
                         meeting_.reduce_mailbox(next, number));
         meeting_.send_reduced(next, number);
       }
@@ -193,28 +194,49 @@ class AllReduceBlock {
     return meeting_.wait();
   }
 
-  PK_HOST_DEVICE void ring_accumulate(const ChunkRange& chunk, const std::byte* partial,
+  // The place of partial result `index` of the unit at `offset` of a chunk's elements.
+  template <class W>
+  PK_HOST_DEVICE size_t partial_at(int index, size_t offset) const {
+    const size_t stride = partial_stride(meeting_.launch().ranks.layout.slot_bytes,
+                                         most_partials(terms_, reduction_), W::kPartialSize);
+    return (index * stride + offset / kSize) * W::kPartialSize;
+  }
+  // This rank's unit, combined with partial results [kept, arrived).
+  template <class Unit>
+  PK_HOST_DEVICE Wide<Type, Unit> ring_total(const std::byte* data, const std::byte* partials,
+                                             int kept, int arrived, size_t offset) const {
+    using W = Wide<Type, Unit>;
+    W total(load_unit<Unit>(data + offset));
+    PK_ROLLED
+    for (int p = arrived - 1; p >= kept; --p) {
+      const W right = total;
+      total = W::load_partial(partials + partial_at<W>(p, offset));
+      total.combine(right, reduction_);
+    }
+    return total;
+  }
+  PK_HOST_DEVICE void ring_accumulate(const ChunkRange& chunk, const std::byte* partials,
                                       std::byte* to) {
     const std::byte* data = at(chunk.begin);
+    const int arrived = partials_after(me_, reduction_);
+    const int kept = partials_after(me_ + 1, reduction_) - 1;
     ring_units(chunk, data, [&](size_t offset, auto unit) {
       using W = Wide<Type, decltype(unit)>;
-      const size_t at_partial = offset / kSize * W::kPartialSize;
-      W total(load_unit<decltype(unit)>(data + offset));
-      if (partial != nullptr) {
-        const W term = total;
-        total = W::load_partial(partial + at_partial);
-        total.combine(term, reduction_);
+      const W total = ring_total<decltype(unit)>(data, partials, kept, arrived, offset);
+      PK_ROLLED
+      for (int p = 0; p < kept; ++p) {
+        const size_t place = partial_at<W>(p, offset);
+        W::load_partial(partials + place).store_partial(to + place);
       }
-      total.store_partial(to + at_partial);
+      total.store_partial(to + partial_at<W>(kept, offset));
     });
   }
-  PK_HOST_DEVICE void ring_finish(const ChunkRange& chunk, const std::byte* partial,
+  PK_HOST_DEVICE void ring_finish(const ChunkRange& chunk, const std::byte* partials,
                                   std::byte* to) {
     std::byte* data = at(chunk.begin);
+    const int arrived = partials_after(me_, reduction_);
     ring_units(chunk, data, [&](size_t offset, auto unit) {
-      using W = Wide<Type, decltype(unit)>;
-      W total = W::load_partial(partial + offset / kSize * W::kPartialSize);
-      total.combine(W(load_unit<decltype(unit)>(data + offset)), reduction_);
+      const auto total = ring_total<decltype(unit)>(data, partials, 0, arrived, offset);
       unit = total.finish(reduction_, terms_);
       store_unit(data + offset, unit);
       store_unit(to + offset, unit);
@@ -260,7 +282,10 @@ inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, 
   const size_t size = size_of(call.dtype);
   size_t limit = ranks.layout.set_bytes;
   if (algorithm == Algorithm::kRing) {
-    limit = ranks.layout.slot_bytes / partial_size_of(call.dtype) * size;
+    limit =
+        partial_stride(ranks.layout.slot_bytes, most_partials(ranks.layout.ranks, call.reduction),
+                       partial_size_of(call.dtype)) *
+        size;
   }
   int blocks = ranks.layout.blocks;
   if (call.operation == Operation::kAllReduceWhenReady && static_cast<int>(call.root) < blocks) {

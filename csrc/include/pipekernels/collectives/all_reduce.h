@@ -13,9 +13,10 @@ class CudaCommunicator;
 struct CudaCaller;
 
 // Reduces `count` elements at `data` in place. Every algorithm gives every rank the same bits:
-// those of the reduction in rank order, see reduce.h. `shape`: a digest of the tensor's shape,
-// which must be equal on all ranks. Throws std::invalid_argument for a dtype and reduction that
-// check_reducible() rejects, and the exceptions of errors.h.
+// those of the reduction in rank order, or in tree order if `reduction` says so; see reduce.h.
+// `shape`: a digest of the tensor's shape, which must be equal on all ranks. Throws
+// std::invalid_argument for a dtype and reduction that check_reducible() rejects, and the
+// exceptions of errors.h.
 void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
                 Reduction reduction, Algorithm algorithm, uint32_t shape = 0);
 

@@ -158,8 +158,8 @@ struct Wide {
     for (int i = 0; i < kElements; ++i) {
       Accumulator v = values[i];
       if constexpr (std::is_floating_point_v<Accumulator>) {
-        if (reduction == Reduction::kAvg) v /= static_cast<Accumulator>(terms);
-        if (reduction <= Reduction::kAvg && v != v) memset(&v, 0xff, sizeof(v));
+        if (is_average(reduction)) v /= static_cast<Accumulator>(terms);
+        if (!is_extremum(reduction) && v != v) memset(&v, 0xff, sizeof(v));
       }
       elements[i] = Type::narrow(v);
     }
@@ -252,6 +252,70 @@ PK_HOST_DEVICE void reduce_units(const Team& team, const std::byte* const* sourc
   }
 }
 
+// The same in tree order (tree_order.h), for 4 to 32 terms. The stack is in registers: if bit l of
+// the number of complete groups of four is 1, stack[l] has the sum of 2^l groups.
+template <class Type, class Unit, int kUnits, class Team, class Store>
+PK_HOST_DEVICE void reduce_units_as_tree(const Team& team, const std::byte* const* sources,
+                                         int terms, uint32_t begin, uint32_t end,
+                                         Reduction reduction, Store store) {
+  using W = Wide<Type, Unit>;
+  constexpr int kTerms = 4, kLevels = 3;
+  const uint32_t stride = team.threads();
+  const auto add_to = [&](const W* left, W* right) {
+    PK_UNROLL
+    for (int u = 0; u < kUnits; ++u) {
+      W sum = left[u];
+      sum.combine(right[u], reduction);
+      right[u] = sum;
+    }
+  };
+  PK_ROLLED
+  for (uint32_t i = begin + team.thread(); i < end; i += kUnits * stride) {
+    const uint32_t left = end - i, offset = i * sizeof(Unit);
+    W stack[kLevels][kUnits], total[kUnits];
+    PK_ROLLED
+    for (int group = 0; group * kTerms < terms; ++group) {
+      const int first = group * kTerms;
+      Unit held[kTerms][kUnits];
+      PK_UNROLL
+      for (int t = 0; t < kTerms; ++t) {
+        if (first + t >= terms) break;
+        const std::byte* source = sources[first + t] + offset;
+        PK_UNROLL
+        for (int u = 0; u < kUnits; ++u) {
+          if (u * stride < left) held[t][u] = load_unit<Unit>(source + u * stride * sizeof(Unit));
+        }
+      }
+      PK_UNROLL
+      for (int u = 0; u < kUnits; ++u) {
+        total[u] = W(held[0][u]);
+        if (first + 1 < terms) total[u].combine(W(held[1][u]), reduction);
+        if (first + 2 >= terms) continue;
+        W right(held[2][u]);
+        if (first + 3 < terms) right.combine(W(held[3][u]), reduction);
+        total[u].combine(right, reduction);
+      }
+      const bool last = first + kTerms >= terms;
+      PK_UNROLL
+      for (int l = 0; l < kLevels; ++l) {
+        const int lower = (1 << l) - 1;
+        if (!last && (group & lower) != lower) break;  // The total has been pushed.
+        if (group >> l & 1) {
+          add_to(stack[l], total);
+        } else if (!last) {
+          PK_UNROLL
+          for (int u = 0; u < kUnits; ++u) stack[l][u] = total[u];
+        }
+      }
+    }
+    PK_UNROLL
+    for (int u = 0; u < kUnits; ++u) {
+      if (u * stride >= left) break;
+      store(offset + u * stride * sizeof(Unit), total[u].finish(reduction, terms));
+    }
+  }
+}
+
 // Reduces `bytes`, less than 4 GiB, of sources[0], ..., sources[terms - 1], in this order, with all
 // threads of a block, and passes each unit to store(offset, unit), which may overwrite the sources.
 // `target` is where store() writes if that is none of the sources, else null; its alignment limits
@@ -264,6 +328,15 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
   bool aligned = is_aligned(target, target, 16);
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
   const size_t packs = aligned ? bytes / 16 : 0;
+  if constexpr (std::is_floating_point_v<typename Type::Accumulator>) {
+    if (is_tree(reduction) && terms > 3) {
+      constexpr int kPacks = sizeof(Element) == 2 ? 1 : 2;  // 16-bit elements double in size.
+      reduce_units_as_tree<Type, Pack, kPacks>(team, sources, terms, 0, packs, reduction, store);
+      return reduce_units_as_tree<Type, Element, 2>(team, sources, terms,
+                                                    packs * 16 / sizeof(Element),
+                                                    bytes / sizeof(Element), reduction, store);
+    }
+  }
   reduce_units<Type, Pack, 3>(team, sources, terms, 0, packs, reduction, store);
   reduce_units<Type, Element, 2>(team, sources, terms, packs * 16 / sizeof(Element),
                                  bytes / sizeof(Element), reduction, store);

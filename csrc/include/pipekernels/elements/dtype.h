@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "pipekernels/host/host_device.h"
+
 namespace pipekernels {
 
 // The first kFloatingDTypes can be cast to one another, the first kReducibleDTypes can be reduced,
@@ -37,8 +39,13 @@ constexpr int kDTypes = static_cast<int>(DType::kFloat4E2M1FnX2) + 1;
 constexpr int kFloatingDTypes = 4;
 constexpr int kReducibleDTypes = 6;
 
-enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin };
-constexpr int kReductions = 4;
+// The last two are sums and averages in tree order; see tree_order.h.
+enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin, kTreeSum, kTreeAvg };
+constexpr int kReductions = 6;
+constexpr int kOperations = 4;  // Those that callers name, each in one of the orders.
+
+enum class Order : uint8_t { kRank, kTree };
+constexpr int kOrders = 2;
 
 enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot, kRing };
 constexpr int kAlgorithms = 4;
@@ -64,9 +71,12 @@ constexpr const char* name_of(DType dtype) {
 }
 
 constexpr const char* name_of(Reduction reduction) {
-  constexpr const char* names[] = {"sum", "avg", "max", "min"};
+  constexpr const char* names[] = {
+      "sum", "avg", "max", "min", "sum in tree order", "avg in tree order"};
   return names[static_cast<int>(reduction)];
 }
+
+constexpr const char* name_of(Order order) { return order == Order::kTree ? "tree" : "rank"; }
 
 constexpr const char* name_of(Algorithm algorithm) {
   constexpr const char* names[] = {"auto", "one_shot", "two_shot", "ring"};
@@ -76,6 +86,24 @@ constexpr const char* name_of(Algorithm algorithm) {
 constexpr bool is_floating(DType dtype) { return static_cast<int>(dtype) < kFloatingDTypes; }
 constexpr bool is_reducible(DType dtype) { return static_cast<int>(dtype) < kReducibleDTypes; }
 constexpr bool is_integer(DType dtype) { return dtype == DType::kInt32 || dtype == DType::kInt64; }
+
+PK_HOST_DEVICE constexpr bool is_extremum(Reduction reduction) {
+  return reduction == Reduction::kMax || reduction == Reduction::kMin;
+}
+PK_HOST_DEVICE constexpr bool is_average(Reduction reduction) {
+  return reduction == Reduction::kAvg || reduction == Reduction::kTreeAvg;
+}
+
+// Whether terms are combined in tree order. Sums of integers are the same in all orders.
+PK_HOST_DEVICE constexpr bool is_tree(Reduction reduction) {
+  return reduction == Reduction::kTreeSum || reduction == Reduction::kTreeAvg;
+}
+
+// The reduction for an operation and an order; a maximum or minimum is the same in all orders.
+constexpr Reduction in_order(Reduction operation, Order order) {
+  if (order == Order::kRank || is_extremum(operation)) return operation;
+  return is_average(operation) ? Reduction::kTreeAvg : Reduction::kTreeSum;
+}
 
 // Size of an element of a partial result: 16-bit types are summed in float32.
 constexpr size_t partial_size_of(DType dtype) { return size_of(dtype) == 2 ? 4 : size_of(dtype); }

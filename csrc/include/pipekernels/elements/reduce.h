@@ -1,10 +1,10 @@
 // Elementwise reductions in a fixed order, vectorised for this machine's CPU.
 //
 // Every instruction-set variant produces the same bits. Elements are combined in the order of the
-// sources. 16-bit floats are reduced in float32 and rounded once at the end, to nearest even.
-// Integers wrap around modulo 2^bits. An average is the sum divided by the number of terms before
-// that rounding. A maximum or minimum is NaN if a term is. A sum or average that is NaN has all
-// bits set.
+// sources, or in tree order (tree_order.h) for kTreeSum and kTreeAvg. 16-bit floats are reduced in
+// float32 and rounded once at the end, to nearest even. Integers wrap around modulo 2^bits. An
+// average is the sum divided by the number of terms before that rounding. A maximum or minimum is
+// NaN if a term is. A sum or average that is NaN has all bits set.
 #pragma once
 
 #include <cstddef>
@@ -22,12 +22,15 @@ struct ReduceKernels {
   // The same, with the result stored to every tensor. All but tensors[own] are expected to be in
   // the caches of other cores.
   void (*reduce_in_place)(void* const* tensors, int terms, int own, size_t count);
-  // destination[i] = partial[i] combined with source[i], not yet rounded. `destination` and
-  // `partial` have partial_size_of(dtype) bytes per element. A null `partial` starts the chain.
-  void (*accumulate)(void* destination, const void* partial, const void* source, size_t count);
-  // The last of the `terms` steps of such a chain: rounds to the element type.
-  void (*finish)(void* destination, const void* partial, const void* source, int terms,
-                 size_t count);
+  // A step of a chain, in which term `index` is added to the partial results of the terms before:
+  // one, of all of them, or in tree order those on the stack, bottom first, `stride` elements
+  // apart. `destination` and `partials` have partial_size_of(dtype) bytes per element, and room for
+  // whole vectors of 128 bytes. The first step reads no partial results.
+  void (*accumulate)(void* destination, const void* partials, const void* source, int index,
+                     size_t stride, size_t count);
+  // The last of the `terms` steps of such a chain, at least 2: rounds to the element type.
+  void (*finish)(void* destination, const void* partials, const void* source, int terms,
+                 size_t stride, size_t count);
 };
 
 // check_reducible() must accept `dtype` and `reduction`.

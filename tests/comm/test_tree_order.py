@@ -1,0 +1,137 @@
+"""Sums in tree order: how they are added, and that they do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.devices import on
+from support.ranks import run_processes, run_threads
+from torch import Tensor
+
+from pipekernels import Communicator, ops, reference
+
+ALGORITHMS = ["auto", "one_shot", "two_shot", "ring"]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+TERMS = 8
+
+
+def terms(dtype: torch.dtype, count: int = 1001) -> list[Tensor]:
+    """Numbers of very different sizes, so that almost every order has a sum of its own."""
+    generator = torch.Generator().manual_seed(3)
+    normal = torch.randn(TERMS, count, generator=generator, dtype=torch.float64)
+    powers = torch.randint(-9, 3, (TERMS, count), generator=generator)
+    return list((normal * 2.0**powers).to(dtype))
+
+
+def test_the_tree(device: torch.device) -> None:
+    """In float32, 1e8 + 1 rounds to 1e8; so each parenthesis shows."""
+    sums = {  # The terms, and their sums in rank order and in tree order.
+        (1e8, 1, -1e8): (0, 0),  # Up to 3 ranks there is one order.
+        (1, 1, 1e8, -1e8): (0, 2),
+        (1, 1e8, -1e8, 1): (1, 0),
+        (0, 1, 1e8, -1e8, 1): (1, 2),
+        (1e8, -1e8, 1, 1, 1e8, -1e8): (0, 2),
+        (1, 0, 0, 0, 1e8, -1e8, 1): (1, 2),
+        (1, 0, 0, 0, 1e8, -1e8, 1, 1): (2, 3),
+    }
+
+    def on_rank(comm: Communicator, values: tuple[float, ...]) -> None:
+        for order, total in zip(("rank", "tree"), sums[values], strict=True):
+            for algorithm in ALGORITHMS:
+                x = torch.full((70_001,), float(values[comm.rank]), device=device)
+                comm.all_reduce(x, algorithm=algorithm, order=order)
+                assert x.eq(total).all(), (values, order, algorithm, x[0])
+
+    for values in sums:
+        run_threads(len(values), on(device, on_rank, values))
+
+
+def check_values(comm: Communicator, device: torch.device) -> None:
+    differ = 0
+    for dtype in FLOATS:
+        inputs = [x.to(device) for x in terms(dtype)[: comm.world_size]]
+        for op in ("sum", "avg"):
+            expected = reference.all_reduce(inputs, op, "tree")
+            differ += int((expected != reference.all_reduce(inputs, op, "rank")).sum())
+            for algorithm in ALGORITHMS:
+                x = inputs[comm.rank].clone()
+                assert comm.all_reduce(x, op, algorithm=algorithm, order="tree").equal(expected)
+            wide = [x[: 8 * 125].view(1000, 1)[: 1000 // comm.world_size * comm.world_size]
+                    for x in inputs]  # fmt: skip
+            part = comm.reduce_scatter(wide[comm.rank], op, order="tree")
+            assert part.equal(reference.reduce_scatter(wide, op, "tree")[comm.rank])
+    assert (differ > 100) == (comm.world_size > 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", range(1, TERMS + 1))
+def test_values_equal_the_reference_on_threads(world_size: int, device: torch.device) -> None:
+    run_threads(world_size, on(device, check_values, device))
+
+
+@pytest.mark.processes
+def test_values_equal_the_reference_on_processes(device: torch.device) -> None:
+    run_processes(4, on(device, check_values, device))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_sums_do_not_depend_on_the_number_of_ranks(algorithm: str, device: torch.device) -> None:
+    """Each rank adds up its own subtree, and the all-reduce the rest of the tree."""
+    inputs = [x.to(device) for x in terms(torch.float32, 70_001)]
+    t = inputs
+    shares = {
+        8: t,
+        4: [t[0] + t[1], t[2] + t[3], t[4] + t[5], t[6] + t[7]],
+        2: [(t[0] + t[1]) + (t[2] + t[3]), (t[4] + t[5]) + (t[6] + t[7])],
+        1: [((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]))],
+    }
+
+    def on_rank(comm: Communicator, order: str) -> Tensor:
+        x = shares[comm.world_size][comm.rank].clone()
+        return comm.all_reduce(x, algorithm=algorithm, order=order).cpu()
+
+    def results(order: str) -> list[Tensor]:
+        return [x for n in shares for x in run_threads(n, on(device, on_rank, order))]
+
+    first, *others = results("tree")
+    assert len(others) == 14 and all(x.equal(first) for x in others)
+    first, *others = results("rank")
+    assert not all(x.equal(first) for x in others)
+
+
+def test_maxima_and_integers_are_the_same_in_both_orders() -> None:
+    def on_rank(comm: Communicator) -> None:
+        for op in ("max", "min"):
+            x = torch.tensor([float(comm.rank), float("nan")])
+            x = comm.all_reduce(x, op, order="tree" if comm.rank else "rank")
+            assert x[0] == (4 if op == "max" else 0) and x[1].isnan()
+        for algorithm in ALGORITHMS:
+            x = torch.full((100,), 2**62 + comm.rank)
+            comm.all_reduce(x, algorithm=algorithm, order="tree")
+            assert x.eq(2**62 + 10).all()
+        with pytest.raises(ValueError, match="average of int64"):
+            comm.all_reduce(x, "avg", order="tree")
+
+    run_threads(5, on_rank)
+
+
+def test_gradients_are_summed_in_the_same_order(device: torch.device) -> None:
+    inputs = [x.to(device) for x in terms(torch.float32)]
+    expected = {order: reference.all_reduce(inputs, "sum", order) for order in ("rank", "tree")}
+    slices = reference.reduce_scatter([x[:1000] for x in inputs], "avg", "tree")
+    assert not expected["rank"].equal(expected["tree"])
+
+    def on_rank(comm: Communicator) -> None:
+        for order, total in expected.items():
+            x = inputs[comm.rank].clone().requires_grad_()
+            y = ops.all_reduce(x, comm, order=order)
+            assert y.equal(total)
+            y.backward(inputs[comm.rank])
+            assert x.grad.equal(total)
+        x = inputs[comm.rank][:1000].clone().requires_grad_()
+        y = ops.reduce_scatter(x, comm, "avg", order="tree")
+        assert y.equal(slices[comm.rank])
+        y.backward(torch.full_like(y, float(comm.rank)))
+        assert x.grad.equal(torch.arange(8.0, device=device).repeat_interleave(125) / 8)
+
+    run_threads(TERMS, on(device, on_rank))
