@@ -37,12 +37,15 @@ def copy_micro_batches_cuda(
 ) -> None: ...
 
 # ---- products ----
-# few_rows_product: whether it applies; see local_ops/few_rows.py.
+# Both return whether they apply; see local_ops/few_rows.py.
 
 FEW_ROWS: int
 
 def few_rows_product(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int, /
+) -> bool: ...
+def few_rows_partial_product(
+    out: Tensor, x: Tensor, weight: Tensor, slabs: int, threads: int, /
 ) -> bool: ...
 
 # ---- collectives ----

@@ -26,73 +26,118 @@ const std::byte* address_of(const dlpack::Tensor& tensor) {
   return static_cast<const std::byte*>(tensor.data) + tensor.offset;
 }
 
-bool same_dtype(const dlpack::Tensor& a, const dlpack::Tensor& b) {
-  return a.type_code == b.type_code && a.type_bits == b.type_bits && a.type_lanes == b.type_lanes;
+DType partial_dtype(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
-// few_rows_product(out, x, weight, bias, threads) -> bool: out = x @ weight.T + bias, with
-// `bias` a tensor or None. Does nothing and returns False unless all are contiguous CPU tensors of
-// one floating dtype whose shapes fit, with 1 to kMaxFewRows rows. Defined without pybind11, whose
-// call overhead is as long as a small product.
-PyObject* few_rows_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+// Reads `operands` = (out, x, weight). False unless all are contiguous CPU tensors of fitting
+// shapes, with 1 to kMaxFewRows rows, `x` and `weight` of one floating dtype, and `out` of the same
+// one, or of partial_dtype().
+bool describe_product(PyObject* const* operands, bool partial, FewRows& product) {
+  dlpack::Tensor out, x, weight;
+  if (!describe_dense(operands[0], out) || !describe_dense(operands[1], x) ||
+      !describe_dense(operands[2], weight)) {
+    return false;
+  }
+  const int dtype = dtype_of(x);
+  if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || dtype_of(weight) != dtype ||
+      weight.dims != 2 || x.dims < 1) {
+    return false;
+  }
+  product.dtype = static_cast<DType>(dtype);
+  const DType result = partial ? partial_dtype(product.dtype) : product.dtype;
+  product.columns = weight.shape[0];
+  product.inner = weight.shape[1];
+  if (dtype_of(out) != static_cast<int>(result) || product.inner < 1 || product.columns < 1 ||
+      x.shape[x.dims - 1] != product.inner) {
+    return false;
+  }
+  product.rows = dlpack::dense_elements(x) / product.inner;
+  product.out = const_cast<std::byte*>(address_of(out));
+  product.x = address_of(x);
+  product.weight = address_of(weight);
+  return product.rows >= 1 && product.rows <= kMaxFewRows &&
+         dlpack::dense_elements(out) == product.rows * product.columns;
+}
+
+// Both functions below take (out, x, weight, third, threads). They do nothing and return False
+// unless describe_product(). They are defined without pybind11, whose call overhead is as long as a
+// small product. `body(product, third, threads)` says whether it applied.
+template <class Body>
+PyObject* call_product(PyObject* const* arguments, Py_ssize_t count, bool partial,
+                       const Body& body) {
   if (count != 5) {
-    PyErr_SetString(PyExc_TypeError, "expected (out, x, weight, bias, threads)");
+    PyErr_SetString(PyExc_TypeError, partial ? "expected (out, x, weight, slabs, threads)"
+                                             : "expected (out, x, weight, bias, threads)");
     return nullptr;
   }
   try {
-    const py::handle out = arguments[0];
-    dlpack::Tensor to, x, weight, bias;
-    const bool has_bias = arguments[3] != Py_None;
-    if (!describe_dense(out, to) || !describe_dense(arguments[1], x) ||
-        !describe_dense(arguments[2], weight) ||
-        (has_bias && !describe_dense(arguments[3], bias))) {
-      Py_RETURN_FALSE;
-    }
-    const int dtype = dtype_of(x);
-    if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || !same_dtype(x, to) ||
-        !same_dtype(x, weight) || (has_bias && !same_dtype(x, bias)) || weight.dims != 2 ||
-        x.dims < 1) {
-      Py_RETURN_FALSE;
-    }
-    const int64_t inner = weight.shape[1], columns = weight.shape[0];
-    if (inner < 1 || columns < 1 || x.shape[x.dims - 1] != inner) Py_RETURN_FALSE;
-    const int64_t rows = dlpack::dense_elements(x) / inner;
-    if (rows < 1 || rows > kMaxFewRows || dlpack::dense_elements(to) != rows * columns ||
-        (has_bias && dlpack::dense_elements(bias) != columns)) {
-      Py_RETURN_FALSE;
-    }
+    FewRows product{};
+    if (!describe_product(arguments, partial, product)) Py_RETURN_FALSE;
     const long threads = PyLong_AsLong(arguments[4]);
     if (threads == -1 && PyErr_Occurred()) return nullptr;
-    {
-      const NoGil no_gil;
-      pipekernels::few_rows_product(
-          {const_cast<std::byte*>(address_of(to)), address_of(x), address_of(weight),
-           has_bias ? address_of(bias) : nullptr, rows, columns, inner, static_cast<DType>(dtype)},
-          static_cast<int>(threads));
-    }
-    mark_changed(out);
+    if (!body(product, arguments[3], static_cast<int>(threads))) Py_RETURN_FALSE;
+    mark_changed(arguments[0]);
     Py_RETURN_TRUE;
   } catch (py::error_already_set& error) {
     error.restore();
-    return nullptr;
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
   }
+  return nullptr;
 }
 
-PyMethodDef few_rows_method = {
-    "few_rows_product",
-    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&few_rows_product)), METH_FASTCALL,
-    nullptr};
+// few_rows_product(out, x, weight, bias, threads) -> bool: out = x @ weight.T + bias, with `bias`
+// a tensor of the same dtype or None.
+PyObject* few_rows_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return call_product(arguments, count, false, [](FewRows& product, PyObject* third, int threads) {
+    if (third != Py_None) {
+      dlpack::Tensor bias;
+      if (!describe_dense(third, bias) || dtype_of(bias) != static_cast<int>(product.dtype) ||
+          dlpack::dense_elements(bias) != product.columns) {
+        return false;
+      }
+      product.bias = address_of(bias);
+    }
+    const NoGil no_gil;
+    pipekernels::few_rows_product(product, threads);
+    return true;
+  });
+}
+
+// few_rows_partial_product(out, x, weight, slabs, threads) -> bool: out = x @ weight.T in the dtype
+// that sums are taken in.
+PyObject* few_rows_partial_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return call_product(arguments, count, true,
+                      [](const FewRows& product, PyObject* third, int threads) {
+                        const long long slabs = PyLong_AsLongLong(third);
+                        if (slabs == -1 && PyErr_Occurred()) throw py::error_already_set();
+                        const NoGil no_gil;
+                        pipekernels::few_rows_partial_product(product, slabs, threads);
+                        return true;
+                      });
+}
+
+using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+template <FastCall function>
+void define(py::module_& m, const char* name) {
+  static PyMethodDef method{name,
+                            reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+                            METH_FASTCALL, nullptr};
+  PyObject* const made = PyCFunction_New(&method, nullptr);
+  if (made == nullptr) throw py::error_already_set();
+  m.attr(name) = py::reinterpret_steal<py::object>(made);
+}
 
 }  // namespace
 
 void bind_products(py::module_& m) {
   m.attr("FEW_ROWS") = kMaxFewRows;
-  PyObject* const function = PyCFunction_New(&few_rows_method, nullptr);
-  if (function == nullptr) throw py::error_already_set();
-  m.attr("few_rows_product") = py::reinterpret_steal<py::object>(function);
+  define<&few_rows_product>(m, "few_rows_product");
+  define<&few_rows_partial_product>(m, "few_rows_partial_product");
 }
 
 }  // namespace pipekernels::python

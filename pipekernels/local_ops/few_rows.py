@@ -44,3 +44,44 @@ def few_rows_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = 
     """:func:`few_rows_linear` into ``out``, after :func:`takes_few_rows`; whether it applied."""
     done: bool = _backend.load().few_rows_product(out, x, weight, bias, torch.get_num_threads())
     return done
+
+
+def few_rows_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
+    """``x W^T`` over the ``slabs`` of this rank, not rounded to the dtype of ``x``, or None where
+    :func:`few_rows_linear` does not apply either.
+
+    ``k`` is cut into ``slabs`` equal parts. The sum over each is computed as if it were alone, and
+    these sums are added in a balanced binary tree: ``((0 + 1) + (2 + 3)) + ...`` So however the
+    slabs are distributed over ranks, each with the same power of two of them, the sum of the
+    results in such a tree has the same bits on one machine. They may differ between instruction
+    sets, and they depend neither on the other rows nor on the number of threads. A NaN has all bits
+    set.
+
+    Args:
+        x: ``[..., k]``.
+        weight: ``[n, k]``, of the same dtype.
+        slabs: a power of two that divides ``k``.
+
+    Returns:
+        ``[..., n]``, float64 for float64 and float32 for all else.
+
+    Raises:
+        ValueError: ``slabs`` is not a power of two that divides ``k``.
+    """
+    if not takes_few_rows(x, weight):
+        return None
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=partial_dtype(x.dtype))
+    return out if few_rows_partial_into(out, x, weight, slabs) else None
+
+
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of :func:`few_rows_partial` for operands of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def few_rows_partial_into(out: Tensor, x: Tensor, weight: Tensor, slabs: int) -> bool:
+    """:func:`few_rows_partial` into ``out``, after :func:`takes_few_rows`; whether it applied."""
+    done: bool = _backend.load().few_rows_partial_product(
+        out, x, weight, slabs, torch.get_num_threads()
+    )
+    return done

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
-from pipekernels.local_ops.few_rows import few_rows_linear
+from pipekernels.local_ops.few_rows import (
+    few_rows_linear,
+    few_rows_partial,
+    few_rows_partial_into,
+)
 
 ERRORS = {  # Relative to the sum of absolute products.
     torch.float64: 1e-14,
@@ -43,6 +47,73 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert alone is not None and torch.equal(alone, together[i])
 
 
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("slab", [1, 7, 16, 43, 172, 333])
+def test_slabs_have_the_same_bits_in_one_call_or_in_several(
+    slab: int, rows: int, dtype: torch.dtype
+) -> None:
+    inner = 8 * slab
+    x, weight = torch.randn(rows, inner).to(dtype), torch.randn(33, inner).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    absolute = functional.linear(x.abs().double(), weight.abs().double())
+    exact = functional.linear(x.double(), weight.double())
+
+    def partial(begin: int, end: int, slabs: int) -> Tensor:
+        part = few_rows_partial(
+            x[:, begin:end].contiguous(), weight[:, begin:end].contiguous(), slabs
+        )
+        assert part is not None and part.dtype == wide
+        return part
+
+    def tree(begin: int, end: int, slabs: int, calls: int) -> Tensor:
+        if calls == 1:
+            return partial(begin, end, slabs)
+        middle = (begin + end) // 2
+        left, right = (
+            tree(*half, slabs // 2, calls // 2) for half in ((begin, middle), (middle, end))
+        )
+        return left + right
+
+    for slabs in (1, 2, 4, 8):
+        whole = partial(0, inner, slabs)
+        error = ERRORS[torch.float64 if wide == torch.float64 else torch.float32]
+        assert ((whole.double() - exact).abs() <= error * absolute).all()
+        calls = 2
+        while calls <= slabs:
+            assert torch.equal(tree(0, inner, slabs, calls), whole), (slabs, calls)
+            calls *= 2
+    linear = few_rows_linear(x, weight, None)
+    assert linear is not None and torch.equal(partial(0, inner, 1).to(dtype), linear)
+
+
+def test_partial_products_do_not_depend_on_threads_or_other_rows(one_thread: None) -> None:
+    x, weight = torch.randn(4, 8 * 333), torch.randn(300, 8 * 333)
+    alone = few_rows_partial(x[2], weight, 8)
+    torch.set_num_threads(3)
+    together = few_rows_partial(x, weight, 8)
+    assert alone is not None and together is not None
+    assert torch.equal(alone, together[2])
+
+
+def test_partial_products_into_a_given_tensor() -> None:
+    x, weight = torch.randn(2, 1, 16).bfloat16(), torch.randn(5, 16).bfloat16()
+    expected = few_rows_partial(x, weight, 4)
+    out = torch.zeros(2, 1, 5)
+    version = out._version
+    assert few_rows_partial_into(out, x, weight, 4) and out._version > version
+    assert expected is not None and torch.equal(out, expected)
+    for bad in (torch.zeros(2, 5).bfloat16(), torch.zeros(2, 5).double(), torch.zeros(2, 4)):
+        assert not few_rows_partial_into(bad, x, weight, 4)
+        assert not bad.any()
+
+
+@pytest.mark.parametrize("slabs", [0, 3, 32])
+def test_slabs_that_do_not_fit(slabs: int) -> None:
+    with pytest.raises(ValueError, match=f"power of two that divides .* 16, got {slabs}"):
+        few_rows_partial(torch.randn(1, 16), torch.randn(3, 16), slabs)
+
+
 def test_where_the_kernel_does_not_apply() -> None:
     x, weight, bias = torch.randn(2, 8), torch.randn(3, 8), torch.randn(3)
     trained = nn.Parameter(weight)
@@ -61,6 +132,8 @@ def test_where_the_kernel_does_not_apply() -> None:
     ]
     for case in cases:
         assert few_rows_linear(*case) is None, [t.shape for t in case if t is not None]
+        if case[2] is None:
+            assert few_rows_partial(*case[:2], 1) is None
     with torch.autocast("cpu"):
         assert few_rows_linear(x, weight, bias) is None
     with torch.no_grad():

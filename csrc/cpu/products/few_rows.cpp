@@ -31,7 +31,7 @@ struct alignas(64) CacheLine {
   std::byte bytes[64];
 };
 
-void few_rows_product(const FewRows& product, int threads, Isa isa) {
+static void check(const FewRows& product) {
   if (product.rows < 1 || product.rows > kMaxFewRows) {
     throw std::invalid_argument("a product of a few rows takes 1 to " +
                                 std::to_string(kMaxFewRows) + " rows, got " +
@@ -41,22 +41,46 @@ void few_rows_product(const FewRows& product, int threads, Isa isa) {
     throw std::invalid_argument(std::string("a product of a few rows takes floats, got ") +
                                 name_of(product.dtype));
   }
-  const FewRowsKernels& table = kernels(product.dtype, isa);
+}
+
+// Runs `kernel`, of `table`, on pieces of the columns.
+static void run(const FewRows& product, int64_t slabs, int threads, const FewRowsKernels& table,
+                void (*kernel)(const FewRowsPiece&)) {
   // Kept between calls. Vectors that straddle cache lines would take twice as long to load.
   thread_local std::vector<CacheLine> kept;
-  const size_t bytes = table.widened_bytes(product.inner) * product.rows;
+  const int64_t slab_inner = product.inner / slabs;
+  const size_t bytes = table.widened_bytes(slab_inner) * slabs * product.rows;
   kept.resize(std::max(kept.size(), (bytes + sizeof(CacheLine) - 1) / sizeof(CacheLine)));
   void* const widened = kept.data();
-  table.widen(widened, product.x, product.rows, product.inner);
+  table.widen(widened, product.x, product.rows * slabs, slab_inner);
 
   constexpr int64_t kBytesPerPiece = 128 << 10;
   const int64_t row_bytes = std::max<int64_t>(1, product.inner * size_of(product.dtype));
   const int64_t step = std::max<int64_t>(1, kBytesPerPiece / row_bytes);
   parallel_for((product.columns + step - 1) / step, threads, [&](int64_t piece) {
     const int64_t begin = piece * step, end = std::min(product.columns, begin + step);
-    table.products[product.rows - 1]({product.out, widened, product.weight, product.bias,
-                                      product.columns, product.inner, begin, end});
+    kernel({product.out, widened, product.weight, product.bias, product.columns, product.inner,
+            slabs, begin, end});
   });
+}
+
+void few_rows_product(const FewRows& product, int threads, Isa isa) {
+  check(product);
+  const FewRowsKernels& table = kernels(product.dtype, isa);
+  run(product, 1, threads, table, table.products[product.rows - 1]);
+}
+
+void few_rows_partial_product(const FewRows& product, int64_t slabs, int threads, Isa isa) {
+  check(product);
+  if (product.bias != nullptr) {
+    throw std::invalid_argument("a partial product takes no bias; add it to the sum of all");
+  }
+  if (slabs < 1 || (slabs & (slabs - 1)) != 0 || product.inner % slabs != 0) {
+    throw std::invalid_argument("slabs must be a power of two that divides the inner dimension " +
+                                std::to_string(product.inner) + ", got " + std::to_string(slabs));
+  }
+  const FewRowsKernels& table = kernels(product.dtype, isa);
+  run(product, slabs, threads, table, table.partial_products[product.rows - 1]);
 }
 
 }  // namespace pipekernels

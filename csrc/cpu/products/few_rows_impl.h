@@ -27,6 +27,26 @@ T sum_of_lanes(V lanes) {
   }
 }
 
+// Adds terms 0, 1, ... 2^n - 1 of each row in a balanced binary tree: ((0 + 1) + (2 + 3)) + ...
+template <class T, int kRows>
+class TreeSum {
+ public:
+  // Replaces term `index` by the sum of the largest subtree that ends with it: of all terms, after
+  // the last one.
+  void add(int64_t index, T* terms) {
+    int height = 0;
+    for (; index & 1; index >>= 1, ++height) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) terms[r] = lefts_[height][r] + terms[r];
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) lefts_[height][r] = terms[r];
+  }
+
+ private:
+  T lefts_[63][kRows];  // Of each height, the subtree that waits for its right neighbour.
+};
+
 // One row of `x` is widened into whole vectors, in the order in which Type::widen() puts the
 // elements of a row of the weight. The last vectors are filled up with zeros.
 template <class Type>
@@ -64,52 +84,121 @@ struct FewRowsOf {
     }
   }
 
-  // Columns of the product for kRows rows. Its loops are unrolled, so that all sums stay in
-  // registers.
+  using Bits = Vector<long long>;
+
+  // All ones in the elements of a slab's last vector, or zeros if that is whole.
+  static Bits last_mask(int64_t inner) {
+    Bits mask{};
+    std::memset(&mask, 0xff, inner % kElements * sizeof(Element));
+    return mask;
+  }
+
+  // Loads the last `count` < kElements elements of a slab, within memory that ends at `end`.
+  // Copying that many takes longer than clearing what lies behind them.
+  static void load_last(const Element* source, int64_t count, const Element* end, Bits mask,
+                        Wide* parts) {
+    if (end - source < kElements) return load(source, count, parts);
+    Bits v;
+    std::memcpy(&v, source, sizeof(v));
+    Type::widen(bits<Vector<Element>>(v & mask), parts);
+  }
+
+  // Sums over one slab of a row of the weight, for kRows rows of `x` that lie row_bytes apart. The
+  // loops are unrolled, so that all sums stay in registers.
   template <int kRows>
-  static void product(const FewRowsPiece& piece) {
-    const size_t row_bytes = widened_bytes(piece.inner);
-    const auto* const x = static_cast<const std::byte*>(piece.widened);
-    for (int64_t i = piece.begin; i < piece.end; ++i) {
-      const Element* const row = static_cast<const Element*>(piece.weight) + i * piece.inner;
-      Wide sums[kSteps][kRows][kParts] = {};
-      // Adds the products of one vector of the row of the weight.
-      const auto add = [&](int64_t v, int64_t count, int s) {
-        Wide weight[kParts];
-        load(row + v * kElements, count, weight);
+  __attribute__((always_inline)) static void sum_slab(const Element* slab, int64_t inner,
+                                                      const Element* end, Bits mask,
+                                                      const std::byte* x, size_t row_bytes,
+                                                      Accumulator* results) {
+    Wide sums[kSteps][kRows][kParts];  // An initializer would be a slow call or string instruction.
+#pragma GCC unroll 2
+    for (int s = 0; s < kSteps; ++s) {
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-          for (int p = 0; p < kParts; ++p) {
-            Wide part;
-            std::memcpy(&part, x + r * row_bytes + (v * kParts + p) * sizeof(Wide), sizeof(part));
-            sums[s][r][p] += weight[p] * part;
-          }
-        }
-      };
-      int64_t v = 0;
-      for (; (v + kSteps) * kElements <= piece.inner; v += kSteps) {
-#pragma GCC unroll 2
-        for (int s = 0; s < kSteps; ++s) add(v + s, kElements, s);
-      }
-      for (; v * kElements < piece.inner; ++v) {
-        const int64_t left = piece.inner - v * kElements;
-        add(v, left < kElements ? left : kElements, 0);
-      }
       for (int r = 0; r < kRows; ++r) {
-        Wide total{};
 #pragma GCC unroll 2
-        for (int s = 0; s < kSteps; ++s) {
+        for (int p = 0; p < kParts; ++p) sums[s][r][p] = Wide{};
+      }
+    }
+    // Adds the products of the vector of the slab that starts at element j.
+    const auto add = [&](int64_t j, const Wide* weight, int s) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-          for (int p = 0; p < kParts; ++p) total += sums[s][r][p];
+        for (int p = 0; p < kParts; ++p) {
+          Wide part;
+          const int64_t widened = j * sizeof(Accumulator) + p * sizeof(Wide);
+          std::memcpy(&part, x + r * row_bytes + widened, sizeof(part));
+          sums[s][r][p] += weight[p] * part;
         }
-        store(piece, r, i, total);
+      }
+    };
+    Wide weight[kParts];
+    int64_t j = 0;
+    for (; j + kSteps * kElements <= inner; j += kSteps * kElements) {
+#pragma GCC unroll 2
+      for (int s = 0; s < kSteps; ++s) {
+        load(slab + j + s * kElements, kElements, weight);
+        add(j + s * kElements, weight, s);
+      }
+    }
+    if (kSteps > 1 && j + kElements <= inner) {
+      load(slab + j, kElements, weight);
+      add(j, weight, 0);
+      j += kElements;
+    }
+    if (j < inner) {
+      load_last(slab + j, inner - j, end, mask, weight);
+      add(j, weight, 0);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      Wide total{};
+#pragma GCC unroll 2
+      for (int s = 0; s < kSteps; ++s) {
+#pragma GCC unroll 2
+        for (int p = 0; p < kParts; ++p) total += sums[s][r][p];
+      }
+      results[r] = sum_of_lanes<Accumulator, sizeof(Wide)>(total);
+    }
+  }
+
+  // Columns of the product for kRows rows. A whole product has one slab.
+  template <int kRows, bool kPartial>
+  static void product(const FewRowsPiece& piece) {
+    const int64_t slabs = kPartial ? piece.slabs : 1, inner = piece.inner / slabs;
+    const size_t slab_bytes = widened_bytes(inner), row_bytes = slabs * slab_bytes;
+    const auto* const weight = static_cast<const Element*>(piece.weight);
+    const Element* const end = weight + piece.columns * piece.inner;
+    const Bits mask = last_mask(inner);
+    for (int64_t i = piece.begin; i < piece.end; ++i) {
+      const Element* row = weight + i * piece.inner;
+      const auto* x = static_cast<const std::byte*>(piece.widened);
+      Accumulator sums[kRows];
+      [[maybe_unused]] TreeSum<Accumulator, kRows> tree;
+      int64_t slab = 0;
+      do {
+        sum_slab<kRows>(row, inner, end, mask, x, row_bytes, sums);
+        if constexpr (kPartial) tree.add(slab, sums);
+        row += inner;
+        x += slab_bytes;
+      } while (kPartial && ++slab < slabs);
+      for (int r = 0; r < kRows; ++r) {
+        if constexpr (kPartial) {
+          store_partial(piece, r, i, sums[r]);
+        } else {
+          store(piece, r, i, sums[r]);
+        }
       }
     }
   }
 
-  static void store(const FewRowsPiece& piece, int r, int64_t i, Wide total) {
-    Accumulator sum = sum_of_lanes<Accumulator, sizeof(Wide)>(total);
+  static void store_partial(const FewRowsPiece& piece, int r, int64_t i, Accumulator sum) {
+    const Accumulator result = canonical_nan(Wide{} + sum)[0];
+    std::memcpy(static_cast<Accumulator*>(piece.out) + r * piece.columns + i, &result,
+                sizeof(result));
+  }
+
+  static void store(const FewRowsPiece& piece, int r, int64_t i, Accumulator sum) {
     if (piece.bias != nullptr) {
       Wide bias[kParts];
       load(static_cast<const Element*>(piece.bias) + i, 1, bias);
@@ -123,7 +212,8 @@ struct FewRowsOf {
   static constexpr FewRowsKernels kKernels = {
       &widened_bytes,
       &widen,
-      {&product<1>, &product<2>, &product<3>, &product<4>},
+      {&product<1, false>, &product<2, false>, &product<3, false>, &product<4, false>},
+      {&product<1, true>, &product<2, true>, &product<3, true>, &product<4, true>},
   };
 };
 

@@ -8,19 +8,21 @@
 
 namespace pipekernels {
 
-// Columns begin to end - 1 of a product.
+// Columns begin to end - 1 of a product. Partial ones have slabs and no bias, and `out` is of
+// accumulators.
 struct FewRowsPiece {
   void* out;
   const void* widened;
   const void* weight;
   const void* bias;
-  int64_t columns, inner, begin, end;
+  int64_t columns, inner, slabs, begin, end;
 };
 
 struct FewRowsKernels {
   size_t (*widened_bytes)(int64_t inner);  // of one row
   void (*widen)(void* widened, const void* x, int64_t rows, int64_t inner);
   void (*products[kMaxFewRows])(const FewRowsPiece& piece);  // of 1, 2, ... rows
+  void (*partial_products[kMaxFewRows])(const FewRowsPiece& piece);
 };
 
 }  // namespace pipekernels

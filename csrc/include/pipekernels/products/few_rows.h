@@ -31,4 +31,16 @@ struct FewRows {
 // Throws std::invalid_argument unless 1 <= rows <= kMaxFewRows and the dtype is a floating one.
 void few_rows_product(const FewRows& product, int threads, Isa isa = best_isa());
 
+// A product that is not rounded to `dtype`: `out` is [rows, columns] of partial_size_of(dtype), and
+// there is no bias. `inner` is cut into `slabs` equal parts. The sum over each is computed as if it
+// were alone, and these sums are added in a balanced binary tree: ((0 + 1) + (2 + 3)) + ... So one
+// call for all slabs gives the bits of two calls for half of them each, with their results added.
+// These bits may differ between values of `isa`, as those of few_rows_product() do. A NaN has all
+// bits set.
+//
+// Throws std::invalid_argument as few_rows_product() does, and unless `slabs` is a power of two
+// that divides `inner`.
+void few_rows_partial_product(const FewRows& product, int64_t slabs, int threads,
+                              Isa isa = best_isa());
+
 }  // namespace pipekernels
