@@ -8,6 +8,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.dtensor import as_full_tensor
+from pipekernels.tensor_parallel.invariant.steps import slab_norms
 from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 
@@ -41,23 +42,34 @@ def clip_grad_norm_(
         )
     sharded = sharded_parameters(module)
     grads: dict[Communicator | None, list[Tensor]] = {}
+    slabs: dict[Communicator, list[Tensor]] = {}
     for parameter in module.parameters():
         shard_key, grad = sharded.get(parameter), parameter.grad
-        comm = None
-        if shard_key is not None:
-            layer, comm = shard_key[0], shard_key[0].comm
-            # Every rank must join the all-gather below; of the ranks that hold one shard, the first
-            # counts.
-            if grad is None or layer.rank % layer.copies:
-                grad = parameter.new_zeros(())
-        if grad is not None:
-            grads.setdefault(comm, []).append(grad)
+        if shard_key is None:
+            if grad is not None:
+                grads.setdefault(None, []).append(grad)
+            continue
+        layer, name = shard_key
+        if layer.invariant:
+            grad = torch.zeros_like(parameter) if grad is None else as_full_tensor(grad)
+            blocks = [size for _, size in layer.spans(name)]
+            norms_of = slab_norms(grad, layer.shard_dim(name), blocks, layer.comm, norm_type)
+            slabs.setdefault(layer.comm, []).append(norms_of)
+            continue
+        # Every rank must join the all-gather below; of the ranks that hold one shard, the first
+        # counts.
+        if grad is None or layer.rank % layer.copies:
+            grad = parameter.new_zeros(())
+        grads.setdefault(layer.comm, []).append(grad)
     norms = []
     for comm, comm_grads in grads.items():
         norm = as_full_tensor(get_total_norm(comm_grads, norm_type))
         if comm is not None:
             norm = torch.linalg.vector_norm(comm.all_gather(norm[None]), norm_type)
         norms.append(norm)
+    for comm, of_slabs in slabs.items():
+        all_slabs = comm.all_gather(torch.stack(of_slabs, 1))  # [SLABS, parameters]
+        norms.append(torch.linalg.vector_norm(all_slabs, norm_type))
     total = get_total_norm(norms, norm_type, error_if_nonfinite)
     clip_grads_with_norm_(module.parameters(), max_norm, total)
     return total

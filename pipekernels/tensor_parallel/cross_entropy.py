@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_reduce
 from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_sizes
+from pipekernels.tensor_parallel.invariant.steps import check_slabs, sum_of_slabs
 
 
 def vocab_parallel_cross_entropy(
@@ -21,6 +23,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
+    invariant: bool = False,
 ) -> Tensor:
     """``torch.nn.functional.cross_entropy`` of the output of a column-parallel head, which is not
     gathered: no rank holds the logits of all classes. After Shoeybi et al., "Megatron-LM" (2019).
@@ -37,12 +40,15 @@ def vocab_parallel_cross_entropy(
         reduction: ``'mean'`` (over rows that are not ignored; NaN if there are none), ``'sum'`` or
             ``'none'``.
         label_smoothing: in ``[0, 1]``: the weight of the uniform distribution in the target.
+        invariant: the same bits on 1, 2, 4 and 8 ranks
+            (:mod:`pipekernels.tensor_parallel.invariant`).
 
     Returns:
         A scalar, or ``[...]`` with ``'none'``; the same on every rank.
 
     Raises:
-        ValueError: shapes do not fit, ``reduction`` is unknown or ``label_smoothing`` is outside.
+        ValueError: shapes do not fit, ``reduction`` is unknown, ``label_smoothing`` is outside, or
+            classes cannot be cut into slabs (``invariant``).
         IndexError: a target is neither a class nor ``ignore_index``; on CUDA an assertion fails on
             the device.
     """
@@ -58,6 +64,8 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if invariant:
+        check_slabs([num_classes], comm.world_size)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     ignored = target == ignore_index
@@ -72,10 +80,12 @@ def vocab_parallel_cross_entropy(
     largest = all_reduce(logits.detach().amax(-1), comm, "max")
     shifted = logits - largest.unsqueeze(-1)  # No exponential overflows.
     chosen = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    terms = [shifted.exp().sum(-1), chosen.masked_fill(others, 0)]
+    add = partial(sum_of_slabs, comm=comm) if invariant else partial(torch.sum, dim=-1)
+    terms = [add(shifted.exp()), chosen.masked_fill(others, 0)]
     if label_smoothing:
-        terms.append(shifted.sum(-1))
-    total, chosen, *sums = reduce_from_ranks(torch.stack(terms), comm)
+        terms.append(add(shifted))
+    order = "tree" if invariant else "rank"
+    total, chosen, *sums = reduce_from_ranks(torch.stack(terms), comm, order=order)
     log_total = total.log()
     loss: Tensor = log_total - chosen
     if label_smoothing:

@@ -14,6 +14,7 @@ from pipekernels.device.streams import usable
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import reduce_from_ranks
+from pipekernels.tensor_parallel.invariant.steps import check_slabs
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
@@ -26,6 +27,7 @@ class VocabParallelEmbedding(ShardedLayer):
         embedding_dim: of the full layer.
         padding_idx: index of a row whose gradient is zero, as for ``nn.Embedding``.
         comm: the communicator whose ranks hold the layer.
+        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks.
         device: of the weight.
         dtype: of the weight.
 
@@ -40,7 +42,8 @@ class VocabParallelEmbedding(ShardedLayer):
 
     Raises:
         TypeError: ``comm`` is not a communicator.
-        ValueError: more ranks than ``num_embeddings``.
+        ValueError: more ranks than ``num_embeddings``; rows that cannot be cut into slabs
+            (``invariant``).
         IndexError: an index is outside ``[0, num_embeddings)``; on CUDA an assertion fails on the
             device, as for ``nn.Embedding``.
     """
@@ -57,15 +60,18 @@ class VocabParallelEmbedding(ShardedLayer):
         padding_idx: int | None = None,
         *,
         comm: Communicator,
+        invariant: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         device = None if device is None else usable(device)
         sizes = num_embeddings, embedding_dim
-        self._shard(nn.Embedding(*sizes, padding_idx, device=device, dtype=dtype), comm)
+        self._shard(nn.Embedding(*sizes, padding_idx, device=device, dtype=dtype), comm, invariant)
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, comm: Communicator) -> VocabParallelEmbedding:
+    def from_embedding(
+        cls, embedding: nn.Embedding, comm: Communicator, *, invariant: bool = False
+    ) -> VocabParallelEmbedding:
         """This rank's shard of ``embedding``, with its dtype, device, mode and ``requires_grad``.
 
         Args:
@@ -73,6 +79,7 @@ class VocabParallelEmbedding(ShardedLayer):
                 transformers' that multiply it by a scale (``embed_scale``). Its weight is copied,
                 not shared.
             comm: the communicator.
+            invariant: as for the constructor.
 
         Raises:
             TypeError: ``embedding`` is neither, or has a parametrization or hooks.
@@ -87,11 +94,13 @@ class VocabParallelEmbedding(ShardedLayer):
         if extras is not None:
             raise TypeError(f"embedding has {extras}, which would be lost; {REMEDY}")
         layer = cls.__new__(cls)
-        layer._shard(embedding, comm)
+        layer._shard(embedding, comm, invariant)
         return layer.train(embedding.training)
 
-    def _shard(self, full: nn.Embedding, comm: Communicator) -> None:
-        super().__init__(comm)
+    def _shard(self, full: nn.Embedding, comm: Communicator, invariant: bool) -> None:
+        super().__init__(comm, invariant=invariant)
+        if invariant:
+            check_slabs([full.num_embeddings], comm.world_size)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(full, option):
                 raise ValueError(
@@ -155,7 +164,10 @@ class VocabParallelEmbedding(ShardedLayer):
                 f"{self._described()} has rows 0 to {self.num_embeddings - 1}, got indices from "
                 f"{input.min().item()} to {input.max().item()}"
             ) from error
-        found = reduce_from_ranks(found.masked_fill(others.unsqueeze(-1), 0), self.comm)
+        found = found.masked_fill(others.unsqueeze(-1), 0)
+        if self.invariant:
+            found = found + 0.0  # Peers add 0, which makes a 0 of -0.
+        found = reduce_from_ranks(found, self.comm)
         scale = self.embed_scale
         if scale is None:
             return found

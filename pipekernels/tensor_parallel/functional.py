@@ -88,13 +88,15 @@ def copy_to_holders(x: Tensor, comm: Communicator, copies: int) -> Tensor:
     return result
 
 
-def reduce_from_ranks(x: Tensor, comm: Communicator, algorithm: str = "auto") -> Tensor:
+def reduce_from_ranks(
+    x: Tensor, comm: Communicator, algorithm: str = "auto", order: str = "rank"
+) -> Tensor:
     """The sum over all ranks of the partial results ``x``; the loss that follows is replicated.
 
     Args and errors: as for :func:`pipekernels.ops.all_reduce`. Backward: identity.
     """
     _check_transforms([x])
-    result: Tensor = _ReduceFromRanks.apply(x, comm, algorithm)
+    result: Tensor = _ReduceFromRanks.apply(x, comm, algorithm, order)
     return result
 
 
@@ -231,13 +233,13 @@ class _CopyToHolders(torch.autograd.Function):
 
 class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, algorithm: str) -> Tensor:
-        return all_reduce(x, comm, "sum", algorithm)
+    def forward(ctx: Any, x: Tensor, comm: Communicator, algorithm: str, order: str) -> Tensor:
+        return all_reduce(x, comm, "sum", algorithm, order=order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         check_differentiated_once(_LAYERS)
-        return grad, None, None
+        return grad, None, None, None
 
 
 class _ScatterToRanks(torch.autograd.Function):

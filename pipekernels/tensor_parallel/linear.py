@@ -46,6 +46,12 @@ from pipekernels.tensor_parallel.functional import (
     row_linear_of_few,
     scatter_to_ranks,
 )
+from pipekernels.tensor_parallel.invariant.steps import (
+    check_slabs,
+    invariant_add_to_slices,
+    invariant_column_linear,
+    invariant_row_linear,
+)
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
@@ -65,10 +71,11 @@ class ShardedLinear(ShardedLayer):
         skip_bias_add: bool,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
+        invariant: bool,
         blocks: Sequence[int] = (),
         copies: int = 1,
     ) -> None:
-        super().__init__(comm, blocks, copies)
+        super().__init__(comm, blocks, copies, invariant)
         self.in_features = in_features
         self.out_features = out_features
         self.skip_bias_add = skip_bias_add
@@ -211,6 +218,8 @@ class RowParallelLinear(ShardedLinear):
             sum gradients that are already full. ``'none'``: this rank's partial sum, to be reduced
             by the caller; needs ``bias=False`` or ``skip_bias_add=True``.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
+        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
+            (:mod:`pipekernels.tensor_parallel.invariant`).
         device: of the parameters.
         dtype: of the parameters.
 
@@ -247,6 +256,7 @@ class RowParallelLinear(ShardedLinear):
         input_is_parallel: bool = True,
         reduce: str = "all_reduce",
         skip_bias_add: bool = False,
+        invariant: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -254,12 +264,27 @@ class RowParallelLinear(ShardedLinear):
             raise ValueError(
                 f"reduce must be 'all_reduce', 'reduce_scatter' or 'none', got {reduce!r}"
             )
+        if reduce == "none" and invariant:
+            raise ValueError(
+                "reduce='none' returns partial sums, which differ with the number of ranks; "
+                "invariant=True needs 'all_reduce' or 'reduce_scatter'"
+            )
+        if invariant and reduce == "reduce_scatter" and bias and skip_bias_add:
+            raise ValueError(
+                "reduce='reduce_scatter' with skip_bias_add=True: the gradient of a bias that is "
+                "added later depends on the number of ranks; invariant=True needs bias=False, or "
+                "skip_bias_add=False"
+            )
         if reduce == "none" and bias and not skip_bias_add:
             raise ValueError(
                 "reduce='none' returns partial sums, to which a bias would be added once per rank; "
                 "pass bias=False, or skip_bias_add=True and add the bias after the reduction"
             )
-        super().__init__(in_features, out_features, bias, comm, skip_bias_add, device, dtype)
+        super().__init__(
+            in_features, out_features, bias, comm, skip_bias_add, device, dtype, invariant
+        )
+        if invariant:
+            check_slabs([in_features], comm.world_size)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
 
@@ -268,11 +293,13 @@ class RowParallelLinear(ShardedLinear):
         weight, y = self._matrix(), None
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
-            if self.input_is_parallel and self.reduce == "all_reduce":
+            if self.input_is_parallel and self.reduce == "all_reduce" and not self.invariant:
                 y = row_linear_of_few(x, weight, self.comm)  # First: checks would take as long.
         if y is None:
             y = self._product(x, weight)
         bias: Tensor | None = self.bias
+        if bias is not None and self.reduce == "reduce_scatter" and self.invariant:
+            return invariant_add_to_slices(y, bias, self.comm)
         if bias is not None and self.reduce == "reduce_scatter":
             # Each rank adds the bias to its own rows only, so its gradient is a sum over ranks.
             bias = copy_to_ranks(bias, self.comm)
@@ -293,6 +320,9 @@ class RowParallelLinear(ShardedLinear):
             x.register_hook(self._check_gradients)
         if self.reduce == "none":
             return _linear(x, weight)
+        if self.invariant:
+            scatter = self.reduce == "reduce_scatter"
+            return invariant_row_linear(x, weight, self.comm, scatter=scatter)
         return row_linear(x, weight, self.comm, scatter=self.reduce == "reduce_scatter")
 
     def _check_gradients(self, _: Tensor) -> None:
@@ -319,6 +349,8 @@ class ColumnParallelLinear(ShardedLinear):
         copies: how many consecutive ranks hold each shard, as grouped-query attention with fewer
             key heads than ranks needs. Their gradients are summed.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
+        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
+            (:mod:`pipekernels.tensor_parallel.invariant`).
         device: of the parameters.
         dtype: of the parameters.
 
@@ -351,6 +383,7 @@ class ColumnParallelLinear(ShardedLinear):
         blocks: Sequence[int] | None = None,
         copies: int = 1,
         skip_bias_add: bool = False,
+        invariant: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -364,7 +397,12 @@ class ColumnParallelLinear(ShardedLinear):
                 f"copies={copies} goes with neither blocks nor gather_output; without copies the "
                 "gathered output is the full one"
             )
-        sharding = blocks or (), copies
+        if invariant and copies > 1:
+            raise ValueError(
+                f"invariant=True with copies={copies}: the sum of the gradients of several holders "
+                "depends on their number; use at most as many ranks as there are key heads"
+            )
+        sharding = invariant, blocks or (), copies
         super().__init__(
             in_features, out_features, bias, comm, skip_bias_add, device, dtype, *sharding
         )
@@ -373,6 +411,8 @@ class ColumnParallelLinear(ShardedLinear):
                 f"{comm.world_size // copies} shards, each with copies={copies}, must be of one "
                 f"size, but there are {out_features} features; use fewer ranks"
             )
+        if invariant:
+            check_slabs(blocks or [out_features], comm.world_size)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -381,17 +421,21 @@ class ColumnParallelLinear(ShardedLinear):
         bias: Tensor | None = self.bias
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
-            if not (self.skip_bias_add or self.gather_output):
+            if not (self.skip_bias_add or self.gather_output or self.invariant):
                 y = few_rows_linear(x, weight, bias)  # First: checks would take as long.
                 if y is not None:
                     return y
         self._check_input(x, self.in_features)
-        x = copy_to_ranks(x, self.comm)
         if self.copies > 1:
             weight = copy_to_holders(weight, self.comm, self.copies)
             if bias is not None:
                 bias = copy_to_holders(bias, self.comm, self.copies)
-        y = _linear(x, weight, None if self.skip_bias_add else bias)
+        added = None if self.skip_bias_add else bias
+        if self.invariant:
+            sizes = [size for _, size in self.spans("weight")]
+            y = invariant_column_linear(x, weight, added, self.comm, sizes)
+        else:
+            y = _linear(copy_to_ranks(x, self.comm), weight, added)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
         if y.requires_grad and not torch.compiler.is_compiling():

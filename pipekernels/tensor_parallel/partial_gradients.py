@@ -25,9 +25,10 @@ _SUMMED = "_pipekernels_gradient_is_summed"
 _SHARDED = "_pipekernels_is_sharded"
 
 
-def sum_gradients(module: nn.Module, comm: Communicator) -> None:
-    """Sum the gradients of the parameters of ``module`` over the ranks, in every backward."""
-    hook = _SumGradients(comm)
+def sum_gradients(module: nn.Module, comm: Communicator, *, refuse: bool = False) -> None:
+    """Sum the gradients of the parameters of ``module`` over the ranks, in every backward; or, with
+    ``refuse``, raise there, since the sum depends on the number of ranks."""
+    hook = _SumGradients(comm, refuse)
     hook(module)
     add_forward_pre_hook(module, hook)
 
@@ -36,8 +37,9 @@ class _SumGradients:
     """Forward pre-hook: parameters may have been replaced since the last forward, by ``deepcopy``
     or ``load_state_dict(assign=True)``, and these lose hooks."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, refuse: bool) -> None:
         self._comm = comm
+        self._refuse = refuse
 
     def __call__(self, module: nn.Module, *args: object) -> None:
         if torch.compiler.is_compiling():
@@ -53,6 +55,12 @@ class _SumGradients:
                 handle.remove()
 
     def _sum(self, grad: Tensor) -> Tensor:
+        if self._refuse:
+            raise RuntimeError(
+                "invariant=True: a parameter between column- and row-parallel layers gets a sum "
+                "over heads as its gradient, whose bits depend on the number of ranks; freeze it, "
+                ".requires_grad_(False), or do without invariant"
+            )
         return self._comm.all_reduce(grad.clone())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SumGradients:

@@ -26,13 +26,20 @@ class ShardedLayer(nn.Module):
         blocks: sizes of the layers that are fused into this one, along the sharded dimension; each
             is sharded by itself.
         copies: how many consecutive ranks hold each shard.
+        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks.
     """
 
     # Parameter name -> its sharded dimension in the full layer; others are replicated.
     shard_dims: ClassVar[dict[str, int]]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
-    def __init__(self, comm: Communicator, blocks: Sequence[int] = (), copies: int = 1) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        blocks: Sequence[int] = (),
+        copies: int = 1,
+        invariant: bool = False,
+    ) -> None:
         super().__init__()
         if not isinstance(comm, Communicator):
             raise TypeError(
@@ -50,6 +57,7 @@ class ShardedLayer(nn.Module):
         self.name: str | None = None
         self.blocks = tuple(blocks)
         self.copies = copies
+        self.invariant = invariant
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""

@@ -45,7 +45,14 @@ def test_programs_run_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/design.md", "docs/migration.md", "docs/transformers.md"]
+    "page",
+    [
+        "README.md",
+        "docs/design.md",
+        "docs/migration.md",
+        "docs/transformers.md",
+        "docs/invariance.md",
+    ],
 )
 def test_links_exist(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())

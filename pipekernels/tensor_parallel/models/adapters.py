@@ -93,13 +93,14 @@ def _sharded_like(base: nn.Module, factor: nn.Linear, name: str) -> nn.Module:
     result: ShardedLinear
     if isinstance(base, RowParallelLinear):
         result = RowParallelLinear.from_linear(
-            factor, base.comm, input_is_parallel=base.input_is_parallel, reduce=base.reduce
-        )
+            factor, base.comm, input_is_parallel=base.input_is_parallel, reduce=base.reduce,
+            invariant=base.invariant,
+        )  # fmt: skip
     else:
         assert isinstance(base, ColumnParallelLinear)
         result = ColumnParallelLinear.from_linear(
             factor, base.comm, gather_output=base.gather_output, blocks=base.blocks or None,
-            copies=base.copies,
+            copies=base.copies, invariant=base.invariant,
         )  # fmt: skip
     result.name = name
     return result

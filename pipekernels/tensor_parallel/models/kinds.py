@@ -10,6 +10,7 @@ from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.full_layer import features_of
+from pipekernels.tensor_parallel.invariant.steps import check_width
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
@@ -68,7 +69,9 @@ def is_known(kind: Any) -> bool:
     return all(numbers) and (name == PACKED or (name == SHARED and len(numbers) == 1))
 
 
-def shard(layer: nn.Module, name: str, kind: str, comm: Communicator) -> ShardedLayer:
+def shard(
+    layer: nn.Module, name: str, kind: str, comm: Communicator, *, invariant: bool
+) -> ShardedLayer:
     """This rank's shard of ``layer``.
 
     Raises:
@@ -79,18 +82,27 @@ def shard(layer: nn.Module, name: str, kind: str, comm: Communicator) -> Sharded
     try:
         if kind == EMBEDDING:
             assert isinstance(layer, nn.Embedding)
-            result = VocabParallelEmbedding.from_embedding(layer, comm)
+            result = VocabParallelEmbedding.from_embedding(layer, comm, invariant=invariant)
         elif kind == ATTENTION:
             assert isinstance(layer, nn.MultiheadAttention)
+            if invariant:
+                raise ValueError(
+                    "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
+                    "attention with linear layers of its own"
+                )
             result = ParallelMultiheadAttention(layer, comm)
             result.out_proj.name = f"{name}.out_proj"
         else:
             sharded, arguments = _LAYERS[kind.partition(":")[0]]
             if kind.startswith(PACKED):
                 arguments = {"blocks": block_sizes(kind, features_of(layer)[1])}
+                if invariant:
+                    check_width(arguments["blocks"])
+            elif invariant and kind == COLUMN:
+                check_width([features_of(layer)[1]])
             if kind.startswith(SHARED):
                 arguments = {"copies": int(kind.partition(":")[2])}
-            result = sharded.from_linear(layer, comm, **arguments)
+            result = sharded.from_linear(layer, comm, invariant=invariant, **arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name!r} cannot be made {kind!r}: {error}") from error
     result.name = name

@@ -7,16 +7,25 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.full_layer import features_of
+from pipekernels.tensor_parallel.invariant.steps import has_slabs
 from pipekernels.tensor_parallel.models.adapters import adapted_base
 from pipekernels.tensor_parallel.models.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.models.alibi import split_alibi
 from pipekernels.tensor_parallel.models.auto import divide
 from pipekernels.tensor_parallel.models.generation import compare_ranks_in_generate
-from pipekernels.tensor_parallel.models.kinds import ALIBI, SPLIT, shard
+from pipekernels.tensor_parallel.models.kinds import (
+    ALIBI,
+    EMBEDDING,
+    GATHERED,
+    SPLIT,
+    SUMMED,
+    shard,
+)
 from pipekernels.tensor_parallel.models.matching import match
 from pipekernels.tensor_parallel.models.pretrained import save_full_models
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
@@ -25,7 +34,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def tensor_parallelize(
-    model: Model, plan: Mapping[str, str] | Literal["auto"], comm: Communicator
+    model: Model,
+    plan: Mapping[str, str] | Literal["auto"],
+    comm: Communicator,
+    *,
+    invariant: bool = False,
 ) -> Model:
     """Replace the layers that ``plan`` names by this rank's shards of them, in place.
 
@@ -103,6 +116,10 @@ def tensor_parallelize(
             whole. It divides head counts as well. If there are fewer key heads than ranks, several
             ranks hold each. :func:`plan_for` shows it.
         comm: the communicator.
+        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
+            (:mod:`pipekernels.tensor_parallel.invariant`). Gradients of parameters that are
+            ``'replicated_with_grad_allreduce'`` then raise a RuntimeError. ``"auto"`` leaves an
+            embedding and a head whole whose vocabulary is no multiple of 64.
 
     Returns:
         ``model``. Its ``state_dict()`` holds this rank's shards;
@@ -126,7 +143,12 @@ def tensor_parallelize(
     """
     base = adapted_base(model)
     kinds, others, tied, divided = match(base, plan, comm.world_size)
-    sharded = {layer: shard(layer, *kind, comm) for layer, kind in kinds.items()}
+    if invariant and plan == "auto":
+        kinds = {layer: kind for layer, kind in kinds.items() if _has_slabs(layer, kind[1])}
+        tied = [layers for layers in tied if layers[0] in kinds]
+    sharded = {
+        layer: shard(layer, *kind, comm, invariant=invariant) for layer, kind in kinds.items()
+    }
     for first, *rest in tied:
         for layer in rest:
             sharded[layer].weight = sharded[first].weight
@@ -140,7 +162,7 @@ def tensor_parallelize(
         if kind == ALIBI:
             split_alibi(module, comm)
         else:
-            sum_gradients(module, comm)
+            sum_gradients(module, comm, refuse=invariant and kind == SUMMED)
         if kind == SPLIT:
             split_output(module, comm)
     divide(base, divided)
@@ -148,6 +170,15 @@ def tensor_parallelize(
     save_full_models(model)
     compare_ranks_in_generate(model)
     return model
+
+
+def _has_slabs(layer: nn.Module, kind: str) -> bool:
+    """False for an embedding or head whose vocabulary cannot be cut into slabs: it stays whole."""
+    if kind not in (EMBEDDING, GATHERED):
+        return True
+    assert isinstance(layer.weight, Tensor)
+    rows = layer.weight.shape[0] if kind == EMBEDDING else features_of(layer)[1]
+    return has_slabs(rows)
 
 
 def _check_ranks_agree(

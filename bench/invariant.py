@@ -1,0 +1,106 @@
+"""What bits that do not depend on the number of ranks cost a row-parallel layer, on two CPU ranks.
+
+* ``plain``: :class:`RowParallelLinear` on two processes of one thread each; the base of
+  ``speed-up``.
+* ``invariant``: the same layer with ``invariant=True``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import harness
+from bench.processes import Processes
+from bench.report import speed_ups
+
+RANKS = 2
+IN, OUT = 11008, 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WORK = {  # rows, whether there is a backward, steps per turn
+    "1 row, forward": (1, False, 20),
+    "128 rows, forward": (128, False, 1),
+    "128 rows, forward and backward": (128, True, 1),
+    "512 rows, forward": (512, False, 1),
+}
+CONDITIONS = {
+    "layer": f"RowParallelLinear({IN}, {OUT}, bias=False), the down projection of a 7B Llama",
+    "ranks": f"{RANKS} processes of one thread",
+    "timing": "slowest rank, both in turn, the first step of each turn does not count, medians",
+}
+
+Serve = Callable[[Callable[[], float]], None]
+
+
+def _layer(
+    rank: int, port: int, serve: Serve, work: str, dtype: torch.dtype, invariant: bool
+) -> None:
+    import torch.distributed as dist
+
+    from pipekernels import Communicator
+    from pipekernels.tensor_parallel import RowParallelLinear
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    rows, backward, steps = WORK[work]
+    torch.manual_seed(0)
+    full = nn.Linear(IN, OUT, bias=False).to(dtype)
+    x, grad = torch.randn(rows, IN).to(dtype), torch.randn(rows, OUT).to(dtype)
+    with Communicator.from_process_group() as comm:
+        layer = RowParallelLinear.from_linear(full, comm, invariant=invariant)
+        part = x.chunk(RANKS, 1)[rank].clone().requires_grad_(backward)
+
+        def step() -> torch.Tensor:
+            with torch.set_grad_enabled(backward):
+                y: torch.Tensor = layer(part)
+            if backward:
+                layer.weight.grad = part.grad = None
+                y.backward(grad)
+            return y
+
+        def turn() -> float:
+            step()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                step()
+            return (time.perf_counter() - begin) / steps
+
+        few = x[:8], full.weight[:64]
+        exact = few[0].double() @ few[1].double().t()
+        found = step().detach()[:8, :64].double()
+        limit = 2 * IN * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
+        bound = limit * (few[0].double().abs() @ few[1].double().abs().t())
+        assert ((found - exact).abs() <= bound).all()
+        del full
+        serve(turn)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time both layers on every case, in turn."""
+    rows: list[dict[str, Any]] = []
+    for name, dtype in DTYPES.items():
+        for work in WORK:
+            runners = {
+                "plain": Processes(RANKS, _layer, work, dtype, False),
+                "invariant": Processes(RANKS, _layer, work, dtype, True),
+            }
+            try:
+                samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 15)
+            finally:
+                for runner in runners.values():
+                    runner.close()
+            for candidate, figures in harness.against(samples, "plain").items():
+                rows.append({"case": f"{name}, {work}", "candidate": candidate, **figures})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per case and layer."""
+    return speed_ups(rows, "plain")
