@@ -138,6 +138,7 @@ def gemm_kernel(
     steps = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(steps, split_k)
     items = tiles_m * tiles_n * split_k
+    ALIKE: tl.constexpr = partials is None and ready is None
     for item in tl.range(
         tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
     ):
@@ -149,9 +150,10 @@ def gemm_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if PROMOTE > 1:
             short = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        # The compiler can flatten the loops only if it sees that all tiles have the same steps.
-        first = 0 if partials is None else part * share
-        last = steps if partials is None else min(first + share, steps)
+        # The compiler can flatten the loops only if it sees that all tiles have the same steps. For
+        # announced tiles it then takes more registers, and some kernels spill.
+        first = 0 if ALIKE else part * share
+        last = steps if ALIKE else min(first + share, steps)
         for step in range(first, last):
             k = step * BLOCK_K
             block_a = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, A_VIA)
