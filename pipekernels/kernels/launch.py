@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from math import ceil
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pipekernels.kernels.config import Blocks, Config
@@ -19,6 +21,8 @@ from pipekernels.kernels.sharded_gemm import gemm_kernel
 PRECISIONS = {"tfloat32": "tf32"}
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per program, at most.
+
+INTERPRETED = not isinstance(gemm_kernel, JITFunction)
 
 # One thread at a time compiles and loads: ranks that are threads launch the same kernel at once.
 _loading = threading.Lock()
@@ -81,13 +85,15 @@ def launch(
         programs = min(items, sms * _residents(blocks, a.element_size(), generation))
     tma = generation >= 90
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
-    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
+    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma, is_weight=True)
     c_via, c_operand = "pointers", out
     c_strides: tuple[int, ...] = out.stride()
     # The barrier and the release that announce a tile do not order TMA stores before them.
     if tma and ready is None and split_k == 1 and has_rows(out):
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
+    # A barrier in the flattened loop would prevent pipelining.
+    flatten = blocks.flatten and split_k == 1 and ready is None
     added = (bias, residual, scale_a, scale_b, partials, arrivals, ready)
     kernel = _kernel(product, config, ready is not None)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
@@ -98,7 +104,9 @@ def launch(
             *((0, 0) if residual is None else residual.stride()),
             *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
             BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
-            A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype], **numerics(kind, blocks),
+            A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype],
+            PRECISION=PRECISIONS.get(kind, "ieee"), PROMOTE=blocks.promote,
+            FLATTEN=flatten, SPECIALIZE=flatten and blocks.specialize,
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)
@@ -114,32 +122,46 @@ def _kernel(product: Product, config: Config, announces: bool) -> tuple[Any, ...
     return product.kind, config.blocks, config.split_k > 1, announces, *signature(product[1:])
 
 
-def numerics(kind: str, blocks: Blocks) -> dict[str, Any]:
-    """Arguments of the kernel that decide how it rounds.
-
-    Hopper accumulates float8 products in fewer bits than float32; so after every 128 the partial
-    sum is added to a float32 accumulator.
-    """
-    imprecise = min(blocks.k, 128) if kind == "float8_e4m3fn" else 0
-    return {"PRECISION": PRECISIONS.get(kind, "ieee"), "IMPRECISE": imprecise}
-
-
-def _access(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
+def _access(
+    operand: Tensor, block: tuple[int, int], tma: bool, is_weight: bool = False
+) -> tuple[str, Any, tuple[int, ...]]:
     """How the kernel reads ``operand``: its ``*_VIA``, the argument to pass, and strides."""
     if tma and has_rows(operand):
-        return "descriptor", _descriptor(operand, block), (0, 0)
+        return "descriptor", _descriptor(operand, block, is_weight), (0, 0)
     # The tensor cores cannot read transposed float8 tiles.
     if tma and operand.itemsize > 1 and has_rows(operand.t()):
-        return "descriptor_t", _descriptor(operand.t(), block[::-1]), (0, 0)
+        return "descriptor_t", _descriptor(operand.t(), block[::-1], is_weight), (0, 0)
     by_columns = operand.stride(0) == 1 != operand.stride(1)
     return "pointers_t" if by_columns else "pointers", operand, operand.stride()
 
 
-def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    stride = tensor.stride(0)
-    if tensor.shape[0] == 1:  # The stride has no meaning, but a descriptor needs it aligned.
-        stride = ceil(tensor.shape[1] / 16) * 16
-    return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], list(block))
+class _Address(NamedTuple):
+    """All that Triton needs of a descriptor's tensor; it does not keep the memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _descriptor(
+    tensor: Tensor, block: tuple[int, int], is_weight: bool = False
+) -> TensorDescriptor:
+    rows, columns = tensor.shape
+    # The stride of a single row has no meaning, but a descriptor needs it aligned.
+    stride = tensor.stride(0) if rows > 1 else ceil(columns / 16) * 16
+    if is_weight and not INTERPRETED:  # The interpreter reads the tensor itself.
+        return _of_weight(_Address(tensor.data_ptr(), tensor.dtype), rows, columns, stride, block)
+    return TensorDescriptor(tensor, [rows, columns], [stride, 1], list(block))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_weight(
+    base: _Address, rows: int, columns: int, stride: int, block: tuple[int, int]
+) -> TensorDescriptor:
+    """A descriptor is no more than its arguments here, so an old one is as good as a new one."""
+    return TensorDescriptor(base, [rows, columns], [stride, 1], list(block))
 
 
 def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:

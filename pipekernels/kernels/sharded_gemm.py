@@ -95,25 +95,25 @@ def _finish_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, VIA: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_finish` a tile, wide ones in two halves, which takes half the registers."""
-    WIDTH: tl.constexpr = BLOCK_N // PARTS
-    if PARTS == 2:
-        left, right = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
-        _finish(
-            left, c, bias, residual, scale_a, scale_b, row, col, M, N,
-            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-            BLOCK_M, WIDTH, VIA, OUT,
-        )  # fmt: skip
-        _finish(
-            right, c, bias, residual, scale_a, scale_b, row, col + WIDTH, M, N,
-            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-            BLOCK_M, WIDTH, VIA, OUT,
-        )  # fmt: skip
-    else:
+    """:func:`_finish` a tile in ``PARTS`` parts, a power of two, by halves of halves."""
+    if PARTS == 1:
         _finish(
             acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
             stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-            BLOCK_M, WIDTH, VIA, OUT,
+            BLOCK_M, BLOCK_N, VIA, OUT,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        _finish_tile(
+            left, c, bias, residual, scale_a, scale_b, row, col, M, N,
+            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+            BLOCK_M, HALF, PARTS // 2, VIA, OUT,
+        )  # fmt: skip
+        _finish_tile(
+            right, c, bias, residual, scale_a, scale_b, row, col + HALF, M, N,
+            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+            BLOCK_M, HALF, PARTS // 2, VIA, OUT,
         )  # fmt: skip
 
 
@@ -129,7 +129,8 @@ def gemm_kernel(
     stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     A_VIA: tl.constexpr, B_VIA: tl.constexpr, C_VIA: tl.constexpr, OUT: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+    PRECISION: tl.constexpr, PROMOTE: tl.constexpr,
+    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Compiled once per dtypes, blocks, ``*_VIA``, and set of arguments that are None."""
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -137,24 +138,37 @@ def gemm_kernel(
     steps = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(steps, split_k)
     items = tiles_m * tiles_n * split_k
-    # Flatten tiles and steps into one loop, so that a tile's loads begin during the tile before it.
-    # The compiler can do so if all tiles have the same steps. A barrier in the flattened loop would
-    # prevent pipelining, so with announcements the inner loop stays.
-    FLATTEN: tl.constexpr = partials is None and ready is None
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
+    ALIKE: tl.constexpr = partials is None and ready is None
+    for item in tl.range(
+        tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
+    ):
         tile = item // split_k
         part = item % split_k
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, group_m)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        first = 0 if FLATTEN else part * share
-        last = steps if FLATTEN else min(first + share, steps)
+        if PROMOTE > 1:
+            short = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        # The compiler can flatten the loops only if it sees that all tiles have the same steps. For
+        # announced tiles it then takes more registers, and some kernels spill.
+        first = 0 if ALIKE else part * share
+        last = steps if ALIKE else min(first + share, steps)
         for step in range(first, last):
             k = step * BLOCK_K
             block_a = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, A_VIA)
             block_b = _load(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, B_VIA)
-            acc = tl.dot(block_a, block_b.T, acc, PRECISION, max_num_imprecise_acc=IMPRECISE)
+            if PROMOTE == 0:
+                acc = tl.dot(block_a, block_b.T, acc, PRECISION)
+            elif PROMOTE == 1:
+                acc += tl.dot(block_a, block_b.T, input_precision=PRECISION)
+            else:
+                short = tl.dot(block_a, block_b.T, short, PRECISION)
+                if step % PROMOTE == PROMOTE - 1:
+                    acc += short
+                    short = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if PROMOTE > 1:
+            acc += short
         if partials is None:
             _finish_tile(
                 acc, c, bias, residual, scale_a, scale_b, row, col, M, N,

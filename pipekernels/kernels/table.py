@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pipekernels import _cache
 from pipekernels.kernels.config import KINDS, Blocks, Config
 
-FORMAT = 1  # Increase it when a change of the kernel invalidates older measurements.
+FORMAT = 2  # Increase it when a change of the kernel invalidates older measurements.
 FOLDER = Path(__file__).parent / "tables"
 LAYOUTS = ["forward", "grad_input", "grad_weight"]  # See layout_of().
 MARGIN = 1.02  # Least measured speedup for 'auto' to use the kernel; about the measurements' noise.
@@ -137,7 +137,8 @@ def to_json(table: Table) -> dict[str, Any]:
     entries = []
     for entry in table.entries.values():
         record = entry._asdict()
-        entries.append({**record.pop("shape")._asdict(), **record})
+        config = {**entry.config._asdict(), "blocks": entry.config.blocks._asdict()}
+        entries.append({**record.pop("shape")._asdict(), **record, "config": config})
     return {"format": FORMAT, **table._asdict(), "entries": entries}
 
 
@@ -165,13 +166,15 @@ def from_json(record: Any) -> Table:
 def _parse(kind: str, layout: str, m: int, n: int, k: int, config: Any, **times: float) -> Entry:
     if kind not in KINDS or layout not in LAYOUTS:
         raise ValueError(f"there is no kind {kind!r} or layout {layout!r}")
-    blocks, group_m, split_k = config
-    sizes = [m, n, k, group_m, split_k, *blocks]
+    found = Config(**{**config, "blocks": Blocks(**config["blocks"])})
+    *sizes, flatten, specialize, promote = found.blocks
+    sizes += [m, n, k, found.group_m, found.split_k]
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"sizes must be positive integers, got {sizes}")
+    if type(promote) is not int or promote < 0 or {type(flatten), type(specialize)} != {bool}:
+        raise ValueError(f"flatten, specialize and promote are no options: {found.blocks}")
     checked = {name: _positive(value) for name, value in times.items()}
-    shape = Shape(kind, layout, m, n, k)
-    return Entry(shape, Config(Blocks(*blocks), group_m, split_k), **checked)
+    return Entry(Shape(kind, layout, m, n, k), found, **checked)
 
 
 def _positive(value: Any) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipekernels import _cache
 from pipekernels._torch_private import occupy_gpu
-from pipekernels.kernels.config import Config, candidates, generation
+from pipekernels.kernels.config import Config, candidates, generation, variants
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 
@@ -34,7 +34,7 @@ CALLS = 32  # Per sample, at most; but at least one per copy of the operands.
 COPIES = 64  # Of the operands, at most.
 LAUNCHES = 100
 TRIED = 8  # Number of candidates, by estimate;
-GROUPS = (4, 16)  # the best two also with these group_m.
+GROUPS = (4, 16)  # the best two also with these group_m, and with variants of their blocks.
 ACCURACY = 1.1  # Largest error, relative to the library's.
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # Hidden and inner features.
 TOKENS = [2**exponent for exponent in range(15)]
@@ -140,6 +140,11 @@ def measure_product(
         configs = candidates(gpu_generation, kind, m, n, k, sms)[:TRIED]
         whole = [config for config in configs[:2] if config.split_k == 1]
         configs += [config._replace(group_m=group_m) for config in whole for group_m in GROUPS]
+        configs += [
+            config._replace(blocks=blocks)
+            for config in whole
+            for blocks in variants(gpu_generation, kind, config.blocks)
+        ]
     products = _products(shape, 2 * getattr(properties, "L2_cache_size", 64 << 20))
 
     def run(config: Config) -> Callable[[Product], None]:

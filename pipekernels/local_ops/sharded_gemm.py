@@ -45,7 +45,9 @@ def sharded_gemm(
 
     Both gradients are products of the same kind. float32 is rounded to TF32 where
     ``torch.backends.cuda.matmul`` allows it. Under autocast the product is computed in autocast's
-    dtype, as by ``torch.nn.functional.linear``.
+    dtype, as by ``torch.nn.functional.linear``. Triton's sums of float8 products are in float32,
+    too, except that Hopper's and Ada's tensor cores sum up to 128 of them in fewer bits (13 or
+    more). No GPU has run these kernels.
 
     Args:
         x: ``[..., k]``, any strides.

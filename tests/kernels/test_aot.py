@@ -1,56 +1,105 @@
-"""All configurations in the sharded GEMM's tables compile, for GPUs that need not be present."""
+"""All configurations in the sharded GEMM's tables compile, for GPUs that need not be present.
+
+With the installed Triton, and each once with the oldest that is supported, where `make` has put it.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support import aot
+from support.kernels import aot
+from support.kernels.emitted_code import (
+    SERIALIZED,
+    early_uses,
+    overlaps_steps,
+    parse_ptx,
+    parse_sass,
+)
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS
 from pipekernels.kernels.table import LAYOUTS
+from pipekernels.local_ops.sharded_gemm import OLDEST_TRITON
 
-pytestmark = pytest.mark.compile
+LIMIT = 280  # Seconds; the first result comes after the start of processes that import torch.
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
 
-pytest.importorskip("triton", minversion="3.6")
+pytest.importorskip("triton", minversion=OLDEST_TRITON)
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per block.
 BULK_STORE = "cp.async.bulk.tensor.2d.global.shared"
+OLDEST = Path(__file__).parents[2] / "build" / "oldest-triton"  # See the Makefile.
+
+Compiled = dict[aot.Case, Future[aot.Kernel | str]]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    """A process per core, at most 8."""
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=context) as pool:
-        yield pool
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ProcessPoolExecutor]]:
+    """For each Triton a process per core, at most 8, which start when they are needed."""
+    context = multiprocessing.get_context("spawn")  # The server of forks has imported Triton.
+    pools = {}
+    for name, folder in (("installed", None), ("oldest", str(OLDEST))):
+        cache = str(tmp_path_factory.mktemp(name))
+        pools[name] = ProcessPoolExecutor(
+            min(8, os.cpu_count() or 1),
+            mp_context=context,
+            initializer=functools.partial(aot.use, folder, cache),
+        )
+    yield pools
+    for pool in pools.values():
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
-def compiling(pool: ProcessPoolExecutor) -> dict[aot.Case, Future[aot.Kernel | str]]:
-    """All compilations."""
-    return {case: pool.submit(aot.build, case) for case in aot.cases()}
+def compiling(
+    request: pytest.FixtureRequest, pools: dict[str, ProcessPoolExecutor]
+) -> Callable[[str], Compiled]:
+    """For a Triton all compilations that the selected tests ask for, begun by the first of them."""
+
+    @functools.cache
+    def begun(version: str) -> Compiled:
+        asked = [
+            item.callspec.params
+            for item in request.session.items
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        ]
+        cases = [each["case"] for each in asked if each.get("version") == version]
+        return {case: pools[version].submit(aot.build, case) for case in cases}
+
+    return begun
 
 
-def name(case: aot.Case) -> str:
-    blocks = "x".join(map(str, case.blocks))
-    return f"sm{case.architecture}-{case.kind}-{blocks}-{case.variant}" + "-split" * case.split
+def name(value: str | aot.Case) -> str:
+    if isinstance(value, str):
+        return value
+    blocks = "x".join(str(int(field)) for field in value.blocks)
+    return f"sm{value.architecture}-{value.kind}-{blocks}-{value.variant}" + "-split" * value.split
 
 
-@pytest.mark.parametrize("case", aot.cases(), ids=name)
+@pytest.mark.parametrize(
+    ("version", "case"),
+    [("installed", case) for case in aot.cases()]
+    + [("oldest", case) for case in aot.one_per_configuration()],
+    ids=name,
+)
 def test_compiles_without_spills(
-    case: aot.Case, compiling: dict[aot.Case, Future[aot.Kernel | str]]
+    version: str, case: aot.Case, compiling: Callable[[str], Compiled]
 ) -> None:
-    kernel = compiling[case].result(timeout=110)
+    if version == "oldest" and not OLDEST.exists():
+        pytest.skip("`make oldest-triton` fetches the Triton to compile with")
+    kernel = compiling(version)[case].result(timeout=LIMIT)
     assert isinstance(kernel, aot.Kernel), kernel
-    assert kernel.stack == 0, f"{kernel.registers} registers and {kernel.stack} bytes of stack"
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", kernel.report) == [("0", "0")]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
     limit = SHARED_MEMORY[case.architecture]
     if case.generation == 80:
         limit = SHARED_MEMORY[89]  # The smallest of all GPUs that use these blocks.
@@ -60,9 +109,7 @@ def test_compiles_without_spills(
         assert box.rows <= 256 and box.width % 16 == 0 and box.width <= box.span
     tma = case.generation > 80 and case.variant != "odd"
     assert ("cp.async.bulk.tensor" in kernel.ptx) == tma
-    if case.architecture == 90 and case.kind != "float32" and case.blocks.m >= 64:
-        assert "wgmma.mma_async" in kernel.ptx
-    if tma and not case.split and case.variant in LAYOUTS:
+    if tma and not case.split and case.variant in LAYOUTS and case.blocks.flatten:
         # A tile is stored in the loop that loads the next one, before its barriers are released.
         assert kernel.ptx.rindex(BULK_STORE) < kernel.ptx.index("mbarrier.inval")
     if case.variant == "announced":
@@ -70,14 +117,47 @@ def test_compiles_without_spills(
         release = kernel.ptx.rindex(".release.")
         assert "bar.sync" in kernel.ptx[store:release]
         assert BULK_STORE not in kernel.ptx
+    if case.architecture == 90 and case.kind != "float32" and case.blocks.m >= 64:
+        check_asynchronous_products(case, kernel)
+    if case.variant == "announced" and case.blocks.promote:  # Nothing else is added there.
+        sums = case.blocks.m * case.blocks.n // (32 * case.blocks.warps)
+        assert len(re.findall(r"\badd\S*\.f32", kernel.ptx)) >= sums
+
+
+def check_asynchronous_products(case: aot.Case, kernel: aot.Kernel) -> None:
+    """Nothing reads a sum before the wait for it, and products run on into the next step.
+
+    They cannot where every step promotes its sum, where operands come by pointers, or where
+    operands have to be transposed first: the tensor cores read columns of 16-bit types only.
+    """
+    ptx, sass = parse_ptx(kernel.ptx), parse_sass(kernel.sass)
+    for code in (ptx, sass):
+        assert any(instruction.is_product for instruction in code)
+    assert early_uses(ptx) == []
+    assert SERIALIZED not in kernel.report
+    transposes = case.kind == "tfloat32" and case.variant.startswith("grad")
+    if case.blocks.promote != 1 and case.variant not in ("odd", "unit") and not transposes:
+        assert overlaps_steps(ptx) and overlaps_steps(sass)
+
+
+def test_the_oldest_triton_is_the_one_that_the_package_names(
+    pools: dict[str, ProcessPoolExecutor],
+) -> None:
+    root = OLDEST.parents[1]
+    pinned = re.search(r"triton==(\S+)", (root / "constraints-oldest.txt").read_text())
+    named = re.search(r"triton>=([\d.]+)", (root / "pyproject.toml").read_text())
+    assert pinned and named and named[1] == OLDEST_TRITON
+    assert pinned[1].startswith(f"{OLDEST_TRITON}.")
+    if OLDEST.exists():
+        assert pools["oldest"].submit(aot.version).result(timeout=LIMIT) == pinned[1]
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_equal_signatures_have_the_same_kernel(
-    architecture: int, pool: ProcessPoolExecutor
+    architecture: int, pools: dict[str, ProcessPoolExecutor]
 ) -> None:
     """Otherwise a kernel could be compiled during the capture of a graph."""
-    found = pool.submit(aot.kernels_by_signature, architecture).result(timeout=110)
+    found = pools["installed"].submit(aot.kernels_by_signature, architecture).result(timeout=LIMIT)
     kernels: dict[Any, set[str]] = {}
     for signature, kernel in found:
         kernels.setdefault(signature, set()).add(kernel)
@@ -86,7 +166,11 @@ def test_equal_signatures_have_the_same_kernel(
 
 
 def test_shipped_tables_choose_only_blocks_that_are_compiled_here() -> None:
-    known = {blocks for choice in BLOCKS.values() for blocks in (*choice.whole, *choice.shared)}
+    known = {
+        blocks
+        for choice in BLOCKS.values()
+        for blocks in (*choice.whole, *choice.tuned, *choice.shared)
+    }
     for path in table.FOLDER.glob("*.json"):
         shipped = table.from_json(json.loads(path.read_text()))
         assert {entry.config.blocks for entry in shipped.entries.values()} <= known

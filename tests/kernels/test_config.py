@@ -7,7 +7,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipekernels.kernels.config import BLOCKS, KINDS, candidates, generation
+from pipekernels.kernels.config import BLOCKS, KINDS, candidates, generation, variants
 
 
 @given(
@@ -36,6 +36,14 @@ def test_the_first_candidate_suits_the_product() -> None:
     assert deep.split_k > 1 and deep.blocks.m == 16
     wide = candidates(90, "bfloat16", 1, 8192, 8192, 132)[0]
     assert wide.split_k == 1 and wide.blocks.m == 16
+
+
+def test_variants_compute_the_same_tiles_and_are_no_candidates() -> None:
+    for (era, kind), choice in BLOCKS.items():
+        found = [other for blocks in choice.whole for other in variants(era, kind, blocks)]
+        assert set(found) == set(choice.tuned) and not set(found) & set(choice.whole)
+        tried = candidates(era, kind, 4096, 4096, 4096, 132)
+        assert not {config.blocks for config in tried} & set(choice.tuned)
 
 
 def test_generations_of_gpus() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gemm_cases import SHAPE, measured
+from support.gemm_cases import CONFIG, SHAPE, measured
 
 from pipekernels import _cache
 from pipekernels.kernels import table
 from pipekernels.kernels.config import KINDS
 from pipekernels.kernels.table import LAYOUTS, shape_class
+
+BLOCKS = CONFIG.blocks._asdict()
 
 
 @given(st.sampled_from(KINDS), st.sampled_from(LAYOUTS), *[st.integers(1, 1 << 20)] * 3)
@@ -77,8 +79,15 @@ def test_every_shipped_table_can_be_read(path: Path) -> None:
         {"entries": [{"m": 0}]},
         {"entries": [{"seconds": -1.0}]},
         {"entries": [{"speedup": "1"}]},
-        {"entries": [{"config": [[128, 128, 64, 8], 8, 1]}]},
-        {"entries": [{"config": [[128, 128, 64, 8, 4.5], 8, 1]}]},
+        {"entries": [{"config": [[128, 128, 64, 8, 4], 8, 1]}]},
+        {"entries": [{"config": {"blocks": {"m": 128, "n": 128, "k": 64}}}]},
+        {"entries": [{"config": {"blocks": BLOCKS, "group_m": 0}}]},
+        {"entries": [{"config": {"blocks": BLOCKS | {"stages": 4.5}}}]},
+        {"entries": [{"config": {"blocks": BLOCKS | {"parts": True}}}]},
+        {"entries": [{"config": {"blocks": BLOCKS | {"flatten": 1}}}]},
+        {"entries": [{"config": {"blocks": BLOCKS | {"promote": -1}}}]},
+        {"entries": [{"config": {"blocks": BLOCKS | {"promote": True}}}]},
+        {"entries": [{"config": {"blocks": BLOCKS | {"depth": 1}}}]},
         {"entries": [{"extra": 1.0}]},
     ],
 )

@@ -116,21 +116,27 @@ def test_products_with_bias_and_residual(
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_wide_tile_is_written_in_halves(generation: int) -> None:
-    config = Config(Blocks(64, 64, 32, 1, 3))
-    assert config.blocks.parts == 2
+def test_a_tile_may_be_written_in_parts(generation: int) -> None:
     p = product(70, 130, 40, "forward", torch.float32, bias=torch.randn(130))
-    launch(p, config, generation=generation, sms=2)
-    check(p, config)
+    results = []
+    for parts in (1, 2, 4):
+        config = Config(Blocks(64, 64, 32, 1, 3, parts=parts))
+        launch(p, config, generation=generation, sms=2)
+        check(p, config)
+        results.append(p.out.clone())
+        p.out.fill_(float("nan"))
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_float8_with_scales(generation: int, per_row: bool) -> None:
+@pytest.mark.parametrize(
+    ("generation", "per_row", "promote", "split_k"),
+    [(80, False, 2, 1), (80, True, 0, 1), (90, False, 1, 1), (90, True, 2, 1), (90, False, 2, 2)],
+)
+def test_float8_with_scales(generation: int, per_row: bool, promote: int, split_k: int) -> None:
     m, n = 33, 40
     scales = [torch.rand(size if per_row else 1) + 0.5 for size in (m, n)]
-    p = product(m, n, 96, "forward", torch.float8_e4m3fn, scale_a=scales[0], scale_b=scales[1])
-    config = Config(Blocks(16, 32, 32, 4, 3))
+    p = product(m, n, 160, "forward", torch.float8_e4m3fn, scale_a=scales[0], scale_b=scales[1])
+    config = Config(Blocks(16, 32, 32, 4, 3, promote=promote), split_k=split_k)
     launch(p, config, generation=generation, sms=2)
     check(p, config)
 
@@ -174,12 +180,13 @@ def test_any_strides_are_correct_and_no_other_memory_is_used(data: st.DataObject
     assert torch.equal(~base.isnan(), written)
 
 
-def test_the_bits_depend_on_neither_grid_nor_groups_nor_announcements() -> None:
+def test_the_bits_depend_on_neither_grid_nor_groups_nor_announcements_nor_loops() -> None:
     p = product(70, 100, 64, "forward", torch.float16)
     results = []
     for sms, group_m, announced in ((1, 1, False), (3, 2, False), (50, 8, False), (3, 2, True)):
         ready = torch.zeros(8, dtype=torch.int32) if announced else None
-        launch(p, Config(SMALL, group_m), generation=90, sms=sms, ready=ready)
+        blocks = SMALL._replace(flatten=sms != 3)
+        launch(p, Config(blocks, group_m), generation=90, sms=sms, ready=ready)
         results.append(p.out.clone())
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -340,6 +347,8 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     right, wrong = Config(SMALL), Config(SMALL, split_k=2)
+    variant = Config(SMALL._replace(flatten=False))
+    monkeypatch.setattr(tuner, "variants", lambda *blocks: [variant.blocks])
     slow = right._replace(group_m=tuner.GROUPS[-1])  # The tuner tries it by itself.
     calls: Counter[Config] = Counter()
     monkeypatch.setattr(tuner, "candidates", lambda *product: [wrong, right])
@@ -364,9 +373,10 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     assert list(found.entries) == [shape_class(*shape) for shape in shapes]
     for shape, entry in zip(shapes, found.entries.values(), strict=True):
         assert entry.shape == shape
-        assert entry.config == right
+        assert entry.config in (right, variant)
         assert entry.speedup == pytest.approx(1.0)
     assert 0 < calls[wrong] < calls[slow] < calls[right]
+    assert calls[variant] > calls[slow]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table.save(found)
     assert table.load("Some GPU") == found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import io
+import os
 import subprocess
+import sys
 import tempfile
 from math import ceil
 from pathlib import Path
@@ -51,11 +54,29 @@ class Kernel(NamedTuple):
     """A compiled kernel and its resources."""
 
     ptx: str
+    sass: str
+    report: str  # Of ptxas.
     shared: int  # Bytes.
-    registers: int  # Per thread.
-    stack: int  # Bytes per thread, where registers spill.
     scratch: int  # Bytes of device memory per program; a launch would have to allocate them.
     boxes: list[Box]
+
+
+def use(folder: str | None, cache: str) -> None:
+    """Let this process compile with the Triton in ``folder``, or else the installed one.
+
+    ``cache`` is a folder for what it compiles; ptxas reports only on what is not there yet.
+    """
+    assert "triton" not in sys.modules
+    os.environ["TRITON_CACHE_DIR"] = cache
+    if folder is not None:
+        sys.path.insert(0, folder)
+
+
+def version() -> str:
+    """That of the Triton in use."""
+    import triton
+
+    return triton.__version__
 
 
 def cases() -> list[Case]:
@@ -69,32 +90,56 @@ def cases() -> list[Case]:
             variants = ["forward"]
         if kind == "float16":  # Differs from bfloat16 only in the types of some instructions.
             variants, others = ["grad_weight"], []
-        these = [(blocks, False, v) for blocks in choice.whole for v in [*variants, *others]]
-        these += [(blocks, True, v) for blocks in choice.shared for v in variants]
+        whole = [*choice.whole, *choice.tuned]
+        these = [(blocks, False, variant) for blocks in whole for variant in variants]
+        these += [(_plain(blocks), False, variant) for blocks in whole for variant in others]
+        these += [(blocks, True, variant) for blocks in choice.shared for variant in variants]
         these += [(choice.odd, False, "odd")]
         if kind == "bfloat16":
             these += [(choice.odd, False, "unit")]
-        found += [Case(architecture, generation, kind, *this) for this in these]
+        found += [Case(architecture, generation, kind, *this) for this in dict.fromkeys(these)]
     return found
+
+
+def _plain(blocks: Blocks) -> Blocks:
+    """What is left of ``blocks`` where tiles are announced."""
+    return blocks._replace(flatten=False, specialize=False)
+
+
+def one_per_configuration() -> list[Case]:
+    """For each configuration one of its variants, in turn; and the first one announced per kind."""
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases():
+        configuration = (*case[:5], case.variant in ("odd", "unit"))
+        if case.variant == "announced":
+            configuration = (*case[:3], "announced")
+        if case.kind != "float16":
+            groups.setdefault(configuration, []).append(case)
+    return [group[at % len(group)] for at, group in enumerate(groups.values())]
 
 
 def build(case: Case) -> Kernel | str:
     """Compile ``case``; returns the compiler's message if that fails."""
+    import triton
+
     from bench.gpu.precompile import compiled
 
+    triton.knobs.nvidia.dump_ptxas_log = True
+    log = io.StringIO()
     try:
-        (kernel,) = compiled(case.architecture, lambda: _launch(case))
+        with contextlib.redirect_stdout(log):
+            (kernel,) = compiled(case.architecture, lambda: _launch(case))
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     found = kernel.metadata
-    registers, stack = _resources(kernel.asm["cubin"])
     boxes = [
         Box(rows, columns * meta["elem_size"], 16 << meta["swizzle"])
         for meta in found.tensordesc_meta or []
         for rows, columns in [meta["block_size"]]
     ]
-    scratch = found.global_scratch_size
-    return Kernel(kernel.asm["ptx"], found.shared, registers, stack, scratch, boxes)
+    sass = _disassembled(kernel.asm["cubin"])
+    report, scratch = log.getvalue(), found.global_scratch_size
+    return Kernel(kernel.asm["ptx"], sass, report, found.shared, scratch, boxes)
 
 
 def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
@@ -153,17 +198,14 @@ def _launch(case: Case) -> None:
     launch(product, config, generation=case.generation, sms=4, ready=ready)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, read by the cuobjdump that Triton ships."""
+def _disassembled(cubin: bytes) -> str:
+    """The instructions, by the nvdisasm that Triton ships."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        report = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        return subprocess.run(
+            [tool, "-c", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found, report
-    return int(found[1]), int(found[2])

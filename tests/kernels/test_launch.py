@@ -1,0 +1,71 @@
+"""What the launcher hands to the kernel."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipekernels.kernels.config import Blocks, Config
+
+pytestmark = pytest.mark.slow  # Imports Triton.
+
+pytest.importorskip("triton", minversion="3.6")
+
+
+class Kernel:
+    """Takes the place of the kernel and keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.calls.append(args)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def test_the_descriptor_of_a_weight_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipekernels.kernels import launch as launching
+
+    made = []
+
+    class Counted(launching.TensorDescriptor):
+        def __post_init__(self) -> None:
+            made.append(self)
+            super().__post_init__()
+
+    monkeypatch.setattr(launching, "gemm_kernel", kernel := Kernel())
+    monkeypatch.setattr(launching, "TensorDescriptor", Counted)
+    launching._of_weight.cache_clear()
+
+    def launch(a: Tensor, b: Tensor, n: int = 32) -> tuple[Any, int]:
+        """The descriptor of ``b``, and how many descriptors were made."""
+        before = len(made)
+        product = launching.Product("bfloat16", a, b, bf16(len(a), len(b)))
+        config = Config(Blocks(16, n, 64, 4, 3))
+        launching.launch(product, config, generation=90, sms=2)
+        return kernel.calls[-1][1], len(made) - before
+
+    weight = bf16(48, 64)
+    first, count = launch(bf16(16, 64), weight)
+    assert count == 3  # Of a, b and c.
+    assert first.base.data_ptr() == weight.data_ptr() and first.base.dtype == torch.bfloat16
+    assert (first.shape, first.strides, first.block_shape) == ([48, 64], [64, 1], [32, 64])
+    again, count = launch(bf16(32, 64), weight.detach())
+    assert again is first and count == 2
+    transposed, count = launch(bf16(16, 48), weight.t())
+    assert count == 3 and transposed.block_shape == [64, 32]
+    assert launch(bf16(16, 48), weight.t()) == (transposed, 2)
+    others = [(weight, 16), (weight[:40], 32), (weight[:, :56], 32), (weight[8:], 32)]
+    found = [launch(bf16(16, b.shape[1]), b, n) for b, n in others]
+    assert [count for _, count in found] == [3] * len(others)
+    assert launching._of_weight.cache_info().maxsize is not None
+    memory = weakref.ref(weight)
+    del weight, others
+    assert memory() is None  # What is cached does not keep the weight.
