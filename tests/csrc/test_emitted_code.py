@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.emitted import build, rules
 from support.emitted.build import ARCHITECTURES, Emitted
+from support.emitted.sass import Kernel
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(600)]
 
@@ -79,6 +81,55 @@ def test_no_kernel_keeps_data_in_local_memory(kernels: list[Emitted]) -> None:
     assert not broken(kernels, lambda kernel: rules.local_memory(kernel.sass))
 
 
+# The most instructions per unit in the loops of copies, from the cheapest loop to the dearest. A
+# tile of one contiguous row takes the first loop of copies; then come steps that are the same
+# everywhere, and steps that wrap around at the ends of rows.
+COPY, STAGE, WRITE = ("LDG", "STG"), ("LDG", "STS"), ("LDS", "STG")
+PER_UNIT = {COPY: [6, 9.5, 17.5], STAGE: [9, 17], WRITE: [9, 16]}
+# Transposed copies of units of 2 and 1 bytes may be packed, at so many instructions per 4 bytes.
+PER_WORD = {STAGE: [7, 7, 12, 12], WRITE: [10.5, 10.5, 13, 13]}
+UNITS = (1, 2, 4, 8, 16)  # bytes
+# The least for one tile with one round of a loop, from the kernel's beginning to its end.
+PER_TILE = 300
+
+
+def budgets() -> dict[rules.Moves, list[float]]:
+    """The most instructions per byte."""
+    found = {}
+    for unit in UNITS:
+        for path, per_unit in PER_UNIT.items():
+            words = PER_WORD.get(path, []) if unit == 4 else []
+            found[(*path, unit)] = sorted(cost / unit for cost in per_unit + words)
+    return found
+
+
+def beyond_budget(kernel: Kernel) -> list[str]:
+    """Loops with more instructions per byte than there may be."""
+    beyond = []
+    for moves, found in rules.costs_of_copies(kernel).items():
+        allowed = budgets().get(moves, [])
+        dear = any(cost > most for cost, most in zip(found, allowed, strict=False))
+        if dear or len(found) > len(allowed):
+            beyond.append(f"{moves}: {found} instructions per byte, at most {allowed}")
+    return beyond
+
+
+def test_copies_of_micro_batches_keep_their_budget(kernels: list[Emitted]) -> None:
+    """Narrow units are bound by instructions. Copies that cast are another kernel (bool true)."""
+    copies = [
+        kernel
+        for kernel in kernels
+        if re.search("copy_micro_batches_kernelILi\\d+ELb0E", kernel.name)
+    ]
+    assert len(copies) == 2  # for few copies, and for many
+    for kernel in copies:
+        assert rules.costs_of_copies(kernel.sass).keys() == budgets().keys()
+        assert not beyond_budget(kernel.sass)
+        assert not rules.divisions(kernel.sass)
+        loops = [loop for loop in kernel.sass.loops if loop.moves()]
+        assert max(map(kernel.sass.least_through, loops)) <= PER_TILE
+
+
 # ---- the rules find what breaks them -----------------------------------------------------------
 
 
@@ -107,6 +158,8 @@ RULES: dict[str, Callable[[Emitted], object]] = {
     "polls": lambda kernel: rules.polls_without_acquire(kernel.ptx),
     "invalidations": lambda kernel: rules.lost_invalidations(kernel.sass, kernel.ptx),
     "local memory": lambda kernel: rules.local_memory(kernel.sass),
+    "budget": lambda kernel: beyond_budget(kernel.sass),
+    "divisions": lambda kernel: rules.divisions(kernel.sass),
     "stack": lambda kernel: kernel.stack_bytes,
 }
 BREAKS = {
@@ -120,6 +173,7 @@ BREAKS = {
     "relaxed_exchange": {"accesses", "exchanges"},
     "poll_without_acquire": {"polls"},
     "volatile_poll": {"accesses"},
+    "division_per_unit": {"budget", "divisions"},
 }
 
 

@@ -56,14 +56,11 @@ class Instruction(NamedTuple):
 class Loop:
     """An innermost loop: all instructions between which it may go around."""
 
+    places: tuple[int, ...]  # in the kernel; the first is where the loop begins
     body: tuple[Instruction, ...]
 
     def __len__(self) -> int:
         return len(self.body)
-
-    def moved(self, *names: str) -> int:
-        """The bytes that one thread loads or stores per round, by the names of instructions."""
-        return sum(instruction.width for instruction in self.body if instruction.name in names)
 
     def moves(self) -> Counter[tuple[str, int]]:
         """How many loads and stores there are of each name and width."""
@@ -88,13 +85,14 @@ class Kernel:
 
     @cached_property
     def successors(self) -> list[list[int]]:
-        """Where each instruction may continue. A call continues behind itself."""
+        """Where each instruction may continue. A call of a function continues behind itself."""
         return [list(self._successors(at)) for at in range(len(self.instructions))]
 
     def _successors(self, at: int) -> Iterator[int]:
         instruction = self.instructions[at]
         branches = instruction.name in ("BRA", "BRX", "JMP")
-        if branches:
+        # Compilers also use calls to jump to an end of the kernel.
+        if branches or (instruction.name == "CALL" and "`(.L_x_" in instruction.operands):
             # The targets of a BRX are listed behind it, without parentheses.
             found = TARGET.findall(instruction.operands) or re.findall(
                 r"\.L_x_\d+", instruction.operands
@@ -126,10 +124,26 @@ class Kernel:
                     if 0 not in body or head == 0:  # else it is a jump back, but no loop
                         bodies.setdefault(head, set()).update(body)
         return [
-            Loop(tuple(self.instructions[at] for at in sorted(body)))
-            for head, body in sorted(bodies.items())
-            if not any(other in body for other in bodies if other != head)
+            Loop(places, tuple(self.instructions[at] for at in places))
+            for places in map(tuple, map(sorted, bodies.values()))
+            if not set(places[1:]) & bodies.keys()
         ]
+
+    def least_through(self, loop: Loop) -> int:
+        """The least instructions of a thread that goes through one round of a loop."""
+        before = self._distances([0], self.successors)[loop.places[0]]
+        ends = [at for at, i in enumerate(self.instructions) if i.name == "EXIT"]
+        after = self._distances(ends, self.predecessors)
+        return before + len(loop) + min(after[at] for at in loop.places if at in after)
+
+    def _distances(self, waiting: list[int], following: list[list[int]]) -> dict[int, int]:
+        distances = dict.fromkeys(waiting, 0)
+        for at in waiting:
+            for other in following[at]:
+                if other not in distances:
+                    distances[other] = distances[at] + 1
+                    waiting.append(other)
+        return distances
 
     def _reaching(self, at: int, head: int) -> set[int]:
         """The instructions from which `at` is reached without passing `head`, and these two."""
