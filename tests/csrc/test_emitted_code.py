@@ -82,15 +82,19 @@ def test_no_kernel_keeps_data_in_local_memory(kernels: list[Emitted]) -> None:
 
 
 # The most instructions per unit in the loops of copies, from the cheapest loop to the dearest. A
-# tile of one contiguous row takes the first loop of copies; then come steps that are the same
-# everywhere, and steps that wrap around at the ends of rows.
+# contiguous row takes the first loop of copies; then come steps that are the same everywhere, and
+# steps that wrap around at the ends of rows. Compilers of three architectures differ by some 10%.
 COPY, STAGE, WRITE = ("LDG", "STG"), ("LDG", "STS"), ("LDS", "STG")
-PER_UNIT = {COPY: [6, 9.5, 17.5], STAGE: [9, 17], WRITE: [9, 16]}
+PER_UNIT = {COPY: [6, 9, 16.5], STAGE: [7.5, 15], WRITE: [8.5, 15]}
 # Transposed copies of units of 2 and 1 bytes may be packed, at so many instructions per 4 bytes.
-PER_WORD = {STAGE: [7, 7, 12, 12], WRITE: [10.5, 10.5, 13, 13]}
+PER_WORD = {STAGE: [6.5, 6.5, 10.5, 10.5], WRITE: [9, 9, 12.5, 12.5]}
+# Units of 16 bytes wait for memory, not for instructions; sm_100 takes a few more of them.
+WIDEST = {STAGE: [7.5, 19]}
 UNITS = (1, 2, 4, 8, 16)  # bytes
-# The least for one tile with one round of a loop, from the kernel's beginning to its end.
-PER_TILE = 300
+# The least instructions of a thread for one tile, beside those of a loop.
+PER_TILE = 190
+# With so many, four blocks of 256 threads fit on a multiprocessor.
+REGISTERS = 64
 
 
 def budgets() -> dict[rules.Moves, list[float]]:
@@ -98,6 +102,8 @@ def budgets() -> dict[rules.Moves, list[float]]:
     found = {}
     for unit in UNITS:
         for path, per_unit in PER_UNIT.items():
+            if unit == 16:
+                per_unit = WIDEST.get(path, per_unit)
             words = PER_WORD.get(path, []) if unit == 4 else []
             found[(*path, unit)] = sorted(cost / unit for cost in per_unit + words)
     return found
@@ -127,7 +133,8 @@ def test_copies_of_micro_batches_keep_their_budget(kernels: list[Emitted]) -> No
         assert not beyond_budget(kernel.sass)
         assert not rules.divisions(kernel.sass)
         loops = [loop for loop in kernel.sass.loops if loop.moves()]
-        assert max(map(kernel.sass.least_through, loops)) <= PER_TILE
+        assert max(map(kernel.sass.least_around, loops)) <= PER_TILE
+        assert kernel.registers <= REGISTERS
 
 
 # ---- the rules find what breaks them -----------------------------------------------------------

@@ -129,12 +129,12 @@ class Kernel:
             if not set(places[1:]) & bodies.keys()
         ]
 
-    def least_through(self, loop: Loop) -> int:
-        """The least instructions of a thread that goes through one round of a loop."""
+    def least_around(self, loop: Loop) -> int:
+        """The least instructions before and after a loop of a thread that enters it."""
         before = self._distances([0], self.successors)[loop.places[0]]
         ends = [at for at, i in enumerate(self.instructions) if i.name == "EXIT"]
         after = self._distances(ends, self.predecessors)
-        return before + len(loop) + min(after[at] for at in loop.places if at in after)
+        return before + min(after[at] for at in loop.places if at in after)
 
     def _distances(self, waiting: list[int], following: list[list[int]]) -> dict[int, int]:
         distances = dict.fromkeys(waiting, 0)
