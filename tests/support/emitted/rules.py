@@ -8,6 +8,7 @@ the invalidation of the L1 cache behind it.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from support.emitted.sass import Instruction, Kernel
 
@@ -51,16 +52,22 @@ def polls_without_acquire(ptx: str) -> list[str]:
     """
     lines = [line.strip() for line in ptx.splitlines()]
     labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
-    return [
-        line
+    polls = {
+        at: begin
         for at, line in enumerate(lines)
-        if line.startswith("ld.relaxed") and _never_acquires(lines, labels, at)
+        if line.startswith("ld.relaxed") and (begin := _where_polls_end(lines, labels, at))
+    }
+    return [
+        lines[at]
+        for at, begin in polls.items()
+        if not _reaches_acquire(lines, labels, begin, polls.keys())
     ]
 
 
-def _never_acquires(lines: list[str], labels: dict[str, int], at: int) -> bool:
+def _where_polls_end(lines: list[str], labels: dict[str, int], at: int) -> list[int]:
+    """Where it goes on if what a relaxed load has read is at least the target."""
     value = re.findall(r"%\w+", lines[at])[0]
-    waiting = []
+    found = []
     for place in range(at + 1, min(at + 20, len(lines))):
         compared = re.match(r"setp\.(ge|gt|le|lt)\.\w+\s+(%p\d+), ([^,]+), ([^;]+);", lines[place])
         if compared and value in (compared[3], compared[4]):
@@ -69,21 +76,29 @@ def _never_acquires(lines: list[str], labels: dict[str, int], at: int) -> bool:
             taken = re.match(rf"@(!?){compared[2]}\s+bra\S*\s+(\S+);", lines[branch])
             if taken:  # else the comparison only decides whether to poll again
                 jumps = reached == (taken[1] == "")
-                waiting.append(labels[taken[2]] if jumps else branch + 1)
-    polls, seen = bool(waiting), set(waiting)
+                found.append(labels[taken[2]] if jumps else branch + 1)
+    return found
+
+
+def _reaches_acquire(
+    lines: list[str], labels: dict[str, int], begin: list[int], polls: Container[int]
+) -> bool:
+    """Whether there is an acquire, or another poll, before barriers and plain accesses."""
+    seen, waiting = set(begin), list(begin)
     while waiting:
         place = waiting.pop()
         line = re.sub(r"^@!?%p\d+\s+", "", lines[place])
-        if re.match(r"ld\.(acquire|relaxed)", line):
-            return False
-        if re.match(r"bar|ret|atom|(ld|st)\.(?!param|shared|local)", line):
+        if line.startswith("ld.acquire") or place in polls:
+            return True
+        plain = r"bar|ret|atom|st\.(?!param|shared|local)|ld\.(?!param|shared|local|relaxed)"
+        if re.match(plain, line):
             continue
         after = [labels[name] for name in re.findall(r"\$L\w+", line) if line.startswith("bra")]
         if not (after and line == lines[place]):  # no unconditional branch
             after.append(place + 1)
         waiting += set(after) - seen
         seen.update(after)
-    return polls
+    return False
 
 
 def is_strong(instruction: Instruction, scope: str) -> bool:

@@ -32,7 +32,9 @@ __global__ void right(uint64_t* mine, uint64_t* theirs, const int* in, int* out,
   out[0] = in[0];
 }
 
-__global__ void non_coherent(const int* in, int* out) { out[threadIdx.x] = __ldg(in + threadIdx.x); }
+__global__ void non_coherent(const int* in, int* out) {
+  out[threadIdx.x] = __ldg(in + threadIdx.x);
+}
 
 __global__ void array_in_memory(const int* in, int* out, int begin, int end) {
   int values[64];
@@ -71,7 +73,8 @@ __global__ void relaxed_exchange(unsigned long long* word, int* out) {
   out[1] = static_cast<int>(atomicExch(word, 1));
 }
 
-__global__ void poll_without_acquire(const uint64_t* word, const int* in, int* out, uint64_t target) {
+__global__ void poll_without_acquire(const uint64_t* word, const int* in, int* out,
+                                     uint64_t target) {
   while (relaxed(word) < target) {
   }
   out[0] = in[0];
