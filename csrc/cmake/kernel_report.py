@@ -1,4 +1,4 @@
-"""Lists the resources of every kernel in a build log (ptxas -v); fails on register spills.
+"""Lists the resources of every kernel in a build log (ptxas -v); fails on spills and stack frames.
 
 Also fails if no kernel was compiled for one of the required architectures.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<architecture>\w+)'"
     r"(?:(?!Compiling entry function).)*?"
+    r"(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
     r"(?:(?!Compiling entry function).)*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
@@ -35,25 +36,27 @@ def main() -> int:
     parser.add_argument("log", type=Path)
     parser.add_argument("--require", nargs="+", default=[], metavar="ARCHITECTURE")
     args = parser.parse_args()
-    spills, seen = 0, set()
-    print(f"{'kernel':<44} {'arch':<7} registers  shared  spills (bytes)")
+    in_memory, seen = 0, set()
+    print(f"{'kernel':<44} {'arch':<7} registers  shared  spills   stack (bytes)")
     for kernel in KERNEL.finditer(args.log.read_text()):
         spilled = int(kernel["stores"]) + int(kernel["loads"])
         shared = re.search(r"(\d+) bytes smem", kernel["rest"])
         print(
             f"{readable(kernel['name']):<44} sm_{kernel['architecture']:<4} "
-            f"{kernel['registers']:>9} {shared[1] if shared else 0:>7} {spilled:>8}"
+            f"{kernel['registers']:>9} {shared[1] if shared else 0:>7} {spilled:>7} "
+            f"{kernel['stack']:>7}"
         )
-        spills += spilled
+        in_memory += spilled + int(kernel["stack"])
         seen.add(kernel["architecture"])
     missing = set(args.require) - seen
     if missing:
         print(f"no kernel was compiled for sm_{', sm_'.join(sorted(missing))}")
-    if spills:
+    if in_memory:
         print(
-            "kernels spill registers to memory; give them fewer live values or larger launch bounds"
+            "kernels keep registers or arrays in memory; give them fewer live values, larger "
+            "launch bounds, or arrays that are indexed by constants"
         )
-    return 1 if spills or missing else 0
+    return 1 if in_memory or missing else 0
 
 
 if __name__ == "__main__":

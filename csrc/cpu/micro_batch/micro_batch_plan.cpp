@@ -142,6 +142,32 @@ int64_t square_side(int64_t area) {
   return side;
 }
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// At most `count` of a dimension, so that they span less than half of kTileExtent.
+int64_t within_extent(const Dimension& dimension, int64_t count) {
+  const int64_t stride = std::max({std::abs(dimension.src), std::abs(dimension.dst), int64_t{1}});
+  const int64_t most = std::max<int64_t>(kTileExtent / 2 / stride, 1);
+  return std::min({dimension.size, count, most});
+}
+
+// The most that is a multiple of `pack`, if there is one.
+int64_t whole_blocks(int64_t count, int64_t pack) {
+  return count < pack ? count : count / pack * pack;
+}
+
+// TiledCopy::pack of a transposed copy.
+int64_t pack_of(const char* src, const char* dst, const Units& units, const Dimensions& outer,
+                const Dimension& rows, const Dimension& cols) {
+  if (units.cast() || units.src >= 4 || rows.src != units.src || cols.dst != units.dst) return 1;
+  const int64_t pack = 4 / units.src;
+  uint64_t bits = reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst);
+  for (const Dimension& d : outer) bits |= d.src | d.dst;
+  bits |= cols.src | rows.dst | (rows.size * units.src) | (cols.size * units.src);
+  const bool spans = within_extent(rows, pack) < pack || within_extent(cols, pack) < pack;
+  return bits % 4 != 0 || spans ? 1 : pack;
+}
+
 class Planner {
  public:
   Planner(const TileShape& shape, size_t copies) : shape_(shape) { plan_.copies.reserve(copies); }
@@ -200,33 +226,59 @@ class Planner {
 
     // If one dimension is shorter than the tile, the tile extends along the other.
     const int64_t area = (transposed ? shape_.transposed_bytes : shape_.run_bytes) / units.wider();
+    const int64_t pack = transposed ? pack_of(src, dst, units, dims, rows, cols) : 1;
     int64_t tile_cols = std::min(cols.size, transposed ? square_side(area) : area);
-    const int64_t tile_rows = std::min(rows.size, area / tile_cols);
-    tile_cols = std::min(cols.size, area / tile_rows);
+    const int64_t tile_rows = whole_blocks(within_extent(rows, area / tile_cols), pack);
+    tile_cols = whole_blocks(within_extent(cols, area / tile_rows), pack);
 
+    const int64_t row_tiles = divide_up(rows.size, tile_rows);
+    const int64_t col_tiles = divide_up(cols.size, tile_cols);
+    const int64_t tiles = dims[0].size * dims[1].size * row_tiles * col_tiles;
+    if (tiles > std::numeric_limits<int32_t>::max()) {
+      Dimensions all{dims[0], dims[1], rows, cols};
+      emit_halves(src, dst, units, all);
+      return;
+    }
+    const auto divisor = [&](int64_t value) { return Divisor::by(static_cast<uint32_t>(value)); };
     TiledCopy copy{src,
                    dst,
-                   {dims[0].size, dims[1].size},
                    {dims[0].src, dims[1].src},
                    {dims[0].dst, dims[1].dst},
-                   rows.size,
-                   cols.size,
                    rows.src,
                    rows.dst,
                    cols.src,
                    cols.dst,
-                   (rows.size + tile_rows - 1) / tile_rows,
-                   (cols.size + tile_cols - 1) / tile_cols,
                    plan_.tiles,
-                   static_cast<int32_t>(tile_rows),
-                   static_cast<int32_t>(tile_cols),
+                   static_cast<int32_t>(dims[0].size),
+                   divisor(dims[1].size),
+                   divisor(row_tiles),
+                   divisor(col_tiles),
+                   divisor(tile_rows / pack),
+                   divisor((rows.size - (row_tiles - 1) * tile_rows) / pack),
+                   divisor(tile_cols / pack),
+                   divisor((cols.size - (col_tiles - 1) * tile_cols) / pack),
                    static_cast<uint8_t>(units.src),
                    static_cast<uint8_t>(units.dst),
                    units.from,
                    units.to,
-                   transposed};
-    plan_.tiles += copy.tiles();
+                   transposed,
+                   static_cast<uint8_t>(pack)};
+    plan_.tiles += tiles;
     plan_.copies.push_back(copy);
+  }
+
+  // Emits the two halves of the longest dimension.
+  void emit_halves(const char* src, char* dst, const Units& units, Dimensions& dims) {
+    const auto longest =
+        std::max_element(dims.begin(), dims.end(),
+                         [](const Dimension& a, const Dimension& b) { return a.size < b.size; });
+    const int64_t half = longest->size / 2, rest = longest->size - half;
+    const int64_t src_step = half * longest->src, dst_step = half * longest->dst;
+    Dimensions first = dims;
+    first[longest - dims.begin()].size = half;
+    longest->size = rest;
+    emit(src, dst, units, first);
+    emit(src + src_step, dst + dst_step, units, dims);
   }
 
   TileShape shape_;

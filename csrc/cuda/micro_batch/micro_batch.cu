@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -12,9 +13,10 @@ namespace pipekernels {
 namespace {
 
 // A thread holds four units, so a tile of 16-byte units takes one round of loads and one of stores.
-// On sm_90 four blocks fit on a multiprocessor, with 64 KiB in flight: several times bandwidth x
-// latency (an H200 reads some 16 bytes per ns and multiprocessor, with less than 1000 ns latency).
-// Loads and stores use the L2 cache normally, since the next kernel reads what this one writes.
+// With up to 64 registers, four blocks fit on a multiprocessor, with 64 KiB in flight: several
+// times bandwidth x latency (an H200 reads some 16 bytes per ns and multiprocessor, with less than
+// 1000 ns latency). Loads and stores use the L2 cache normally, since the next kernel reads what
+// this one writes.
 constexpr int kThreads = 256;
 constexpr TileShape kTiles{16 * 1024, 16 * 1024};
 
@@ -23,11 +25,11 @@ template <int kCapacity>
 struct Launch {
   TiledCopy copies[kCapacity];
   int32_t count;
-  int64_t first_tile, end_tile;
+  int64_t first_tile;
 };
 
-constexpr int kFewCopies = 26;
-constexpr int kManyCopies = CUDART_VERSION >= 12010 ? 215 : kFewCopies;
+constexpr int kFewCopies = 22;
+constexpr int kManyCopies = CUDART_VERSION >= 12010 ? 177 : kFewCopies;
 static_assert(sizeof(Launch<kFewCopies>) <= 4096, "the limit of kernel parameters");
 static_assert(sizeof(Launch<kManyCopies>) <= 32764, "the limit since CUDA 12.1");
 
@@ -37,61 +39,70 @@ __device__ void copy_tile(const TiledCopy& copy, const Tile& tile, char* memory)
     copy_rows<Unit, kCasts>(copy, tile, threadIdx.x, kThreads);
     return;
   }
-  auto* staged = reinterpret_cast<Unit*>(memory);
-  __syncthreads();  // all threads have finished reading the previous tile from shared memory
-  stage_columns(copy, tile, staged, threadIdx.x, kThreads);
+  if constexpr (sizeof(Unit) < 4) {
+    constexpr int kPack = 4 / sizeof(Unit);
+    if (copy.pack > 1) {
+      stage_packed<kPack>(copy, tile, memory, threadIdx.x, kThreads);
+      __syncthreads();
+      write_packed<kPack>(copy, tile, memory, threadIdx.x, kThreads);
+      return;
+    }
+  }
+  stage_columns<Unit>(copy, tile, memory, threadIdx.x, kThreads);
   __syncthreads();
-  write_rows<Unit, kCasts>(copy, tile, staged, threadIdx.x, kThreads);
+  write_rows<Unit, kCasts>(copy, tile, memory, threadIdx.x, kThreads);
 }
 
-// A block copies one tile at a time; all its threads see the same tile, so branches do not diverge.
-// Casts are instantiated separately, since they make the kernel large.
+// A block copies one tile; all its threads see the same tile, so branches do not diverge. A loop
+// over tiles would have compilers keep in registers what each of the branches needs. Casts are
+// instantiated separately, since they make the kernel large.
 template <int kCapacity, bool kCasts>
 __global__ void __launch_bounds__(kThreads)
     copy_micro_batches_kernel(const __grid_constant__ Launch<kCapacity> launch) {
   __shared__ __align__(16) char memory[staged_bytes(kTiles.transposed_bytes)];
-  for (int64_t index = launch.first_tile + blockIdx.x; index < launch.end_tile;
-       index += gridDim.x) {
-    const TiledCopy& copy = launch.copies[copy_of_tile(launch.copies, launch.count, index)];
-    const Tile tile = tile_at(copy, index);
-    switch (copy.src_unit) {
-      case 1:
-        copy_tile<uint8_t, kCasts>(copy, tile, memory);
-        break;
-      case 2:
-        copy_tile<uint16_t, kCasts>(copy, tile, memory);
-        break;
-      case 4:
-        copy_tile<uint32_t, kCasts>(copy, tile, memory);
-        break;
-      case 8:
-        copy_tile<uint64_t, kCasts>(copy, tile, memory);
-        break;
-      default:
-        copy_tile<Unit16, kCasts>(copy, tile, memory);
-        break;
-    }
+  const int64_t index = launch.first_tile + blockIdx.x;
+  const TiledCopy& copy = launch.copies[copy_of_tile(launch.copies, launch.count, index)];
+  const Tile tile = tile_at(copy, index);
+  switch (copy.src_unit) {
+    case 1:
+      copy_tile<uint8_t, kCasts>(copy, tile, memory);
+      break;
+    case 2:
+      copy_tile<uint16_t, kCasts>(copy, tile, memory);
+      break;
+    case 4:
+      copy_tile<uint32_t, kCasts>(copy, tile, memory);
+      break;
+    case 8:
+      copy_tile<uint64_t, kCasts>(copy, tile, memory);
+      break;
+    default:
+      copy_tile<Unit16, kCasts>(copy, tile, memory);
+      break;
   }
 }
 
 // Launches copies [begin, end) of the plan, at most kCapacity of them.
 template <int kCapacity>
 void launch(const Plan& plan, size_t begin, size_t end, cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();
   Launch<kCapacity> parameters;
   std::copy(plan.copies.begin() + begin, plan.copies.begin() + end, parameters.copies);
   parameters.count = static_cast<int32_t>(end - begin);
-  parameters.first_tile = plan.copies[begin].first_tile;
-  parameters.end_tile = plan.copies[end - 1].first_tile + plan.copies[end - 1].tiles();
-  const int64_t tiles = parameters.end_tile - parameters.first_tile;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, 1 << 20));
-  if (plan.casts) {
-    copy_micro_batches_kernel<kCapacity, true><<<blocks, kThreads, 0, stream>>>(parameters);
-  } else {
-    copy_micro_batches_kernel<kCapacity, false><<<blocks, kThreads, 0, stream>>>(parameters);
-  }
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) {
-    throw std::runtime_error(std::string("copy_micro_batches_cuda: ") + cudaGetErrorString(status));
+  const int64_t end_tile = plan.copies[end - 1].first_tile + plan.copies[end - 1].tiles();
+  for (int64_t tile = plan.copies[begin].first_tile; tile < end_tile; tile += kMostBlocks) {
+    parameters.first_tile = tile;
+    const auto blocks = static_cast<unsigned>(std::min(end_tile - tile, kMostBlocks));
+    if (plan.casts) {
+      copy_micro_batches_kernel<kCapacity, true><<<blocks, kThreads, 0, stream>>>(parameters);
+    } else {
+      copy_micro_batches_kernel<kCapacity, false><<<blocks, kThreads, 0, stream>>>(parameters);
+    }
+    const cudaError_t status = cudaGetLastError();
+    if (status != cudaSuccess) {
+      throw std::runtime_error(std::string("copy_micro_batches_cuda: ") +
+                               cudaGetErrorString(status));
+    }
   }
 }
 

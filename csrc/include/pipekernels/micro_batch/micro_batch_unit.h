@@ -35,6 +35,21 @@ PK_HOST_DEVICE inline void store_unit(char* place, const Unit& unit) {
 #endif
 }
 
+// Four bytes of eight: the lowest four bits of `selector` choose the lowest byte, by its number in
+// `low` (0 to 3) or `high` (4 to 7).
+PK_HOST_DEVICE inline uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(low, high, selector);
+#else
+  const uint64_t both = uint64_t{high} << 32 | low;
+  uint32_t selected = 0;
+  for (int i = 0; i < 4; ++i) {
+    selected |= (both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return selected;
+#endif
+}
+
 // ---- casts -------------------------------------------------------------------------------------
 
 // Whether a source unit of a cast may have this many bytes; see TiledCopy.

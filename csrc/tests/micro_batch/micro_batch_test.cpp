@@ -11,10 +11,10 @@
 #include <thread>
 
 #include "check.h"
+#include "micro_batch_tiles.h"
 #include "openmp.h"
 #include "pipekernels/elements/elements.h"
 #include "pipekernels/micro_batch/micro_batch_plan.h"
-#include "pipekernels/micro_batch/micro_batch_tile.h"
 
 namespace {
 
@@ -170,68 +170,6 @@ struct Case {
   }
 };
 
-template <typename Unit>
-void copy_tile(const TiledCopy& copy, const Tile& tile, std::vector<char>& memory, int threads) {
-  if (!copy.transposed) {
-    for (int i = 0; i < threads; ++i) {
-      copy.casts() ? copy_rows<Unit, true>(copy, tile, i, threads)
-                   : copy_rows<Unit, false>(copy, tile, i, threads);
-    }
-    return;
-  }
-  CHECK(((tile.cols - 1) * staged_pitch(tile) + tile.rows) * sizeof(Unit) <= memory.size());
-  std::vector<Unit> staged(memory.size() / sizeof(Unit));
-  for (int i = 0; i < threads; ++i) stage_columns(copy, tile, staged.data(), i, threads);
-  const Unit* read = staged.data();
-  for (int i = 0; i < threads; ++i) {
-    copy.casts() ? write_rows<Unit, true>(copy, tile, read, i, threads)
-                 : write_rows<Unit, false>(copy, tile, read, i, threads);
-  }
-}
-
-// Copies a plan tile by tile as CUDA blocks do, one thread after the other.
-void copy_by_tiles(const Plan& plan, const TileShape& shape, int threads) {
-  const int count = static_cast<int>(plan.copies.size());
-  std::vector<char> memory(staged_bytes(shape.transposed_bytes));
-  int64_t bytes = 0;
-  for (int64_t index = 0; index < plan.tiles; ++index) {
-    const TiledCopy& copy = plan.copies[copy_of_tile(plan.copies.data(), count, index)];
-    const Tile tile = tile_at(copy, index);
-    CHECK(tile.rows >= 1 && tile.cols >= 1);
-    const int64_t tile_bytes =
-        static_cast<int64_t>(tile.rows) * tile.cols * std::max(copy.src_unit, copy.dst_unit);
-    CHECK(tile_bytes <= (copy.transposed ? shape.transposed_bytes : shape.run_bytes));
-    for (int32_t r = 0; r < tile.rows; ++r) {
-      for (int32_t c = 0; c < tile.cols; ++c) {
-        const char* src = tile.src + r * copy.src_row + c * copy.src_col;
-        const char* dst = tile.dst + r * copy.dst_row + c * copy.dst_col;
-        CHECK(reinterpret_cast<uintptr_t>(src) % copy.src_unit == 0);
-        CHECK(reinterpret_cast<uintptr_t>(dst) % copy.dst_unit == 0);
-      }
-    }
-    bytes += tile_bytes;
-    CHECK(plan.casts || !copy.casts());
-    switch (copy.src_unit) {
-      case 1:
-        copy_tile<uint8_t>(copy, tile, memory, threads);
-        break;
-      case 2:
-        copy_tile<uint16_t>(copy, tile, memory, threads);
-        break;
-      case 4:
-        copy_tile<uint32_t>(copy, tile, memory, threads);
-        break;
-      case 8:
-        copy_tile<uint64_t>(copy, tile, memory, threads);
-        break;
-      default:
-        copy_tile<Unit16>(copy, tile, memory, threads);
-        break;
-    }
-  }
-  CHECK(bytes == plan.bytes);  // with a correct result, this means every unit is copied once
-}
-
 void test_against_oracle(bool casting) {
   Random random(1);
   for (int round = 0; round < (casting ? 500 : 1500); ++round) {
@@ -283,83 +221,6 @@ void test_wide_casts() {
       std::memset(target, 0, sizeof(target));
       copy_micro_batches(request, 1);
       CHECK(std::memcmp(target, expected, to * kRows * kCols * unit) == 0);
-    }
-  }
-}
-
-// Moves every unit of every small table once, whatever the number of threads.
-void test_move_units() {
-  for (int32_t cols = 1; cols <= 12; ++cols) {
-    for (int32_t rows = 1; rows <= 5; ++rows) {
-      for (int32_t threads = 1; threads <= 40; ++threads) {
-        std::vector<uint16_t> from(rows * cols), to(2 * rows * cols), times(2 * rows * cols);
-        std::iota(from.begin(), from.end(), uint16_t{1});
-        const auto* first = reinterpret_cast<const char*>(from.data());
-        auto* place_of_first = reinterpret_cast<char*>(to.data());
-        for (int32_t thread = 0; thread < threads; ++thread) {
-          move_units<uint16_t>(rows, cols, thread, threads, Places<const char*>{first, 2 * cols, 2},
-                               Places<char*>{place_of_first, 4, 4 * rows},
-                               [&](char* place, uint16_t unit) {
-                                 to[(place - place_of_first) / 2] = unit;
-                                 ++times[(place - place_of_first) / 2];
-                               });
-        }
-        for (int32_t row = 0; row < rows; ++row) {
-          for (int32_t col = 0; col < cols; ++col) {
-            const int32_t at = 2 * (col * rows + row);
-            CHECK(to[at] == from[row * cols + col] && times[at] == 1);
-            CHECK(times[at + 1] == 0);
-          }
-        }
-      }
-    }
-  }
-}
-
-// Compares addresses of tiles, without copying, for tensors too large to allocate.
-void test_offsets_beyond_32_bits() {
-  constexpr TileShape kShape{16 * 1024, 16 * 1024};
-  constexpr int64_t kRows = int64_t{1} << 20, kCols = 3 << 13;  // 96 GiB of float32
-  const auto address = [](uintptr_t value) { return reinterpret_cast<char*>(value); };
-  const uintptr_t whole = uintptr_t{1} << 40, parts = uintptr_t{1} << 44;
-  constexpr int64_t kBytes = 4 * kRows * kCols;
-  for (const int64_t dim : {0, 1}) {
-    const bool transposed = dim == 1;  // the whole tensor is column-major
-    const Integers strides = transposed ? Integers{1, kRows} : Integers{kCols, 1};
-    MicroBatchCopy request{Direction::kSplit, dim, {}, {}, {}};
-    request.sizes.assign(3, (dim == 0 ? kRows : kCols) / 3);
-    request.sizes[0] += dim == 0 ? kRows % 3 : 0;
-    request.wholes.push_back({address(whole), 4, {kRows, kCols}, strides});
-    int64_t before = 0;
-    for (const int64_t size : request.sizes) {
-      request.micro_batches.push_back(
-          {address(parts + 4 * before * (dim == 0 ? kCols : kRows)), {dim == 0 ? kCols : size, 1}});
-      before += size;
-    }
-    const Plan plan = plan_tiles(request, kShape);
-    CHECK(plan.bytes == kBytes);
-    CHECK(plan.copies.size() == 3);
-    Random random(5);
-    for (int i = 0; i < 2000; ++i) {
-      const int64_t index =
-          i == 0 ? 0 : (i == 1 ? plan.tiles - 1 : uniform(random, 0, plan.tiles - 1));
-      const int number = copy_of_tile(plan.copies.data(), 3, index);
-      const TiledCopy& copy = plan.copies[number];
-      CHECK(copy.transposed == transposed);
-      const Tile tile = tile_at(copy, index);
-      // The position of the tile's first element in its micro-batch, and from that in the whole.
-      const int64_t begin =
-          std::accumulate(request.sizes.begin(), request.sizes.begin() + number, int64_t{0});
-      const int64_t width = dim == 0 ? kCols : request.sizes[number];
-      const int64_t place = (tile.dst - request.micro_batches[number].data) / 4;
-      const int64_t row = place / width + (dim == 0 ? begin : 0);
-      const int64_t col = place % width + (dim == 1 ? begin : 0);
-      CHECK(row >= 0 && row < kRows && col >= 0 && col < kCols);
-      CHECK(tile.src == address(whole) + 4 * (row * strides[0] + col * strides[1]));
-      if (index == plan.tiles - 1) {
-        const int64_t last = (tile.rows - 1) * copy.dst_row + (tile.cols - 1) * copy.dst_col;
-        CHECK(reinterpret_cast<uintptr_t>(tile.dst) + last + copy.dst_unit == parts + kBytes);
-      }
     }
   }
 }
@@ -479,8 +340,6 @@ int main() {
   test_against_oracle(false);
   test_against_oracle(true);
   test_wide_casts();
-  test_move_units();
-  test_offsets_beyond_32_bits();
   test_many_copies();
   test_broadcast_source();
   test_concurrent_callers();

@@ -1,0 +1,195 @@
+"""Rules on the machine code of the CUDA kernels. No GPU is needed, but a CUDA toolkit is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.emitted import build, rules
+from support.emitted.build import ARCHITECTURES, Emitted
+from support.emitted.sass import Kernel
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(600)]
+
+COLLECTIVES = build.CSRC / "cuda" / "collectives"
+WRONG = Path(build.__file__).with_name("wrong.cu")
+
+# The accesses of device_team.cuh that order others, as PTX has them. All of them are needed.
+ORDERED = {
+    "ld.acquire.sys.global",
+    "ld.relaxed.sys.global",
+    "st.release.sys.global",
+    "atom.acq_rel.gpu.global.exch",
+}
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory: pytest.TempPathFactory) -> list[Emitted]:
+    """All kernels, for all architectures that there are."""
+    return build.read(build.built_objects(), tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def kernels(emitted: list[Emitted], request: pytest.FixtureRequest) -> list[Emitted]:
+    """All kernels for one architecture."""
+    found = [kernel for kernel in emitted if kernel.architecture == request.param]
+    if not found:
+        pytest.skip(f"nothing was built for {request.param}; `make cuda-check` does")
+    return found
+
+
+@pytest.fixture
+def collectives(kernels: list[Emitted]) -> list[Emitted]:
+    stems = {path.stem for path in COLLECTIVES.glob("*.cu")}
+    return [kernel for kernel in kernels if kernel.file in stems]
+
+
+def broken(kernels: list[Emitted], rule: Callable[[Emitted], object]) -> dict[str, object]:
+    """What breaks a rule, by kernel."""
+    assert kernels
+    return {kernel.name: found for kernel in kernels if (found := rule(kernel))}
+
+
+def test_collectives_load_no_data_through_the_non_coherent_cache(
+    collectives: list[Emitted],
+) -> None:
+    assert not broken(collectives, lambda kernel: rules.non_coherent_loads(kernel.sass))
+    assert not broken(collectives, lambda kernel: rules.non_coherent_loads_of_ptx(kernel.ptx))
+
+
+def test_collectives_order_accesses_by_those_of_the_team_only(collectives: list[Emitted]) -> None:
+    assert not broken(collectives, lambda kernel: set(rules.ordered_accesses(kernel.ptx)) ^ ORDERED)
+
+
+def test_a_fence_of_system_scope_comes_before_every_release(collectives: list[Emitted]) -> None:
+    assert not broken(collectives, lambda kernel: rules.unfenced_stores(kernel.sass))
+    assert not broken(collectives, lambda kernel: rules.unfenced_exchanges(kernel.sass))
+
+
+def test_every_acquire_invalidates_the_cache(collectives: list[Emitted]) -> None:
+    assert not broken(collectives, lambda kernel: rules.lost_invalidations(kernel.sass, kernel.ptx))
+
+
+def test_every_successful_poll_is_followed_by_an_acquire(collectives: list[Emitted]) -> None:
+    assert not broken(collectives, lambda kernel: rules.polls_without_acquire(kernel.ptx))
+
+
+def test_no_kernel_keeps_data_in_local_memory(kernels: list[Emitted]) -> None:
+    assert not broken(kernels, lambda kernel: kernel.stack_bytes)
+    assert not broken(kernels, lambda kernel: rules.local_memory(kernel.sass))
+
+
+# The most instructions per unit in the loops of copies, from the cheapest loop to the dearest. A
+# contiguous row takes the first loop of copies; then come steps that are the same everywhere, and
+# steps that wrap around at the ends of rows. Compilers of three architectures differ by some 10%.
+COPY, STAGE, WRITE = ("LDG", "STG"), ("LDG", "STS"), ("LDS", "STG")
+PER_UNIT = {COPY: [6, 9, 16.5], STAGE: [7.5, 15], WRITE: [8.5, 15]}
+# Transposed copies of units of 2 and 1 bytes may be packed, at so many instructions per 4 bytes.
+PER_WORD = {STAGE: [6.5, 6.5, 10.5, 10.5], WRITE: [9, 9, 12.5, 12.5]}
+# Units of 16 bytes wait for memory, not for instructions; sm_100 takes a few more of them.
+WIDEST = {STAGE: [7.5, 19]}
+UNITS = (1, 2, 4, 8, 16)  # bytes
+# The least instructions of a thread for one tile, beside those of a loop.
+PER_TILE = 190
+# With so many, four blocks of 256 threads fit on a multiprocessor.
+REGISTERS = 64
+
+
+def budgets() -> dict[rules.Moves, list[float]]:
+    """The most instructions per byte."""
+    found = {}
+    for unit in UNITS:
+        for path, per_unit in PER_UNIT.items():
+            if unit == 16:
+                per_unit = WIDEST.get(path, per_unit)
+            words = PER_WORD.get(path, []) if unit == 4 else []
+            found[(*path, unit)] = sorted(cost / unit for cost in per_unit + words)
+    return found
+
+
+def beyond_budget(kernel: Kernel) -> list[str]:
+    """Loops with more instructions per byte than there may be."""
+    beyond = []
+    for moves, found in rules.costs_of_copies(kernel).items():
+        allowed = budgets().get(moves, [])
+        dear = any(cost > most for cost, most in zip(found, allowed, strict=False))
+        if dear or len(found) > len(allowed):
+            beyond.append(f"{moves}: {found} instructions per byte, at most {allowed}")
+    return beyond
+
+
+def test_copies_of_micro_batches_keep_their_budget(kernels: list[Emitted]) -> None:
+    """Narrow units are bound by instructions. Copies that cast are another kernel (bool true)."""
+    copies = [
+        kernel
+        for kernel in kernels
+        if re.search("copy_micro_batches_kernelILi\\d+ELb0E", kernel.name)
+    ]
+    assert len(copies) == 2  # for few copies, and for many
+    for kernel in copies:
+        assert rules.costs_of_copies(kernel.sass).keys() == budgets().keys()
+        assert not beyond_budget(kernel.sass)
+        assert not rules.divisions(kernel.sass)
+        loops = [loop for loop in kernel.sass.loops if loop.moves()]
+        assert max(map(kernel.sass.least_around, loops)) <= PER_TILE
+        assert kernel.registers <= REGISTERS
+
+
+# ---- the rules find what breaks them -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Emitted]]:
+    """The kernels of wrong.cu, by name."""
+    folder = tmp_path_factory.mktemp("wrong")
+    generations = [name.removeprefix("sm_") for name in ARCHITECTURES]
+    build.run(
+        build.compiler(), "-std=c++17", "-O3", "-c", WRONG, "-o", folder / "wrong.cu.o",
+        *(f"-gencode=arch=compute_{n},code=[compute_{n},sm_{n}]" for n in generations),
+    )  # fmt: skip
+    found: dict[str, list[Emitted]] = {}
+    for kernel in build.read([folder / "wrong.cu.o"], folder):
+        found.setdefault(kernel.name, []).append(kernel)
+    assert all(len(found[name]) == len(ARCHITECTURES) for name in found)
+    return found
+
+
+RULES: dict[str, Callable[[Emitted], object]] = {
+    "non-coherent loads": lambda kernel: rules.non_coherent_loads(kernel.sass),
+    "non-coherent loads of PTX": lambda kernel: rules.non_coherent_loads_of_ptx(kernel.ptx),
+    "accesses": lambda kernel: set(rules.ordered_accesses(kernel.ptx)) - ORDERED,
+    "stores": lambda kernel: rules.unfenced_stores(kernel.sass),
+    "exchanges": lambda kernel: rules.unfenced_exchanges(kernel.sass),
+    "polls": lambda kernel: rules.polls_without_acquire(kernel.ptx),
+    "invalidations": lambda kernel: rules.lost_invalidations(kernel.sass, kernel.ptx),
+    "local memory": lambda kernel: rules.local_memory(kernel.sass),
+    "budget": lambda kernel: beyond_budget(kernel.sass),
+    "divisions": lambda kernel: rules.divisions(kernel.sass),
+    "stack": lambda kernel: kernel.stack_bytes,
+}
+BREAKS = {
+    "right": set(),
+    "non_coherent": {"non-coherent loads", "non-coherent loads of PTX"},
+    "array_in_memory": {"local memory", "stack"},
+    "no_fence": {"accesses", "stores"},
+    "fence_of_the_device": {"accesses", "stores"},
+    "fence_on_one_way": {"accesses", "stores"},
+    "fence_before_the_data": {"accesses", "stores"},
+    "relaxed_exchange": {"accesses", "exchanges"},
+    "poll_without_acquire": {"polls"},
+    "volatile_poll": {"accesses"},
+    "division_per_unit": {"budget", "divisions"},
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_rules_find_what_breaks_them(wrong: dict[str, list[Emitted]], name: str) -> None:
+    for kernel in wrong[name]:
+        assert {rule for rule, find in RULES.items() if find(kernel)} == BREAKS[name], kernel
+
+
+def test_a_lost_invalidation_is_found(wrong: dict[str, list[Emitted]]) -> None:
+    for polls, acquires in zip(wrong["poll_without_acquire"], wrong["right"], strict=True):
+        assert rules.lost_invalidations(polls.sass, acquires.ptx) == 1

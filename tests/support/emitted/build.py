@@ -1,0 +1,138 @@
+"""The CUDA kernels as machine code and PTX, built at most once per session."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from support.emitted.sass import Kernel, kernels
+
+ROOT = Path(__file__).parents[3]
+CSRC = ROOT / "csrc"
+CHECKED = ROOT / "build" / "cuda-check"  # of `make cuda-check`, for all architectures
+OWN = ROOT / "build" / "emitted"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+DEFAULT = "sm_90"  # built here where `make cuda-check` has not built the sources as they are
+
+ENTRY = re.compile(r"\.entry (\w+)\(.*?(?=\.entry |\Z)", re.DOTALL)
+RESOURCES = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One kernel as it was compiled for one architecture."""
+
+    name: str  # as the compiler mangles it
+    file: str  # without its suffix
+    architecture: str
+    sass: Kernel
+    ptx: str
+    registers: int
+    stack_bytes: int  # per thread
+
+
+def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=cwd, env=os.environ | environment
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def tool(name: str) -> str:
+    """Path of a tool in the folder of the Python executable, or else on PATH."""
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which(name, path=beside) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed: pip install {name}")
+    return found
+
+
+def disassembler(name: str) -> Path:
+    """cuobjdump or nvdisasm: the toolkit's, or else Triton's."""
+    spec = importlib.util.find_spec("triton")
+    places = [compiler().parent]
+    if spec is not None and spec.origin is not None:
+        places.append(Path(spec.origin).parent / "backends" / "nvidia" / "bin")
+    for place in places:
+        if (place / name).is_file():
+            return place / name
+    pytest.skip(f"{name} is neither in {places[0]} nor in Triton: pip install triton")
+
+
+@cache
+def configured() -> Path:
+    """A build folder for CUDA: that of `make cuda-check` if its objects are up to date."""
+    sources = [path for name in ("cuda", "include") for path in (CSRC / name).rglob("*.*")]
+    newest = max(path.stat().st_mtime for path in sources)
+    built = [path.stat().st_mtime for path in CHECKED.rglob("*.cu.o")]
+    if len(built) == sum(path.suffix == ".cu" for path in sources) and min(built) > newest:
+        return CHECKED
+    options = {
+        "CMAKE_MAKE_PROGRAM": tool("ninja"),
+        "PIPEKERNELS_CUDA": "auto",
+        "PIPEKERNELS_PYTHON": "OFF",
+    }
+    run(
+        tool("cmake"), "-G", "Ninja", "-S", CSRC, "-B", OWN,
+        *(f"-D{name}={value}" for name, value in options.items()),
+        CUDAARCHS=DEFAULT.removeprefix("sm_"),
+    )  # fmt: skip
+    return OWN
+
+
+def compiler() -> Path:
+    """nvcc."""
+    for file in configured().glob("CMakeFiles/*/CMakeCUDACompiler.cmake"):
+        match = re.search(r'set\(CMAKE_CUDA_COMPILER "(.+)"\)', file.read_text())
+        if match is not None:
+            return Path(match[1])
+    pytest.skip("there is no CUDA toolkit; set CUDA_HOME to its root")
+
+
+def built_objects() -> list[Path]:
+    """The objects of all CUDA files."""
+    compiler()
+    folder = configured()
+    if folder == OWN:
+        jobs = str(len(os.sched_getaffinity(0)))
+        run(tool("cmake"), "--build", OWN, "-j", jobs, "--target", "pipekernels_cuda")
+    return sorted(folder.rglob("*.cu.o"))
+
+
+def read(objects: list[Path], folder: Path) -> list[Emitted]:
+    """Disassembles all kernels in object files. `folder` is for the files in between."""
+    dump, disassemble = disassembler("cuobjdump"), disassembler("nvdisasm")
+    for number, path in enumerate(objects):
+        (folder / str(number)).mkdir()
+        run(dump, "-xelf", "all", "-xptx", "all", path.resolve(), cwd=folder / str(number))
+
+    def read_cubin(cubin: Path) -> list[Emitted]:
+        file, architecture = re.findall(r"^([^.]+)\..*?(sm_\d+)", cubin.name)[0]
+        resources = {m[0]: m[1:] for m in RESOURCES.findall(run(dump, "-res-usage", cubin))}
+        (ptx,) = cubin.parent.glob(f"*{architecture}.ptx")
+        entries = {match[1]: match[0] for match in ENTRY.finditer(ptx.read_text())}
+        found = []
+        for kernel in kernels(run(disassemble, "-c", cubin)):
+            registers, stack, local = map(int, resources[kernel.name])
+            found.append(
+                Emitted(
+                    kernel.name, file, architecture, kernel, entries[kernel.name], registers,
+                    stack + local,
+                )
+            )  # fmt: skip
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(chain.from_iterable(pool.map(read_cubin, sorted(folder.glob("*/*.cubin")))))
