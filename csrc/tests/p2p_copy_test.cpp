@@ -5,37 +5,16 @@
 
 #include "../cuda/p2p_copy/p2p_copy.cu"
 
+#include <sys/wait.h>
+
 #include <deque>
 #include <random>
 #include <thread>
 
 #include "device_blocks.h"
+#include "hand_over_times.h"
 
 namespace pipekernels {
-
-// In place of the kernel: one launch in a stream of the current device.
-void copy_micro_batches_cuda(const MicroBatchCopy& request, void* stream) {
-  auto& device = fake_cuda::device();
-  const std::lock_guard<std::mutex> hold(device.context);
-  fake_cuda::Stream& launched = device.stream(static_cast<cudaStream_t>(stream));
-  CHECK(launched.device == fake_cuda::current_device && !launched.is_capturing());
-  std::vector<fake_cuda::Range> reads, writes;
-  for (size_t t = 0; t < request.wholes.size(); ++t) {
-    const WholeTensor& whole = request.wholes[t];
-    int64_t last = 0, last_written = 0;
-    bool empty = false;
-    for (size_t d = 0; d < whole.shape.size(); ++d) {
-      last += (whole.shape[d] - 1) * whole.strides[d];
-      last_written += (whole.shape[d] - 1) * request.micro_batches[t].strides[d];
-      empty = empty || whole.shape[d] == 0;
-    }
-    if (empty) continue;
-    reads.push_back({whole.data, static_cast<size_t>((last + 1) * whole.item_size)});
-    writes.push_back(
-        {request.micro_batches[t].data, static_cast<size_t>((last_written + 1) * whole.item_size)});
-  }
-  fake_cuda::issue(launched, reads, writes, [request] { copy_micro_batches(request, 1); });
-}
 
 namespace {
 
@@ -138,7 +117,7 @@ class Owner {
       const Sources& first = sources_.front();
       if (source == kHost) {
         first.done.synchronize();
-      } else if (!first.done.wait(first.origin)) {
+      } else if (!first.done.wait(source, first.origin)) {
         return;
       }
     }
@@ -146,7 +125,7 @@ class Owner {
 
   void take_back_buffers() {
     for (; !unused_.empty(); unused_.pop_front()) {
-      CHECK(unused_.front().first.wait(edge.arriving()));
+      CHECK(unused_.front().first.wait(target, edge.arriving()));
     }
     for (auto each = lent_.begin(); each != lent_.end();) {
       const auto received = *each;
@@ -184,9 +163,8 @@ class Program {
     device.driver_version = draw(2) != 0 ? 13000 : 12060;
     device.one_queue = draw(4) == 0;
     for (int d = 0; d < fake_cuda::kDevices; ++d) {
-      for (cudaStream_t& stream : streams_[d]) stream = stream_on(d);
+      streams_[d][1] = stream_on(d);  // The first one is the default stream.
     }
-    streams_[0][0] = nullptr;
     const std::pair<int, int> routes[] = {{0, 1}, {1, 0}, {0, kHost}, {kHost, 1}, {1, 2}, {0, 1}};
     for (const auto& [source, target] : routes) {
       edges_.push_back(std::make_unique<Owner>(*blocks_, source, target));
@@ -262,7 +240,7 @@ class Program {
                            ? std::shared_ptr<char>(new char[kBlock], std::default_delete<char[]>())
                            : blocks_->take(edge.source, origin));
       tensors.push_back(random_tensor(memory.back().get()));
-      on_host ? fill_on_host(tensors.back()) : fill_in(origin, tensors.back());
+      on_host ? fill_on_host(tensors.back()) : fill_in(edge.source, origin, tensors.back());
     }
     // Memory that the edge need not keep may be overwritten at once.
     const bool keeps = !snapshot && !(on_host && !pinned);
@@ -273,7 +251,7 @@ class Program {
       if (on_host) {
         tensor.fill();
       } else {
-        fill_in(origin, tensor);
+        fill_in(edge.source, origin, tensor);
       }
     }
   }
@@ -286,16 +264,16 @@ class Program {
       received->arrival.synchronize();
     } else {
       stream = streams_[edge->target][draw(2)];
-      CHECK(received->arrival.wait(stream));
+      CHECK(received->arrival.wait(edge->target, stream));
       // A receiver that used the copy in another stream, and writes to it, orders both.
       for (void* other : received->users) follow(stream, other, edge->target);
       received->users.push_back(stream);
     }
     for (Patterned& tensor : received->tensors) {
-      edge->target == kHost ? check_on_host(tensor) : check_in(stream, tensor);
+      edge->target == kHost ? check_on_host(tensor) : check_in(edge->target, stream, tensor);
       if (draw(3) != 0) continue;
       ++tensor.seed;
-      edge->target == kHost ? fill_on_host(tensor) : fill_in(stream, tensor);
+      edge->target == kHost ? fill_on_host(tensor) : fill_in(edge->target, stream, tensor);
     }
   }
 
@@ -317,7 +295,7 @@ class Program {
 
   std::minstd_rand random_;
   std::unique_ptr<Blocks> blocks_;
-  cudaStream_t streams_[fake_cuda::kDevices][2];
+  cudaStream_t streams_[fake_cuda::kDevices][2] = {};
   std::vector<std::unique_ptr<Owner>> edges_;
   std::vector<std::pair<Owner*, std::shared_ptr<Received>>> received_;
 };
@@ -328,6 +306,47 @@ void test_random_programs(unsigned seeds) {
     Program(seed).run(80);
     fake_cuda::device_pointer().reset();
   }
+}
+
+// The fake aborts where the real runtime might read or write too early.
+void test_the_fake() {
+  const auto aborts = [](const auto& body) {
+    const pid_t child = fork();
+    if (child == 0) {
+      std::fclose(stderr);
+      const cudaStream_t here = stream_on(0), there = stream_on(1);
+      void *memory = nullptr, *pinned = nullptr;
+      CHECK(cudaMalloc(&memory, 64) == cudaSuccess);
+      CHECK(cudaHostAlloc(&pinned, 64, 0) == cudaSuccess);
+      body(here, there, memory, pinned);
+      _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    return WIFSIGNALED(status);
+  };
+  const auto copy = [](void* target, void* source, cudaStream_t stream) {
+    cudaMemcpyAsync(target, source, 64, cudaMemcpyDefault, stream);
+  };
+  CHECK(!aborts([&](auto here, auto, void* memory, void* pinned) {
+    copy(memory, pinned, here);
+    copy(pinned, memory, here);
+    CHECK(cudaStreamSynchronize(here) == cudaSuccess);
+    fake_cuda::give_back({pinned, 64}, nullptr);
+  }));
+  CHECK(aborts([&](auto here, auto, void* memory, void* pinned) {
+    copy(memory, pinned, here);
+    copy(pinned, memory, stream_on(0));
+  }));
+  CHECK(aborts([&](auto here, auto, void* memory, void* pinned) {
+    copy(memory, pinned, here);
+    fake_cuda::give_back({pinned, 64}, nullptr);
+  }));
+  CHECK(aborts([&](auto here, auto, void* memory, void*) {
+    char ordinary[64];
+    copy(memory, ordinary, here);
+  }));
+  CHECK(aborts([&](auto, auto there, void* memory, void* pinned) { copy(memory, pinned, there); }));
 }
 
 Patterned contiguous(char* memory, int64_t elements, unsigned seed) {
@@ -341,22 +360,22 @@ void test_captures() {
   CHECK(owner.edge.has_peer_access());
   const auto memory = blocks.take(0, here);
   const Patterned tensor = contiguous(memory.get(), 100, 1);
-  fill_in(here, tensor);
+  fill_in(0, here, tensor);
   const auto received = owner.send({tensor}, {memory}, here, false);
   here->begin_capture();
   const auto told = thrown([&] { owner.send({tensor}, {memory}, here, false); });
   CHECK(has(told, "the current stream of cuda:0 is being captured; copy before the capture"));
-  CHECK(!received->arrival.wait(here));
+  CHECK(!received->arrival.wait(0, here));
   // The first source is kept meanwhile, as its stream cannot wait, and other streams may send.
   const auto more = blocks.take(0, other);
   const Patterned second = contiguous(more.get(), 9, 2);
-  fill_in(other, second);
+  fill_in(0, other, second);
   owner.send({second}, {more}, other, false)->in_use = false;
   CHECK(here->end_capture().empty());
   // A stream that used a buffer is captured: the buffer is not free yet.
-  CHECK(received->arrival.wait(there));
+  CHECK(received->arrival.wait(1, there));
   received->users.push_back(there);
-  check_in(there, received->tensors[0]);
+  check_in(1, there, received->tensors[0]);
   received->in_use = false;
   there->begin_capture();
   owner.settle();
@@ -378,7 +397,7 @@ void test_failures() {
       P2PEdge edge(0, 1, kSlotBytes);
       const cudaStream_t here = stream_on(0);
       const auto from = blocks.take(0, here), to = blocks.take(1, edge.arriving());
-      fill_in(here, contiguous(from.get(), 80, 3));
+      fill_in(0, here, contiguous(from.get(), 80, 3));
       const TensorCopy first{from.get(), to.get(), 4, {40}, {1}, {1}};
       const TensorCopy second{from.get() + 160, to.get() + 160, 4, {40}, {1}, {1}};
       device.copies_until_failure = copies;
@@ -452,9 +471,16 @@ void test_threads() {
 }  // namespace
 }  // namespace pipekernels
 
+// With the argument `times`, prints host times; with a number, runs so many random programs.
 int main(int argc, char** argv) {
+  if (argc > 1 && std::strcmp(argv[1], "times") == 0) {
+    pipekernels::print_hand_over_times(pipekernels::stream_on);
+    return 0;
+  }
+  pipekernels::test_the_fake();  // First, since a process with threads must not fork.
   pipekernels::test_bad_arguments();
   pipekernels::test_captures();
+  pipekernels::check_calls(pipekernels::stream_on);
   pipekernels::test_failures();
   fake_cuda::device_pointer().reset();
   pipekernels::test_threads();

@@ -20,8 +20,9 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  // An event after the work issued so far in `stream`, one of the pool's device that is not being
-  // captured. It comes back when the last owner lets go of it.
+  // An event after the work issued so far in `stream`, which is not being captured. It is one of
+  // the pool's device, which must be the current one if it is a default stream. The event comes
+  // back when the last owner lets go of it.
   std::shared_ptr<void> record(cudaStream_t stream) {
     std::shared_ptr<void> event(take(),
                                 [pool = shared_from_this()](void* used) { pool->put(used); });

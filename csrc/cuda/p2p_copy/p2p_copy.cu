@@ -100,7 +100,8 @@ bool is_pinned(const void* memory) {
 
 }  // namespace
 
-bool P2PTicket::wait(void* stream) const {
+bool P2PTicket::wait(int device, void* stream) const {
+  const DeviceGuard guard(device);
   if (is_capturing(stream)) return false;
   for (const auto& event : events_) wait_for(stream_of(stream), event);
   return true;
@@ -155,6 +156,8 @@ class P2PEdge::State {
     }
   }
 
+  int source() const { return source_; }
+  int target() const { return target_; }
   cudaStream_t leaving() const { return leaving_; }
   cudaStream_t arriving() const { return arriving_; }
   bool has_peer_access() const { return peer_access_; }
@@ -168,6 +171,7 @@ class P2PEdge::State {
       throw std::invalid_argument(
           "there must be a snapshot on the source's device for each tensor");
     }
+    const DeviceGuard guard(source_ == kHost ? target_ : source_);
     if (source_ != kHost && is_capturing(stream)) {
       throw std::runtime_error(
           "copies between devices cannot be part of a CUDA graph, and the current stream of cuda:" +
@@ -175,7 +179,6 @@ class P2PEdge::State {
     }
     const HandOver plan = snapshots.empty() ? plan_hand_over(tensors) : HandOver{};
     const std::lock_guard<std::mutex> turn(mutex_);
-    const DeviceGuard guard(source_ == kHost ? target_ : source_);
     try {
       if (source_ == kHost) return send_from_host(plan, threads);
       if (snapshots.empty()) return send_from_device(plan, stream);
@@ -337,6 +340,8 @@ P2PEdge::P2PEdge(int source, int target, size_t slot_bytes)
     : state_(std::make_unique<State>(source, target, slot_bytes)) {}
 P2PEdge::~P2PEdge() = default;
 
+int P2PEdge::source() const { return state_->source(); }
+int P2PEdge::target() const { return state_->target(); }
 void* P2PEdge::leaving() const { return state_->leaving(); }
 void* P2PEdge::arriving() const { return state_->arriving(); }
 bool P2PEdge::has_peer_access() const { return state_->has_peer_access(); }
@@ -349,6 +354,7 @@ bool P2PEdge::send(P2PTicket& ticket, const std::vector<TensorCopy>& tensors,
 }
 
 bool P2PEdge::mark(P2PTicket& ticket, const std::vector<void*>& streams) {
+  const DeviceGuard guard(state_->target());
   for (void* stream : streams) {
     if (is_capturing(stream)) return false;
   }

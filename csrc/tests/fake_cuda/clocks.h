@@ -29,8 +29,14 @@ struct Range {
 // The accesses to memory that later ones may have to wait for. Aborts where one does not.
 class Accesses {
  public:
-  void add(const void* agent, Clock& clock, const std::vector<Range>& reads,
+  // `host`: the process's clock. What it has waited for comes before all that is issued later.
+  void add(const void* agent, Clock& clock, const Clock& host, const std::vector<Range>& reads,
            const std::vector<Range>& writes) {
+    const auto has_ended = [&](const Access& before) {
+      const auto seen = host.find(before.agent);
+      return seen != host.end() && seen->second >= before.time;
+    };
+    accesses_.erase(std::remove_if(accesses_.begin(), accesses_.end(), has_ended), accesses_.end());
     const uint64_t time = ++clock[agent];
     for (const Range& range : reads) add_one(agent, time, clock, range, false);
     for (const Range& range : writes) add_one(agent, time, clock, range, true);

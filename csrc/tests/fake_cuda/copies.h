@@ -36,6 +36,11 @@ inline cudaPointerAttributes attributes_of(const void* place) {
 inline void issue(Stream& stream, const std::vector<Range>& reads, const std::vector<Range>& writes,
                   Task task) {
   auto& device = fake_cuda::device();
+  const auto with_delay = [task = std::move(task)] {
+    pipekernels::fuzz_delay();
+    task();
+  };
+  if (!device.checks) return stream.push(with_delay);
   for (const auto* ranges : {&reads, &writes}) {
     for (const Range& range : *ranges) {
       const auto found = attributes_of(range.base);
@@ -45,18 +50,15 @@ inline void issue(Stream& stream, const std::vector<Range>& reads, const std::ve
     }
   }
   follow(stream.clock, device.host_clock);
-  device.accesses.add(&stream, stream.clock, reads, writes);
-  stream.push([task = std::move(task)] {
-    pipekernels::fuzz_delay();
-    task();
-  });
+  device.accesses.add(&stream, stream.clock, device.host_clock, reads, writes);
+  stream.push(with_delay);
 }
 
 // The same for the calling thread.
 inline void access_on_host(const std::vector<Range>& reads, const std::vector<Range>& writes) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
-  device.accesses.add(&device.host_clock, device.host_clock, reads, writes);
+  device.accesses.add(&device.host_clock, device.host_clock, device.host_clock, reads, writes);
 }
 
 // An allocator gives memory of `stream` out again, which must not be in use then. `stream` is null
@@ -65,10 +67,10 @@ inline void give_back(const Range& range, Stream* stream) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
   if (stream == nullptr) {
-    device.accesses.add(&device.host_clock, device.host_clock, {}, {range});
+    device.accesses.add(&device.host_clock, device.host_clock, device.host_clock, {}, {range});
   } else {
     follow(stream->clock, device.host_clock);
-    device.accesses.add(stream, stream->clock, {}, {range});
+    device.accesses.add(stream, stream->clock, device.host_clock, {}, {range});
   }
 }
 
@@ -116,6 +118,7 @@ inline cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t byte
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
   CHECK(!device.stream(stream).is_capturing());
+  ++device.calls;
   if (device.copies_until_failure == 0) return cudaErrorUnknown;
   if (device.copies_until_failure > 0) --device.copies_until_failure;
   fake_cuda::issue(device.stream(stream), {{source, bytes}}, {{target, bytes}},
@@ -132,6 +135,7 @@ inline cudaError_t cudaMemcpyBatchAsync(void* const* targets, const void* const*
   CHECK(attribute_count == 1 && *first == 0);
   CHECK(attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream);
   const std::lock_guard<std::mutex> hold(device.context);
+  ++device.calls;
   if (device.copies_until_failure == 0) return cudaErrorUnknown;
   if (device.copies_until_failure > 0) --device.copies_until_failure;
   struct One {

@@ -169,6 +169,12 @@ inline thread_local int current_device = 0;
 
 class Device {
  public:
+  Device() {
+    for (int d = 0; d < kDevices; ++d) {
+      defaults_.push_back(std::make_unique<Stream>(std::make_shared<Queue>(), d));
+    }
+  }
+
   std::mutex context;             // Held by every call that changes state.
   size_t room = size_t{1} << 30;  // Free bytes.
   std::map<void*, Allocation> memory;
@@ -182,6 +188,8 @@ class Device {
   std::set<std::pair<int, int>> enabled_peers;
   int driver_version = 13000;
   int copies_until_failure = -1;  // Negative: copies do not fail.
+  std::atomic<long> calls{0};     // About events and copies.
+  bool checks = true;             // Whether accesses to memory are checked.
 
   Stream* make_stream() {
     const std::lock_guard<std::mutex> hold(streams_mutex_);
@@ -189,22 +197,27 @@ class Device {
     streams_.push_back(std::make_unique<Stream>(queue_, current_device));
     return streams_.back().get();
   }
-  Stream& stream(Stream* handle) { return handle == nullptr ? *default_ : *handle; }
+  // A null handle is the default stream of the current device.
+  Stream& stream(Stream* handle) {
+    return handle == nullptr ? *defaults_.at(current_device) : *handle;
+  }
 
+  std::vector<Stream*> streams() {
+    std::vector<Stream*> all;
+    for (const auto& stream : defaults_) all.push_back(stream.get());
+    const std::lock_guard<std::mutex> hold(streams_mutex_);
+    for (const auto& stream : streams_) all.push_back(stream.get());
+    return all;
+  }
   void wait_until_idle() {
-    std::vector<Stream*> all{default_.get()};
-    {
-      const std::lock_guard<std::mutex> hold(streams_mutex_);
-      for (const auto& stream : streams_) all.push_back(stream.get());
-    }
-    for (Stream* stream : all) stream->drain();
+    for (Stream* stream : streams()) stream->drain();
   }
 
  private:
   std::mutex streams_mutex_;
   std::shared_ptr<Queue> queue_;  // The queue of the newest stream.
   std::vector<std::unique_ptr<Stream>> streams_;
-  const std::unique_ptr<Stream> default_ = std::make_unique<Stream>(std::make_shared<Queue>(), 0);
+  std::vector<std::unique_ptr<Stream>> defaults_;
 };
 
 // The device is created at its first use, which must come after any fork.
@@ -291,7 +304,12 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() {
-  fake_cuda::device().wait_until_idle();
+  auto& device = fake_cuda::device();
+  device.wait_until_idle();
+  const std::lock_guard<std::mutex> hold(device.context);
+  for (const fake_cuda::Stream* stream : device.streams()) {
+    fake_cuda::follow(device.host_clock, stream->clock);
+  }
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceCanAccessPeer(int* possible, int, int) {
@@ -419,6 +437,7 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
+  ++device.calls;
   CHECK(device.events.count(event) == 1 && !device.stream(stream).is_capturing());
   if (const auto mark = event->mark) device.stream(stream).push([mark] { mark->wait(); });
   fake_cuda::follow(device.stream(stream).clock, event->clock);
@@ -427,6 +446,7 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
+  ++device.calls;
   *event = new fake_cuda::Event{fake_cuda::current_device, nullptr, {}};
   device.events.insert(*event);
   return cudaSuccess;
@@ -434,6 +454,7 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
+  ++device.calls;
   CHECK(device.events.erase(event) == 1);
   delete event;
   return cudaSuccess;
@@ -441,6 +462,7 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
+  ++device.calls;
   auto& recorded = device.stream(stream);
   CHECK(device.events.count(event) == 1 && !recorded.is_capturing());
   CHECK(event->device == recorded.device);

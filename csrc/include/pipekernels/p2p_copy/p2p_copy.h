@@ -15,9 +15,10 @@ constexpr int kHost = -1;  // the CPU, as the device of an edge
 // is gone, its events go back to their pool. May be used by several threads, one at a time.
 class P2PTicket {
  public:
-  // Makes work issued later in `stream` wait. Returns false, and does nothing, if the stream is
-  // being captured: a graph cannot wait for what happens outside of it.
-  bool wait(void* stream) const;
+  // Makes work issued later in `stream` of `device` wait. Returns false, and does nothing, if the
+  // stream is being captured: a graph cannot wait for what happens outside of it. The default
+  // streams of all devices have the same handle, null.
+  bool wait(int device, void* stream) const;
   void synchronize() const;  // Makes the calling thread wait.
   bool is_done() const;      // Whether all points have been reached; also during captures.
 
@@ -53,6 +54,8 @@ class P2PEdge {
   P2PEdge(const P2PEdge&) = delete;
   P2PEdge& operator=(const P2PEdge&) = delete;
 
+  int source() const;
+  int target() const;
   void* leaving() const;   // The stream in which the source is read; null for the CPU.
   void* arriving() const;  // The stream that targets belong to; null for the CPU.
   bool has_peer_access() const;

@@ -3,17 +3,42 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "check.h"
+#include "../check.h"
 #include "host/runtime.cuh"
 #include "pipekernels/p2p_copy/p2p_copy.h"
 
 namespace pipekernels {
+
+// In place of the copy kernel: one launch in a stream of the current device.
+inline void copy_micro_batches_cuda(const MicroBatchCopy& request, void* stream) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  fake_cuda::Stream& launched = device.stream(static_cast<cudaStream_t>(stream));
+  CHECK(launched.device == fake_cuda::current_device && !launched.is_capturing());
+  std::vector<fake_cuda::Range> reads, writes;
+  for (size_t t = 0; t < request.wholes.size(); ++t) {
+    const WholeTensor& whole = request.wholes[t];
+    int64_t last = 0, last_written = 0;
+    bool empty = false;
+    for (size_t d = 0; d < whole.shape.size(); ++d) {
+      last += (whole.shape[d] - 1) * whole.strides[d];
+      last_written += (whole.shape[d] - 1) * request.micro_batches[t].strides[d];
+      empty = empty || whole.shape[d] == 0;
+    }
+    if (empty) continue;
+    reads.push_back({whole.data, static_cast<size_t>((last + 1) * whole.item_size)});
+    writes.push_back(
+        {request.micro_batches[t].data, static_cast<size_t>((last_written + 1) * whole.item_size)});
+  }
+  fake_cuda::issue(launched, reads, writes, [request] { copy_micro_batches(request, 1); });
+}
 
 constexpr size_t kBlock = 4096;
 
@@ -34,6 +59,7 @@ class Blocks {
     char* const memory = free.back();
     free.pop_back();
     return {memory, [this, pool](char* used) {
+              const DeviceGuard guard(std::max(pool.first, 0));
               const auto stream = static_cast<cudaStream_t>(pool.second);
               fake_cuda::give_back({used, kBlock}, pool.first == kHost
                                                        ? nullptr
@@ -96,13 +122,15 @@ struct Patterned {
   }
 };
 
-// As kernels in `stream` that write and that read the tensor.
-inline void fill_in(void* stream, const Patterned& tensor) {
+// As kernels in `stream` of `device` that write and that read the tensor.
+inline void fill_in(int device, void* stream, const Patterned& tensor) {
+  const DeviceGuard guard(device);
   const std::lock_guard<std::mutex> hold(fake_cuda::device().context);
   fake_cuda::issue(fake_cuda::device().stream(static_cast<cudaStream_t>(stream)), {},
                    {tensor.range()}, [tensor] { tensor.fill(); });
 }
-inline void check_in(void* stream, const Patterned& tensor) {
+inline void check_in(int device, void* stream, const Patterned& tensor) {
+  const DeviceGuard guard(device);
   const std::lock_guard<std::mutex> hold(fake_cuda::device().context);
   fake_cuda::issue(fake_cuda::device().stream(static_cast<cudaStream_t>(stream)), {tensor.range()},
                    {}, [tensor] { tensor.check(); });
