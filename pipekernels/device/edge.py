@@ -51,13 +51,15 @@ class Arrival:
 
     Args:
         device: their target.
+        index: the extension's number of it.
         done: the point after the copies; None if they are done.
     """
 
-    def __init__(self, device: torch.device, done: Ticket | None) -> None:
+    def __init__(self, device: torch.device, index: int, done: Ticket | None) -> None:
         self.users: list[int] = []
         """Handles of the streams that have waited for the copies and may use them."""
         self._device = device
+        self._index = index
         self._done = done
 
     def wait(self) -> None:
@@ -65,11 +67,11 @@ class Arrival:
         Call it before their first use. RuntimeError if the stream is being captured."""
         if self._done is None:
             return
-        if not streams.has_streams(self._device):
+        if self._index < 0:
             self._done.synchronize()
             return
         user = streams.current_handle(self._device)
-        if not self._done.wait(p2p.index(self._device), user):
+        if not self._done.wait(self._index, user):
             raise RuntimeError(
                 f"the current stream of {self._device} is being captured, and a CUDA graph cannot "
                 "wait for copies from another device; wait for them before the capture"
@@ -113,6 +115,7 @@ class Edge:
         self.target = target
         types = {source.type, target.type}
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
+        self._from, self._to = p2p.index(source), p2p.index(target)
         if self._overlaps:
             self._native = p2p.new_edge(source, target, SLOT_BYTES)
             self._arriving = streams.external(target, self._native.arriving)
@@ -139,7 +142,9 @@ class Edge:
             The copies, detached, and the arrival to wait for before they are used.
         """
         if not self._overlaps:
-            return [t.detach().to(self.target) for t in tensors], Arrival(self.target, None)
+            return [t.detach().to(self.target) for t in tensors], Arrival(
+                self.target, self._to, None
+            )
         with holding(self._lock):
             origin = streams.current_handle(self.source)
             self._let_go_of_sources()
@@ -148,11 +153,11 @@ class Edge:
             if not self._are_plain(sources):
                 sources = [t.detach().resolve_conj().resolve_neg() for t in sources]
             snapshots: list[Tensor] = []
-            if snapshot and self.source.type != "cpu" and self.target.type != "cpu":
+            if snapshot and self._from >= 0 and self._to >= 0:
                 snapshots = [torch.empty_like(s) for s in sources]
             copies = self._buffers_for(sources)
             done = p2p.new_ticket()
-            arrival = Arrival(self.target, done)
+            arrival = Arrival(self.target, self._to, done)
             # All memory is listed before a copy is issued, in case Ctrl-C comes right afterwards.
             # Until then the ticket is empty, and whoever asked it would drop the memory.
             self._issuing = True
@@ -168,7 +173,7 @@ class Edge:
                 )
             finally:
                 self._issuing = False
-            if self.source.type == "cpu":
+            if self._from < 0:
                 if not still_reads:
                     self._sources.remove(read)
                 elif snapshot:
@@ -191,15 +196,15 @@ class Edge:
     def _let_go_of_sources(self) -> None:
         while self._sources:
             first = self._sources[0]
-            if self.source.type == "cpu":
+            if self._from < 0:
                 first.done.synchronize()
-            elif not first.done.wait(p2p.index(self.source), first.origin):
+            elif not first.done.wait(self._from, first.origin):
                 return
             del self._sources[:1]  # After the wait, in case Ctrl-C has interrupted that.
 
     def _take_back_buffers(self) -> None:
         while self._unused:
-            self._unused[0][0].wait(p2p.index(self.target), self._native.arriving)
+            self._unused[0][0].wait(self._to, self._native.arriving)
             del self._unused[:1]
         if self._landing:
             self._landing = [each for each in self._landing if not each[0].is_done()]

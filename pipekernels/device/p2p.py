@@ -8,6 +8,8 @@ of default streams is 0, and so is the CPU's.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -62,10 +64,15 @@ class NativeEdge(Protocol):
         False, and nothing is done, if one of them is being captured."""
 
 
+@functools.cache
+def _tickets() -> Callable[[], Ticket]:
+    tickets: Callable[[], Ticket] = _backend.load().P2PTicket
+    return tickets
+
+
 def new_ticket() -> Ticket:
     """A ticket for ``send`` or ``mark``."""
-    ticket: Ticket = _backend.load().P2PTicket()
-    return ticket
+    return _tickets()()
 
 
 def new_edge(source: torch.device, target: torch.device, slot_bytes: int) -> NativeEdge:
