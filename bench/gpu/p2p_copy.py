@@ -10,6 +10,9 @@ at all. ``.to`` is torch's own, on one stream.
   next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a CPU model with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
+
+Then the calling thread's time to issue the copies of one and of eight small tensors, by an edge and
+by a loop of torch's ``copy_`` (``bench/hand_over.py``): between two GPUs, or to the only one.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import harness
-from bench.gpu.timing import Row, attempt, call_seconds, errors
+from bench import hand_over, harness
+from bench.gpu.timing import Row, attempt, call_seconds, errors, synchronize
 from bench.report import duration, markdown
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
 from pipekernels.device.edge import edge
@@ -146,6 +149,26 @@ def of_model(way: str, rows: int, args: argparse.Namespace) -> Row:
             unparallelize_pipeline(model)
 
 
+def of_host(count: int, args: argparse.Namespace) -> Row:
+    """Measure the host time of a hand-over of ``count`` tensors."""
+    target, source = args.device, torch.device("cpu")
+    if target.type == "cuda" and torch.cuda.device_count() > 1:
+        source = torch.device("cuda", (target.index or 0) ^ 1)
+    tensors = [torch.ones(1024, device=source) for _ in range(count)]
+    if source.type != target.type:
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    ways = {
+        "edge": hand_over.by_edge(edge(source, target)),
+        "torch": hand_over.ByTorch(source, target, target),
+    }
+    runners = {
+        name: functools.partial(hand_over.seconds, way, tensors, lambda: synchronize(target))
+        for name, way in ways.items()
+    }
+    samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 51)
+    return {"ways": {name: harness.summary(found) for name, found in samples.items()}}
+
+
 def _hidden(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> Row:
     runners = {
         name: functools.partial(call_seconds, way, args.device) for name, way in ways.items()
@@ -178,12 +201,17 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
                 {"case": way, "memory": "ordinary", "rows": rows},
                 functools.partial(of_model, way, rows, args),
             )
+    for count in hand_over.COUNTS:
+        yield from attempt(
+            {"case": "host time", "tensors": count}, functools.partial(of_host, count, args)
+        )
 
 
 def table(rows: list[Row]) -> str:
-    """A row per case."""
+    """A row per case; then the host times."""
+    host = [row for row in rows if row["case"] == "host time" and "error" not in row]
     header = ["case", "host memory", "rows", "copies", "compute", "both", "hidden", "hidden by .to"]
-    return markdown(
+    hidden = markdown(
         header,
         [
             [
@@ -195,6 +223,19 @@ def table(rows: list[Row]) -> str:
                 ),
             ]
             for row in rows
-            if "error" not in row
+            if "hidden" in row
         ],
-    ) + errors(rows, "case", "memory", "rows")
+    )
+    times = markdown(
+        ["tensors", "host time of an edge", "of torch", "ratio"],
+        [
+            [
+                str(row["tensors"]),
+                *(duration(row["ways"][way]["median"]) for way in ("edge", "torch")),
+                f"{row['ways']['edge']['median'] / row['ways']['torch']['median']:.2f}",
+            ]
+            for row in host
+        ],
+    )
+    tables = f"{hidden}\n\n{times}" if host else hidden
+    return tables + errors(rows, "case", "memory", "rows", "tensors")

@@ -8,6 +8,8 @@ namespace pipekernels::python {
 void bind_micro_batches(pybind11::module_& m);
 void bind_products(pybind11::module_& m);
 void bind_collectives(pybind11::module_& m);
-void bind_cuda_collectives(pybind11::module_& m);  // Only in a build with CUDA.
+// Only in a build with CUDA.
+void bind_cuda_collectives(pybind11::module_& m);
+void bind_p2p_copy(pybind11::module_& m);
 
 }  // namespace pipekernels::python

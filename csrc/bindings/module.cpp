@@ -49,5 +49,6 @@ PYBIND11_MODULE(_C, m) {
   bind_collectives(m);
 #ifdef PIPEKERNELS_WITH_CUDA
   bind_cuda_collectives(m);
+  bind_p2p_copy(m);
 #endif
 }

@@ -1,7 +1,8 @@
 """Copies between two devices that overlap with computation on both.
 
-Copies run on streams of their own, in the order in which they are sent, and wait only for their
-source and for free memory at the target. Who owns which memory, and for how long:
+The extension issues them (``device/p2p.py``), in the order in which they are sent, on streams of
+their own, which wait only for the source and for free memory at the target. This module says who
+owns which memory, and for how long:
 
 *Sources* were allocated on the source's computing stream. The edge refers to them until the next
 copy is sent; then it makes that stream wait for the copy, and drops them. So one source can be read
@@ -13,15 +14,17 @@ target's computation. A fixed ring of buffers would not do, as layers may keep t
 backward. So the edge keeps a reference to the storage of each, and checks at every later copy
 whether it is the last one. If so, all work that reads the buffer has been issued: the edge records
 an event on each stream that used it, and at the copy after that makes the copies' stream wait for
-these events and drops the buffer. If layers keep nothing, two buffers alternate.
-
-*Pinned memory* is the intermediate stop if a device cannot read the other's memory: two slots per
-edge, used in turn. A slot is written again only after the event of the copy out of it. Copies to
-the CPU arrive in pinned memory that torch's own allocator keeps until the copy is done.
+these events and drops the buffer. If layers keep nothing, two buffers alternate. Copies to the CPU
+arrive in pinned memory, which the edge refers to until the copy is done: it is torch's, whose
+allocator does not know of the copy.
 
 A copy's values become visible to the target's stream, or to the CPU, through ``Arrival.wait``.
 Nothing here uses ``record_stream``. The calling thread waits only where the CPU is to read received
-values, or to write memory (a slot, or pinned memory of the caller) that a copy still reads.
+values, or to write memory (of the extension, or pinned memory of the caller) that a copy still
+reads.
+
+CUDA graphs cannot hold copies: :meth:`Edge.send` and ``Arrival.wait`` raise on a stream that is
+being captured. What such a stream would have to wait for, or be waited for, is kept until later.
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ import threading
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
+from pipekernels import _backend
 from pipekernels._torch_private import storage_references
-from pipekernels.device import streams
+from pipekernels.device import p2p, streams
+from pipekernels.device.p2p import Ticket
 from pipekernels.device.restoring import holding
-from pipekernels.device.streams import DONE, HOST, Event, Stream
+from pipekernels.device.streams import HOST
 
 SLOT_BYTES = 4 << 20
 
@@ -46,21 +51,41 @@ class Arrival:
 
     Args:
         device: their target.
-        done: the event after the copies.
+        index: the extension's number of it.
+        done: the point after the copies; None if they are done.
     """
 
-    def __init__(self, device: torch.device, done: Event) -> None:
-        self.users: list[Stream] = []
-        """The streams that have waited for the copies and may use them."""
+    def __init__(self, device: torch.device, index: int, done: Ticket | None) -> None:
+        self.users: list[int] = []
+        """Handles of the streams that have waited for the copies and may use them."""
         self._device = device
+        self._index = index
         self._done = done
 
     def wait(self) -> None:
         """Make the device's current stream (for the CPU, the calling thread) wait for the copies.
-        Call it before their first use."""
-        stream = streams.current(self._device)
-        stream.wait_event(self._done)
-        self.users.append(stream)
+        Call it before their first use. RuntimeError if the stream is being captured."""
+        if self._done is None:
+            return
+        if self._index < 0:
+            self._done.synchronize()
+            return
+        user = streams.current_handle(self._device)
+        if not self._done.wait(self._index, user):
+            raise RuntimeError(
+                f"the current stream of {self._device} is being captured, and a CUDA graph cannot "
+                "wait for copies from another device; wait for them before the capture"
+            )
+        self.users.append(user)
+
+
+class _Read:
+    """Sources that a copy may still read."""
+
+    def __init__(self, origin: int, done: Ticket, memory: list[UntypedStorage]) -> None:
+        self.origin = origin
+        self.done = done
+        self.memory = memory
 
 
 class _Lent:
@@ -78,14 +103,6 @@ class _Lent:
         return storage_references(self._storage)
 
 
-class _Slot:
-    """Pinned memory that one piece of a copy passes through."""
-
-    def __init__(self) -> None:
-        self.memory = pinned_empty((SLOT_BYTES,), (1,), torch.uint8)
-        self.free = DONE
-
-
 class Edge:
     """Copies tensors from device ``source`` to another device, ``target``; thread-safe.
 
@@ -98,13 +115,16 @@ class Edge:
         self.target = target
         types = {source.type, target.type}
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
-        self._leaving = streams.new(source)
-        self._arriving = streams.new(target)
-        self._staged = self._arriving is not HOST and not _can_read(target, source)
-        self._slots: list[_Slot] = []
-        self._sources: list[tuple[Stream, Event, list[Tensor]]] = []
+        self._from, self._to = p2p.index(source), p2p.index(target)
+        if self._overlaps:
+            self._native = p2p.new_edge(source, target, SLOT_BYTES)
+            self._arriving = streams.external(target, self._native.arriving)
+            self._are_plain = _backend.load().are_plain
+        self._sources: list[_Read] = []
         self._lent: list[_Lent] = []
-        self._unused: list[tuple[list[Event], set[_Lent]]] = []
+        self._unused: list[tuple[Ticket, set[_Lent]]] = []
+        self._landing: list[tuple[Ticket, list[UntypedStorage]]] = []
+        self._issuing = False
         # Reentrant: an allocation may run the garbage collector, which may call settle().
         self._lock = threading.RLock()
 
@@ -116,39 +136,48 @@ class Edge:
         Args:
             tensors: on the source; any strides, which copies of dense tensors share.
             snapshot: whether the caller may overwrite them before :meth:`settle` is called. If so,
-                they are first cloned on the source, or the thread waits for those in pinned memory.
+                they are first copied on the source, or the thread waits for those in pinned memory.
 
         Returns:
             The copies, detached, and the arrival to wait for before they are used.
         """
         if not self._overlaps:
-            return [t.detach().to(self.target) for t in tensors], Arrival(self.target, DONE)
+            return [t.detach().to(self.target) for t in tensors], Arrival(
+                self.target, self._to, None
+            )
         with holding(self._lock):
-            origin = streams.current(self.source)
-            sources = [_dense(t) for t in tensors]
-            if snapshot and origin is not HOST and self._arriving is not HOST:
-                sources = [
-                    s.clone() if s.data_ptr() == t.data_ptr() else s
-                    for s, t in zip(sources, tensors, strict=True)
-                ]
-            self._leaving.wait_event(origin.record_event())
+            origin = streams.current_handle(self.source)
             self._let_go_of_sources()
             self._take_back_buffers()
-            copies: list[Tensor] = []
+            sources = list(tensors)
+            if not self._are_plain(sources):
+                sources = [t.detach().resolve_conj().resolve_neg() for t in sources]
+            snapshots: list[Tensor] = []
+            if snapshot and self._from >= 0 and self._to >= 0:
+                snapshots = [torch.empty_like(s) for s in sources]
+            copies = self._buffers_for(sources)
+            done = p2p.new_ticket()
+            arrival = Arrival(self.target, self._to, done)
+            # All memory is listed before a copy is issued, in case Ctrl-C comes right afterwards.
+            # Until then the ticket is empty, and whoever asked it would drop the memory.
+            self._issuing = True
             try:
-                for s in sources:
-                    copies.append(self._copy(s))
-            finally:  # If memory runs out, keep the memory of copies that are already in flight.
-                last = self._leaving if self._arriving is HOST else self._arriving
-                done = last.record_event()
-                arrival = Arrival(self.target, done)
-                read = [s for s in sources if origin is not HOST or s.is_pinned()]
-                if read:
-                    self._sources.append((origin, done, read))
-                if self._arriving is not HOST:
+                read = _Read(origin, done, [t.untyped_storage() for t in snapshots or sources])
+                self._sources.append(read)
+                if self._arriving is HOST:
+                    self._landing.append((done, [copy.untyped_storage() for copy in copies]))
+                else:
                     self._lent += [_Lent(copy, arrival) for copy in copies]
-            if snapshot and origin is HOST:
-                self._let_go_of_sources()
+                still_reads = self._native.send(
+                    done, sources, copies, snapshots, origin, torch.get_num_threads()
+                )
+            finally:
+                self._issuing = False
+            if self._from < 0:
+                if not still_reads:
+                    self._sources.remove(read)
+                elif snapshot:
+                    self._let_go_of_sources()
         return copies, arrival
 
     def settle(self) -> None:
@@ -158,60 +187,39 @@ class Edge:
         overwrite the sources.
         """
         with holding(self._lock):
+            if self._issuing:  # Called by the garbage collector during send().
+                return
             self._let_go_of_sources()
             self._take_back_buffers()
             self._take_back_buffers()
 
     def _let_go_of_sources(self) -> None:
         while self._sources:
-            origin, done, _ = self._sources[0]
-            origin.wait_event(done)
+            first = self._sources[0]
+            if self._from < 0:
+                first.done.synchronize()
+            elif not first.done.wait(self._from, first.origin):
+                return
             del self._sources[:1]  # After the wait, in case Ctrl-C has interrupted that.
 
     def _take_back_buffers(self) -> None:
         while self._unused:
-            for event in self._unused[0][0]:
-                self._arriving.wait_event(event)
+            self._unused[0][0].wait(self._to, self._native.arriving)
             del self._unused[:1]
+        if self._landing:
+            self._landing = [each for each in self._landing if not each[0].is_done()]
         found = {buffer for buffer in self._lent if buffer.is_unused()}
         if found:
+            used = p2p.new_ticket()
             users = {stream for buffer in found for stream in buffer.arrival.users}
-            self._unused.append(([stream.record_event() for stream in users], found))
-            self._lent = [buffer for buffer in self._lent if buffer not in found]
+            if self._native.mark(used, list(users)):
+                self._unused.append((used, found))
+                self._lent = [buffer for buffer in self._lent if buffer not in found]
 
-    def _copy(self, source: Tensor) -> Tensor:
-        shape, strides, dtype = source.shape, source.stride(), source.dtype
+    def _buffers_for(self, sources: list[Tensor]) -> list[Tensor]:
         if self._arriving is HOST:
-            copy = pinned_empty(shape, strides, dtype)
-        else:
-            with streams.using(self._arriving):
-                copy = torch.empty_strided(shape, strides, dtype=dtype, device=self.target)
-        if self._staged and not (self._leaving is HOST and source.is_pinned()):
-            self._copy_in_pieces(_bytes(source), _bytes(copy))
-        else:
-            # Between two GPUs torch copies on the source's current stream after it has waited for
-            # the target's, which then waits for the copy.
-            with streams.using(self._leaving), streams.using(self._arriving):
-                copy.copy_(source, non_blocking=True)
-        return copy
-
-    def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
-        """``[bytes]`` to ``[bytes]`` through the slots, which take turns."""
-        if not self._slots:
-            with torch.inference_mode(False):  # Inference tensors could not be written outside it.
-                self._slots = [_Slot(), _Slot()]
-        for begin in range(0, source.numel(), SLOT_BYTES):
-            slot = self._slots.pop(0)
-            self._slots.append(slot)
-            piece = source[begin : begin + SLOT_BYTES]
-            memory = slot.memory[: piece.numel()]
-            self._leaving.wait_event(slot.free)
-            with streams.using(self._leaving):
-                memory.copy_(piece, non_blocking=True)
-            self._arriving.wait_event(self._leaving.record_event())
-            with streams.using(self._arriving):
-                target[begin : begin + SLOT_BYTES].copy_(memory, non_blocking=True)
-            slot.free = self._arriving.record_event()
+            return [pinned_empty(s.shape, _dense_strides(s), s.dtype) for s in sources]
+        return streams.empty_like(sources, self.target, self._arriving)
 
 
 def pinned_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -221,23 +229,9 @@ def pinned_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtyp
     )
 
 
-def _can_read(device: torch.device, other: torch.device) -> bool:
-    return streams.has_streams(other) and torch.cuda.can_device_access_peer(device, other)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """``tensor`` itself if its memory has no holes or overlaps, else a contiguous copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_contiguous():
-        return tensor
-    # empty_like() keeps the strides of dense tensors only.
-    kept = torch.empty_like(tensor, device="meta").stride()
-    return tensor if kept == tensor.stride() else tensor.contiguous()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor: ``[bytes]``."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def _dense_strides(tensor: Tensor) -> Sequence[int]:
+    """Those of ``torch.empty_like(tensor)``."""
+    return (tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride()
 
 
 # Edges belong to the process, as streams do: the next pipe on an edge frees what the last one left.

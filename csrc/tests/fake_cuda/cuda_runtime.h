@@ -1,5 +1,5 @@
-// A fake of the parts of the CUDA runtime that the host code of csrc/cuda uses, with one device
-// that is simulated by CPU threads.
+// A fake of the parts of the CUDA runtime that the host code of csrc/cuda uses, with devices that
+// are simulated by CPU threads. copies.h, which this file includes, has the asynchronous copies.
 //
 // It behaves as badly as the real runtime may. The first launch of a kernel that has not been
 // loaded waits until the device is idle, as cudaFree() does, and blocks other threads meanwhile.
@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "../check.h"
+#include "clocks.h"
 
 namespace fake_cuda {
 
@@ -44,6 +45,10 @@ class Mark {
   void wait() {
     std::unique_lock<std::mutex> hold(mutex_);
     changed_.wait(hold, [this] { return is_set_; });
+  }
+  bool is_set() {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    return is_set_;
   }
 
  private:
@@ -94,7 +99,7 @@ class Queue {
 // recorded instead.
 class Stream {
  public:
-  explicit Stream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
+  Stream(std::shared_ptr<Queue> queue, int device) : device(device), queue_(std::move(queue)) {}
   ~Stream() { drain(); }
 
   void push(Task task) {
@@ -126,6 +131,9 @@ class Stream {
     }
   }
 
+  const int device;
+  Clock clock;  // Of what has been issued; see clocks.h.
+
  private:
   void finish_kernel() {
     if (kernel_.joinable()) kernel_.join();
@@ -138,7 +146,9 @@ class Stream {
 };
 
 struct Event {
+  int device;
   std::shared_ptr<Mark> mark;  // Of the last cudaEventRecord().
+  Clock clock;
 };
 
 // A kernel; its address takes the place of the kernel function's.
@@ -151,40 +161,63 @@ struct Kernel {
 struct Allocation {
   size_t bytes;
   int fd;
+  int device;
 };
+
+constexpr int kDevices = 3;
+inline thread_local int current_device = 0;
 
 class Device {
  public:
+  Device() {
+    for (int d = 0; d < kDevices; ++d) {
+      defaults_.push_back(std::make_unique<Stream>(std::make_shared<Queue>(), d));
+    }
+  }
+
   std::mutex context;             // Held by every call that changes state.
   size_t room = size_t{1} << 30;  // Free bytes.
   std::map<void*, Allocation> memory;
   std::map<void*, size_t> mapped;  // Mappings of memory of other processes.
-  std::set<void*> pinned;
+  std::map<void*, size_t> pinned;
   std::set<Event*> events;
   std::atomic<bool> one_queue{false};  // Whether new streams share one queue.
+  Clock host_clock;                    // Of what the process has waited for.
+  Accesses accesses;
+  bool peers = true;  // Whether devices can access each other's memory.
+  std::set<std::pair<int, int>> enabled_peers;
+  int driver_version = 13000;
+  int copies_until_failure = -1;  // Negative: copies do not fail.
+  std::atomic<long> calls{0};     // About events and copies.
+  bool checks = true;             // Whether accesses to memory are checked.
 
   Stream* make_stream() {
     const std::lock_guard<std::mutex> hold(streams_mutex_);
     if (!one_queue || !queue_) queue_ = std::make_shared<Queue>();
-    streams_.push_back(std::make_unique<Stream>(queue_));
+    streams_.push_back(std::make_unique<Stream>(queue_, current_device));
     return streams_.back().get();
   }
-  Stream& stream(Stream* handle) { return handle == nullptr ? *default_ : *handle; }
+  // A null handle is the default stream of the current device.
+  Stream& stream(Stream* handle) {
+    return handle == nullptr ? *defaults_.at(current_device) : *handle;
+  }
 
+  std::vector<Stream*> streams() {
+    std::vector<Stream*> all;
+    for (const auto& stream : defaults_) all.push_back(stream.get());
+    const std::lock_guard<std::mutex> hold(streams_mutex_);
+    for (const auto& stream : streams_) all.push_back(stream.get());
+    return all;
+  }
   void wait_until_idle() {
-    std::vector<Stream*> all{default_.get()};
-    {
-      const std::lock_guard<std::mutex> hold(streams_mutex_);
-      for (const auto& stream : streams_) all.push_back(stream.get());
-    }
-    for (Stream* stream : all) stream->drain();
+    for (Stream* stream : streams()) stream->drain();
   }
 
  private:
   std::mutex streams_mutex_;
   std::shared_ptr<Queue> queue_;  // The queue of the newest stream.
   std::vector<std::unique_ptr<Stream>> streams_;
-  const std::unique_ptr<Stream> default_ = std::make_unique<Stream>(std::make_shared<Queue>());
+  std::vector<std::unique_ptr<Stream>> defaults_;
 };
 
 // The device is created at its first use, which must come after any fork.
@@ -224,6 +257,8 @@ enum cudaError_t {
   cudaErrorNoKernelImageForDevice,
   cudaErrorInvalidDeviceFunction,
   cudaErrorPeerAccessAlreadyEnabled,
+  cudaErrorNotReady,
+  cudaErrorUnknown,
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2;
@@ -241,7 +276,9 @@ struct cudaDeviceProp {
   int multiProcessorCount;
 };
 struct cudaFuncAttributes {};
+enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice };
 struct cudaPointerAttributes {
+  cudaMemoryType type;
   int device;
 };
 struct cudaIpcMemHandle_t {
@@ -254,11 +291,12 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "as the test wants it"; }
 
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = fake_cuda::current_device;
   return cudaSuccess;
 }
 inline cudaError_t cudaSetDevice(int device) {
-  CHECK(device == 0);
+  CHECK(device >= 0 && device < fake_cuda::kDevices);
+  fake_cuda::current_device = device;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
@@ -266,15 +304,24 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() {
-  fake_cuda::device().wait_until_idle();
+  auto& device = fake_cuda::device();
+  device.wait_until_idle();
+  const std::lock_guard<std::mutex> hold(device.context);
+  for (const fake_cuda::Stream* stream : device.streams()) {
+    fake_cuda::follow(device.host_clock, stream->clock);
+  }
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
-  return cudaErrorPeerAccessAlreadyEnabled;
-}
-inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
-  attributes->device = 0;
+inline cudaError_t cudaDeviceCanAccessPeer(int* possible, int, int) {
+  *possible = fake_cuda::device().peers;
   return cudaSuccess;
+}
+inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  CHECK(device.peers);
+  const bool is_new = device.enabled_peers.insert({fake_cuda::current_device, peer}).second;
+  return is_new ? cudaSuccess : cudaErrorPeerAccessAlreadyEnabled;
 }
 
 inline cudaError_t cudaMalloc(void** base, size_t bytes) {
@@ -284,7 +331,7 @@ inline cudaError_t cudaMalloc(void** base, size_t bytes) {
   device.room -= bytes;
   const int fd = fake_cuda::make_memory_file(bytes);
   *base = fake_cuda::map_file(fd, bytes);
-  device.memory[*base] = {bytes, fd};
+  device.memory[*base] = {bytes, fd, fake_cuda::current_device};
   return cudaSuccess;
 }
 inline cudaError_t cudaFree(void* base) {
@@ -293,6 +340,7 @@ inline cudaError_t cudaFree(void* base) {
   device.wait_until_idle();
   const auto found = device.memory.find(base);
   CHECK(found != device.memory.end());
+  device.accesses.forget({base, found->second.bytes});
   device.room += found->second.bytes;
   munmap(base, found->second.bytes);
   close(found->second.fd);
@@ -307,7 +355,7 @@ inline cudaError_t cudaHostAlloc(void** base, size_t bytes, unsigned) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
   *base = std::aligned_alloc(128, (bytes + 127) / 128 * 128);
-  device.pinned.insert(*base);
+  device.pinned[*base] = bytes;
   return cudaSuccess;
 }
 inline cudaError_t cudaHostGetDevicePointer(void** seen, void* base, unsigned) {
@@ -318,7 +366,10 @@ inline cudaError_t cudaFreeHost(void* base) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
   device.wait_until_idle();
-  CHECK(device.pinned.erase(base) == 1);
+  const auto found = device.pinned.find(base);
+  CHECK(found != device.pinned.end());
+  device.accesses.forget({base, found->second});
+  device.pinned.erase(found);
   std::free(base);
   return cudaSuccess;
 }
@@ -386,20 +437,24 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
+  ++device.calls;
   CHECK(device.events.count(event) == 1 && !device.stream(stream).is_capturing());
   if (const auto mark = event->mark) device.stream(stream).push([mark] { mark->wait(); });
+  fake_cuda::follow(device.stream(stream).clock, event->clock);
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
-  *event = new fake_cuda::Event;
+  ++device.calls;
+  *event = new fake_cuda::Event{fake_cuda::current_device, nullptr, {}};
   device.events.insert(*event);
   return cudaSuccess;
 }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
+  ++device.calls;
   CHECK(device.events.erase(event) == 1);
   delete event;
   return cudaSuccess;
@@ -407,9 +462,14 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);
-  CHECK(device.events.count(event) == 1 && !device.stream(stream).is_capturing());
+  ++device.calls;
+  auto& recorded = device.stream(stream);
+  CHECK(device.events.count(event) == 1 && !recorded.is_capturing());
+  CHECK(event->device == recorded.device);
   event->mark = std::make_shared<fake_cuda::Mark>();
-  device.stream(stream).push([mark = event->mark] { mark->set(); });
+  fake_cuda::follow(recorded.clock, device.host_clock);
+  event->clock = recorded.clock;
+  recorded.push([mark = event->mark] { mark->set(); });
   return cudaSuccess;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -419,7 +479,18 @@ inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     const std::lock_guard<std::mutex> hold(device.context);
     CHECK(device.events.count(event) == 1);
     mark = event->mark;
+    fake_cuda::follow(device.host_clock, event->clock);
   }
   if (mark) mark->wait();
   return cudaSuccess;
 }
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  auto& device = fake_cuda::device();
+  const std::lock_guard<std::mutex> hold(device.context);
+  CHECK(device.events.count(event) == 1);
+  if (event->mark && !event->mark->is_set()) return cudaErrorNotReady;
+  fake_cuda::follow(device.host_clock, event->clock);
+  return cudaSuccess;
+}
+
+#include "copies.h"

@@ -186,11 +186,15 @@ def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) 
     made.poll()
 
 
+def wait_for(done: Any, stream: Any) -> None:
+    done.wait(stream.device.index, stream)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
         (edge.Arrival, "wait", lambda self: self.users.append(streams.current(self._device))),
-        (edge.Arrival, "wait", lambda self: streams.current(self._device).wait_event(self._done)),
+        (edge.Arrival, "wait", lambda self: wait_for(self._done, streams.current(self._device))),
         (edge._Lent, "is_unused", lambda self: True),
         (edge.Edge, "_let_go_of_sources", lambda self: self._sources.clear()),
     ],
@@ -205,21 +209,6 @@ def test_every_synchronization_of_an_edge_is_needed(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(Race), machine() as made:
         forward_and_backward(made, [GPU, OTHER])
-
-
-@pytest.mark.parametrize("devices", [[CPU, GPU], [GPU, OTHER]], ids=" ".join)
-def test_slots_are_not_overwritten(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Free(edge._Slot):
-        free = property(lambda self: streams.DONE, lambda self, event: None)
-
-        def __init__(self) -> None:
-            self.memory = edge.pinned_empty((edge.SLOT_BYTES,), (1,), torch.uint8)
-
-    with machine(peers=False) as made:
-        forward_and_backward(made, devices)
-    monkeypatch.setattr(edge, "_Slot", Free)
-    with pytest.raises(Race), machine(peers=False) as made:
-        forward_and_backward(made, devices)
 
 
 def test_copies_overlap_computation_on_both_devices() -> None:
@@ -324,6 +313,7 @@ def test_edges_keep_no_tensors_of_a_dropped_pipe() -> None:
         del pipe, output
         assert engine() is None
         assert not any(each._lent or each._unused or each._sources for each in edges)
+        assert not any(each._landing for each in edges)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -475,7 +465,7 @@ def test_pinned_inputs_may_be_overwritten_afterwards(devices: list[str]) -> None
         output = pipe(pinned)
         pinned.zero_()
         torch.testing.assert_close(p2p_copy(output, CPU), expected, rtol=0, atol=1e-10)
-        assert not any(each._slots for each in edge._edges.values())
+        assert not any(each._native.slots for each in edge._edges.values())
 
 
 def test_training_a_frozen_pipe_raises() -> None:

@@ -10,6 +10,7 @@ thread give the *happens-before* order that events establish. A :class:`Race` is
 * memory is accessed and the previous write, or a read before this write, need not have happened;
 * memory is freed while a stream may still use it, and the stream it was allocated on, to which the
   allocator may give it again, does not wait for that use;
+* pinned memory is freed while a stream may still use it, unless the thread has waited for that;
 * an asynchronous copy uses CPU memory that is not pinned;
 * an operation mixes devices, or the thread reads a value that is on a device.
 """
@@ -27,8 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipekernels.device import edge, streams
+from pipekernels.device import edge, p2p, streams
 from pipekernels.pipeline.stage import random_state
+from support.cuda import recorded_edge
 
 p2p_copy = importlib.import_module("pipekernels.local_ops.p2p_copy")
 
@@ -50,6 +52,7 @@ class Agent:
         self.device = device
         self.name = name
         self.clock: Clock = {}
+        self.is_captured = False  # Tests set it.
 
     def __repr__(self) -> str:
         return self.name
@@ -83,6 +86,11 @@ class Point:
 
     def wait(self, stream: Agent) -> None:
         stream.follow(self.clock)
+
+    def has_passed(self) -> bool:
+        """Whether the thread knows that this point has been reached."""
+        known = self.machine.host.clock
+        return all(known.get(agent, 0) >= time for agent, time in self.clock.items())
 
     def synchronize(self) -> None:
         self.machine.poll()
@@ -124,6 +132,7 @@ class Machine:
         self._default: dict[torch.device, Agent] = {}
         self._current: dict[torch.device, Agent] = {}
         self._factory: torch.device | None = None
+        self._is_unseen = False
 
     # ---- streams ----
 
@@ -171,6 +180,15 @@ class Machine:
 
     # ---- memory ----
 
+    def empty_like(self, tensors: Any, device: torch.device, stream: Any) -> list[torch.Tensor]:
+        with self.using(stream):
+            return [torch.empty_like(tensor, device=device) for tensor in tensors]
+
+    def pinned_empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+        self.memory(tensor).pinned = True
+        return tensor
+
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         known = self._memory.get(tensor.untyped_storage()._cdata)
         return CPU if known is None else known.device
@@ -190,16 +208,17 @@ class Machine:
         """
         for key in [k for k, m in self._memory.items() if m.reference.expired()]:
             memory = self._memory.pop(key)
-            if memory.pool is None:
+            owner = memory.pool or self.host  # Others get pinned memory from the thread.
+            if memory.pool is None and not memory.pinned:
                 continue
-            memory.pool.follow(self.host.clock)
+            owner.follow(self.host.clock)
             uses = dict(memory.read)
             if memory.written is not None:
                 agent, time = memory.written
                 uses[agent] = max(uses.get(agent, 0), time)
             for agent, time in uses.items():
-                if memory.pool.clock.get(agent, 0) < time and agent is not memory.pool:
-                    raise Race(f"memory goes back to {memory.pool} while {agent} uses it")
+                if owner.clock.get(agent, 0) < time and agent is not owner:
+                    raise Race(f"memory goes back to {owner} while {agent} uses it")
 
     def access(self, agent: Agent, reads: list[Memory], writes: list[Memory], what: str) -> int:
         time = agent.tick()
@@ -220,7 +239,45 @@ class Machine:
 
     # ---- operations ----
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Operations in the body are not recorded: they are how a fake computes a result."""
+        before, self._is_unseen = self._is_unseen, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._is_unseen = before
+
+    def copy(
+        self,
+        agent: Agent,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        of: torch.Tensor | None = None,
+        between: tuple[torch.device, torch.device] | None = None,
+    ) -> None:
+        """An asynchronous copy of the extension's, which torch does not see.
+
+        Args:
+            of: the tensor that is read, if ``source`` only has its values.
+            between: the devices of a copy that is to be listed in :attr:`copies`.
+        """
+        self.poll()
+        memories = [self.memory(source if of is None else of), self.memory(target)]
+        for memory in memories:
+            if agent is not self.host and memory.device == CPU and not memory.pinned:
+                raise Race("a copy goes on with CPU memory that is not pinned")
+        time = self.access(agent, memories[:1], memories[1:], "a copy")
+        if between is not None:
+            self.copies.append(Copy(*between, agent, time))
+        with self.unseen():
+            target.copy_(source)
+
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_unseen:
+            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         inputs = _tensors((args, kwargs))
         if name == "copy_":
@@ -274,6 +331,8 @@ class Machine:
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call of a function of torch, which is to see the pretended devices."""
+        if self._is_unseen:
+            return func(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return self.device_of(args[0])
         if func is torch.Tensor.is_pinned:
@@ -350,10 +409,11 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
     """
     made = Machine()
 
-    def pinned_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
-        made.memory(tensor).pinned = True
-        return tensor
+    def new_edge(
+        source: torch.device, target: torch.device, slot_bytes: int
+    ) -> recorded_edge.RecordedEdge:
+        can_write = peers and {source.type, target.type} == {"cuda"}
+        return recorded_edge.RecordedEdge(made, source, target, slot_bytes, can_write)
 
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -366,9 +426,13 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         for name in ("current", "currents", "default", "make_current", "new", "using"):
             patch.setattr(streams, name, getattr(made, name))
         patch.setattr(streams, "require", lambda device, index=None: None)
+        patch.setattr(streams, "external", lambda device, handle: handle)
+        patch.setattr(streams, "current_handle", made.current)
+        patch.setattr(streams, "empty_like", made.empty_like)
+        patch.setattr(p2p, "new_edge", new_edge)
+        patch.setattr(p2p, "new_ticket", recorded_edge.RecordedTicket)
         patch.setattr(edge, "_edges", {})
-        patch.setattr(edge, "pinned_empty", pinned_empty)
-        patch.setattr(edge, "_can_read", lambda a, b: peers and {a.type, b.type} == {"cuda"})
+        patch.setattr(edge, "pinned_empty", made.pinned_empty)
         patch.setattr(edge, "SLOT_BYTES", 96)
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
         patch.setattr(random_state, "_generators", lambda devices: [torch.default_generator])

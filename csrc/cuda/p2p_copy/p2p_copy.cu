@@ -1,0 +1,367 @@
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "host/runtime.cuh"
+#include "p2p_copy/events.cuh"
+#include "pipekernels/p2p_copy/p2p_copy.h"
+
+namespace pipekernels {
+namespace {
+
+// Slots are aligned for the widest accesses of the copy kernel, and so is what lies in them.
+constexpr size_t kAlignment = 16;
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// While another thread captures a graph, calls that the capture might have to know of are errors,
+// unless their thread says that the capture does not depend on them.
+class IndependentOfCaptures {
+ public:
+  IndependentOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~IndependentOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  IndependentOfCaptures(const IndependentOfCaptures&) = delete;
+  IndependentOfCaptures& operator=(const IndependentOfCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+cudaStream_t new_stream(int device) {
+  if (device == kHost) return nullptr;
+  const DeviceGuard guard(device);
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  return stream;
+}
+
+// Whether kernels and copies of `device` can use the memory of `peer`, which is then enabled.
+bool enable_access(int device, int peer) {
+  int possible = 0;
+  check_cuda(cudaDeviceCanAccessPeer(&possible, device, peer), "cudaDeviceCanAccessPeer");
+  if (!possible) return false;
+  const DeviceGuard guard(device);
+  const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();  // Clear it.
+  } else {
+    check_cuda(status, "cudaDeviceEnablePeerAccess");
+  }
+  return true;
+}
+
+// cudaMemcpyBatchAsync() is in toolkits from CUDA 12.8, and so are drivers that know it.
+constexpr int kBatchesSince = 12080;
+
+bool driver_has_batches() {
+  if (CUDART_VERSION < kBatchesSince) return false;
+  int version = 0;
+  check_cuda(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
+  return version >= kBatchesSince;
+}
+
+// Runs of one call may be copied in any order. `stream` must not be a default stream.
+void copy_in_batch(const std::vector<Run>& runs, cudaStream_t stream) {
+#if CUDART_VERSION >= 12080
+  std::vector<void*> targets, sources;
+  std::vector<size_t> sizes;
+  for (const Run& run : runs) {
+    targets.push_back(run.target);
+    sources.push_back(const_cast<char*>(run.source));
+    sizes.push_back(run.bytes);
+  }
+  cudaMemcpyAttributes in_order{};
+  in_order.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  in_order.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  size_t first = 0;
+#if CUDART_VERSION >= 13000
+  const cudaError_t status = cudaMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(),
+                                                  runs.size(), &in_order, &first, 1, stream);
+#else
+  size_t failed = 0;
+  const cudaError_t status =
+      cudaMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(), runs.size(), &in_order,
+                           &first, 1, &failed, stream);
+#endif
+  check_cuda(status, "cudaMemcpyBatchAsync");
+#else
+  static_cast<void>(runs);
+  static_cast<void>(stream);
+#endif
+}
+
+bool is_pinned(const void* memory) {
+  cudaPointerAttributes attributes{};
+  check_cuda(cudaPointerGetAttributes(&attributes, memory), "cudaPointerGetAttributes");
+  return attributes.type == cudaMemoryTypeHost;
+}
+
+}  // namespace
+
+bool P2PTicket::wait(int device, void* stream) const {
+  const DeviceGuard guard(device);
+  if (is_capturing(stream)) return false;
+  for (const auto& event : events_) wait_for(stream_of(stream), event);
+  return true;
+}
+
+void P2PTicket::synchronize() const {
+  for (const auto& event : events_) {
+    check_cuda(cudaEventSynchronize(EventPool::event_of(event)), "cudaEventSynchronize");
+  }
+}
+
+bool P2PTicket::is_done() const {
+  const IndependentOfCaptures guard;
+  for (const auto& event : events_) {
+    const cudaError_t status = cudaEventQuery(EventPool::event_of(event));
+    if (status == cudaErrorNotReady) {
+      cudaGetLastError();  // Clear it.
+      return false;
+    }
+    check_cuda(status, "cudaEventQuery");
+  }
+  return true;
+}
+
+class P2PEdge::State {
+ public:
+  State(int source, int target, size_t slot_bytes)
+      : source_(source), target_(target), slot_bytes_(slot_bytes) {
+    if (std::max(source, target) < 0 || source == target || slot_bytes < kAlignment ||
+        slot_bytes % kAlignment != 0) {
+      throw std::invalid_argument(
+          "an edge needs two devices, one of them a CUDA device, and slots of a multiple of " +
+          std::to_string(kAlignment) + " bytes, got " + std::to_string(source) + ", " +
+          std::to_string(target) + " and " + std::to_string(slot_bytes));
+    }
+    const LaunchesPaused paused;
+    const IndependentOfCaptures guard;
+    batches_ = driver_has_batches();
+    peer_access_ = source != kHost && target != kHost && enable_access(source, target);
+    leaving_ = new_stream(source);
+    arriving_ = new_stream(target);
+    if (source != kHost) of_source_ = std::make_shared<EventPool>(source);
+    if (target != kHost) of_target_ = std::make_shared<EventPool>(target);
+  }
+
+  ~State() {
+    const LaunchesPaused paused;
+    const IndependentOfCaptures guard;
+    drain();
+    for (const Slot& slot : slots_) {
+      if (slot.memory != nullptr) cudaFreeHost(slot.memory);
+    }
+  }
+
+  int source() const { return source_; }
+  int target() const { return target_; }
+  cudaStream_t leaving() const { return leaving_; }
+  cudaStream_t arriving() const { return arriving_; }
+  bool has_peer_access() const { return peer_access_; }
+  EventPool& of_target() const { return *of_target_; }
+
+  // Returns the event after the copies, and whether CPU memory is still read.
+  std::pair<std::shared_ptr<void>, bool> send(const std::vector<TensorCopy>& tensors,
+                                              const std::vector<char*>& snapshots,
+                                              cudaStream_t stream, int threads) {
+    if (!snapshots.empty() && (snapshots.size() != tensors.size() || source_ == kHost)) {
+      throw std::invalid_argument(
+          "there must be a snapshot on the source's device for each tensor");
+    }
+    const DeviceGuard guard(source_ == kHost ? target_ : source_);
+    if (source_ != kHost && is_capturing(stream)) {
+      throw std::runtime_error(
+          "copies between devices cannot be part of a CUDA graph, and the current stream of cuda:" +
+          std::to_string(source_) + " is being captured; copy before the capture or after it");
+    }
+    const HandOver plan = snapshots.empty() ? plan_hand_over(tensors) : HandOver{};
+    const std::lock_guard<std::mutex> turn(mutex_);
+    try {
+      if (source_ == kHost) return send_from_host(plan, threads);
+      if (snapshots.empty()) return send_from_device(plan, stream);
+      return send_from_device(take_snapshots(tensors, snapshots, stream), stream);
+    } catch (...) {
+      drain();
+      throw;
+    }
+  }
+
+ private:
+  // Pinned memory that pieces of copies pass through.
+  struct Slot {
+    char* memory = nullptr;
+    std::shared_ptr<void> free;  // The event after the last copy out of it; null if there was none.
+  };
+
+  void drain() const {
+    if (source_ != kHost) cudaStreamSynchronize(leaving_);
+    if (target_ != kHost) cudaStreamSynchronize(arriving_);
+  }
+
+  // Copies the tensors in the caller's stream. Returns the copies of the snapshots.
+  static HandOver take_snapshots(const std::vector<TensorCopy>& tensors,
+                                 const std::vector<char*>& snapshots, cudaStream_t stream) {
+    std::vector<TensorCopy> first = tensors, second = tensors;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      first[i].target = snapshots[i];
+      second[i].source = snapshots[i];
+      second[i].source_strides = tensors[i].target_strides;
+    }
+    HandOver plan = plan_hand_over(second);
+    copy_micro_batches_cuda(as_micro_batches(first), stream);
+    return plan;
+  }
+
+  std::pair<std::shared_ptr<void>, bool> send_from_host(const HandOver& plan, int threads) {
+    HandOver direct, through_slots;
+    for (const Run& run : plan.runs) {
+      (is_pinned(run.source) ? direct : through_slots).runs.push_back(run);
+    }
+    through_slots.strided = plan.strided;
+    copy_runs(direct.runs, arriving_);
+    copy_through_slots(through_slots, threads);
+    return {of_target_->record(arriving_), !direct.runs.empty()};
+  }
+
+  std::pair<std::shared_ptr<void>, bool> send_from_device(const HandOver& plan,
+                                                          cudaStream_t stream) {
+    wait_for(leaving_, of_source_->record(stream));
+    if (target_ != kHost && !peer_access_) {
+      copy_through_slots(plan, 1);
+      return {of_target_->record(arriving_), false};
+    }
+    if (target_ != kHost)
+      wait_for(leaving_, of_target_->record(arriving_));  // Memory is free then.
+    copy(plan, leaving_);
+    auto done = of_source_->record(leaving_);
+    if (target_ != kHost) wait_for(arriving_, done);
+    return {std::move(done), false};
+  }
+
+  // In a stream of the current device.
+  void copy(const HandOver& plan, cudaStream_t stream) const {
+    copy_runs(plan.runs, stream);
+    if (!plan.strided.empty()) copy_micro_batches_cuda(as_micro_batches(plan.strided), stream);
+  }
+
+  void copy_runs(const std::vector<Run>& runs, cudaStream_t stream) const {
+    if (batches_ && runs.size() > 1) {
+      copy_in_batch(runs, stream);
+      return;
+    }
+    for (const Run& run : runs) {
+      check_cuda(cudaMemcpyAsync(run.target, run.source, run.bytes, cudaMemcpyDefault, stream),
+                 "cudaMemcpyAsync");
+    }
+  }
+
+  // Slots take turns; each is filled with as much as there is room for.
+  void copy_through_slots(const HandOver& plan, int threads) {
+    HandOver in;           // Into the current slot.
+    std::vector<Run> out;  // Out of it.
+    size_t used = 0;
+    const auto flush = [&] {
+      if (out.empty()) return;
+      pass(in, out, threads);
+      in = {};
+      out.clear();
+      used = 0;
+    };
+    for (const Run& run : plan.runs) {
+      for (size_t begin = 0; begin < run.bytes;) {
+        if (used == slot_bytes_) flush();
+        char* const place = next_slot().memory + used;
+        const size_t bytes = std::min(run.bytes - begin, slot_bytes_ - used);
+        in.runs.push_back({run.source + begin, place, bytes});
+        out.push_back({place, run.target + begin, bytes});
+        used += aligned(bytes);
+        begin += bytes;
+      }
+    }
+    for (const TensorCopy& tensor : plan.strided) {
+      for (TensorCopy& piece : pieces_of(tensor, slot_bytes_)) {
+        const size_t bytes = piece.bytes();
+        if (used + bytes > slot_bytes_) flush();
+        char* const place = next_slot().memory + used;
+        out.push_back({place, piece.target, bytes});
+        piece.target = place;
+        in.strided.push_back(std::move(piece));
+        used += aligned(bytes);
+      }
+    }
+    flush();
+  }
+
+  // Copies through the next slot.
+  void pass(const HandOver& in, const std::vector<Run>& out, int threads) {
+    Slot& slot = next_slot();
+    turn_ = 1 - turn_;
+    if (source_ == kHost) {
+      if (slot.free) {
+        check_cuda(cudaEventSynchronize(EventPool::event_of(slot.free)), "cudaEventSynchronize");
+      }
+      copy_on_cpu(in, threads);
+    } else {
+      if (slot.free) wait_for(leaving_, slot.free);
+      copy(in, leaving_);
+      wait_for(arriving_, of_source_->record(leaving_));
+    }
+    copy_runs(out, arriving_);
+    slot.free = of_target_->record(arriving_);
+  }
+
+  Slot& next_slot() {
+    for (Slot& slot : slots_) {
+      if (slot.memory != nullptr) continue;
+      const LaunchesPaused paused;
+      const IndependentOfCaptures guard;
+      void* memory = nullptr;
+      const unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped;
+      check_cuda(cudaHostAlloc(&memory, slot_bytes_, flags), "cudaHostAlloc");
+      slot.memory = static_cast<char*>(memory);
+    }
+    return slots_[turn_];
+  }
+
+  const int source_, target_;
+  const size_t slot_bytes_;
+  bool batches_ = false, peer_access_ = false;
+  cudaStream_t leaving_ = nullptr, arriving_ = nullptr;
+  std::shared_ptr<EventPool> of_source_, of_target_;  // Null for the CPU.
+  std::mutex mutex_;                                  // Held by send().
+  Slot slots_[2];
+  int turn_ = 0;  // The slot that is filled next.
+};
+
+P2PEdge::P2PEdge(int source, int target, size_t slot_bytes)
+    : state_(std::make_unique<State>(source, target, slot_bytes)) {}
+P2PEdge::~P2PEdge() = default;
+
+int P2PEdge::source() const { return state_->source(); }
+int P2PEdge::target() const { return state_->target(); }
+void* P2PEdge::leaving() const { return state_->leaving(); }
+void* P2PEdge::arriving() const { return state_->arriving(); }
+bool P2PEdge::has_peer_access() const { return state_->has_peer_access(); }
+
+bool P2PEdge::send(P2PTicket& ticket, const std::vector<TensorCopy>& tensors,
+                   const std::vector<char*>& snapshots, void* stream, int threads) {
+  auto [done, still_reads] = state_->send(tensors, snapshots, stream_of(stream), threads);
+  ticket.events_ = {std::move(done)};
+  return still_reads;
+}
+
+bool P2PEdge::mark(P2PTicket& ticket, const std::vector<void*>& streams) {
+  const DeviceGuard guard(state_->target());
+  for (void* stream : streams) {
+    if (is_capturing(stream)) return false;
+  }
+  std::vector<std::shared_ptr<void>> events;
+  for (void* stream : streams) events.push_back(state_->of_target().record(stream_of(stream)));
+  ticket.events_ = std::move(events);
+  return true;
+}
+
+}  // namespace pipekernels

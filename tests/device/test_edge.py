@@ -1,0 +1,143 @@
+"""Edges: who holds which memory until when, on recorded streams."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from support.cuda.recorded_edge import RecordedEdge
+from support.cuda.recorded_streams import Machine, Race, machine
+
+from pipekernels.device import streams
+from pipekernels.device.edge import Edge
+from pipekernels.ops import p2p_copy
+
+CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def on(device: torch.device, size: int = 5) -> torch.Tensor:
+    return p2p_copy(torch.arange(float(size)), device)
+
+
+def test_nothing_is_issued_on_a_stream_that_is_captured() -> None:
+    with machine() as made:
+        edge = Edge(GPU, OTHER)
+        x = on(GPU)
+        (y,), arrival = edge.send([x])
+        made.current(GPU).is_captured = True
+        with pytest.raises(RuntimeError, match="cannot be part of a CUDA graph"):
+            edge.send([x])
+        edge.settle()
+        assert edge._sources  # Their stream cannot wait for the copy now.
+        made.current(GPU).is_captured = False
+        made.current(OTHER).is_captured = True
+        with pytest.raises(RuntimeError, match="cuda:1 is being captured, and a CUDA graph cannot"):
+            arrival.wait()
+        made.current(OTHER).is_captured = False
+        edge.settle()
+        assert not edge._sources
+        arrival.wait()
+        assert torch.equal(p2p_copy(y, CPU), torch.arange(5.0))
+
+
+def test_a_buffer_is_kept_while_a_stream_that_used_it_is_captured() -> None:
+    with machine() as made:
+        edge = Edge(GPU, OTHER)
+        copies, arrival = edge.send([on(GPU)])
+        arrival.wait()
+        del copies
+        made.current(OTHER).is_captured = True
+        edge.settle()
+        assert len(edge._lent) == 1
+        made.current(OTHER).is_captured = False
+        edge.settle()
+        made.poll()
+        assert not edge._lent and not edge._unused
+
+
+@pytest.mark.parametrize("source", [CPU, GPU], ids=str)
+def test_memory_may_run_out_midway(source: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a buffer, or in the extension: later copies are as if nothing had been."""
+
+    def run_out(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with machine() as made:
+        edge = Edge(source, OTHER)
+        sources = [on(source), on(source, 40)]
+        edge.send(sources)
+        for owner, name in ((streams, "empty_like"), (edge._native, "send")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, run_out)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    edge.send(sources)
+            made.poll()
+            copies, arrival = edge.send(sources)
+            arrival.wait()
+            for copy, given in zip(copies, sources, strict=True):
+                assert torch.equal(p2p_copy(copy, CPU), p2p_copy(given, CPU))
+            del copies, arrival, copy
+        edge.settle()
+        made.poll()
+        assert not edge._sources and not edge._lent
+
+
+def test_the_garbage_collector_may_settle_an_edge_during_a_copy() -> None:
+    """It must not drop what the copy is about to read."""
+
+    class Settled(RecordedEdge):
+        def send(self, *args: Any) -> bool:
+            edge.settle()
+            return super().send(*args)
+
+    with machine() as made:
+        edge = Edge(GPU, OTHER)
+        edge._native.__class__ = Settled
+        copies, _ = edge.send([on(GPU)])
+        assert len(edge._sources) == len(edge._lent) == len(copies) == 1
+        gc.collect()
+        made.poll()
+
+
+def drop_at_once(made: Machine, edge: Edge) -> None:
+    edge.send([on(GPU)])
+    made.poll()
+
+
+def test_pinned_memory_is_kept_until_the_copy_is_done() -> None:
+    """Even if nobody waits for the copy."""
+    with machine() as made:
+        edge = Edge(GPU, CPU)
+        drop_at_once(made, edge)
+        edge.settle()
+        made.poll()
+        assert len(edge._landing) == 1
+        made.synchronize()
+        edge.settle()
+        made.poll()
+        assert not edge._landing
+        drop_at_once(made, edge)
+        edge._landing.clear()
+        with pytest.raises(Race, match="memory goes back to thread while"):
+            made.poll()
+        made.synchronize()
+
+
+def test_snapshots_need_no_settling() -> None:
+    """Sources may be overwritten at once, also those with holes, whose values are copied once."""
+    with machine() as made:
+        edge = Edge(GPU, OTHER)
+        x = on(GPU, 12).view(3, 4)
+        copies, arrival = edge.send([x[:, ::2], x], snapshot=True)
+        x.zero_()
+        arrival.wait()
+        expected = torch.arange(12.0).view(3, 4)
+        assert torch.equal(p2p_copy(copies[0], CPU), expected[:, ::2])
+        assert torch.equal(p2p_copy(copies[1], CPU), expected)
+        edge.settle()
+        copies, arrival = edge.send([x])
+        with pytest.raises(Race):
+            x.zero_()
+        made.current(GPU).wait_event(edge._native.leaving.record_event())
