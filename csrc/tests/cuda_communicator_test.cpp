@@ -187,14 +187,23 @@ void replay(Communicator& core) {
   rank.stream->begin_capture();
   rank.all_reduce(data.data(), data.size());
   rank.all_reduce(data.data(), data.size(), Algorithm::kRing);
+  std::vector<float> few(3'000);
+  rank.all_reduce(few.data(), few.size(), Algorithm::kOneShot);  // Pushed.
   const std::vector<fake_cuda::Task> graph = rank.stream->end_capture();
   const int n = rank.cuda.world_size();
   for (int i = 1; i <= 3; ++i) {
-    rank.stream->push([&] { std::fill(data.begin(), data.end(), rank.number() + 1.0f); });
+    rank.stream->push([&] {
+      std::fill(data.begin(), data.end(), rank.number() + 1.0f);
+      std::fill(few.begin(), few.end(), rank.number() + 1.0f);
+    });
     for (const auto& task : graph) rank.stream->push(task);
     rank.stream->drain();
     rank.cuda.check();
     CHECK(all_are(data.data(), data.size(), n * rank.sum()));
+    CHECK(all_are(few.data(), few.size(), rank.sum()));
+    rank.all_reduce(few.data(), few.size(), Algorithm::kOneShot);
+    rank.cuda.synchronize();
+    CHECK(all_are(few.data(), few.size(), n * rank.sum()));
     std::fill(data.begin(), data.end(), rank.number() + 1.0f);
     rank.all_reduce(data.data(), data.size());
     rank.cuda.synchronize();
@@ -466,10 +475,10 @@ void fail_to_launch(Communicator& core) {
 
 enum class Leave { kDie, kClose, kAbort };
 
-void lose_rank_1(Communicator& core, Leave how) {
+void lose_rank_1(Communicator& core, Leave how, Algorithm way) {
   Rank rank(core);
-  std::vector<float> data(20'000, 1.0f);
-  rank.all_reduce(data.data(), data.size());
+  std::vector<float> data(way == Algorithm::kOneShot ? 5'000 : 20'000, 1.0f);
+  rank.all_reduce(data.data(), data.size(), way);
   rank.cuda.synchronize();
   if (rank.number() == 1) {
     if (how == Leave::kDie) raise(SIGKILL);
@@ -480,7 +489,7 @@ void lose_rank_1(Communicator& core, Leave how) {
   const auto begin = Clock::now();
   try {
     while (true) {
-      rank.all_reduce(data.data(), data.size());
+      rank.all_reduce(data.data(), data.size(), way);
       rank.cuda.synchronize();
     }
   } catch (const PeerError& error) {
@@ -548,7 +557,8 @@ void test_processes() {
   const SharedFlag given_up;
   run_processes(2, [&](Communicator& core) { be_late(core, given_up); }, Seconds(3));
   for (const Leave how : {Leave::kDie, Leave::kClose, Leave::kAbort}) {
-    const auto body = [how](Communicator& core) { lose_rank_1(core, how); };
+    const Algorithm way = how == Leave::kDie ? Algorithm::kOneShot : Algorithm::kTwoShot;
+    const auto body = [=](Communicator& core) { lose_rank_1(core, how, way); };
     run_processes(3, body, Seconds(30), how == Leave::kDie ? 1 : -1);
   }
   const SharedFlag closed;
@@ -572,7 +582,7 @@ void test_threads() {
   run_threads(2, share_a_stream);
   run_threads(2, fail_to_launch);
   for (const Leave how : {Leave::kClose, Leave::kAbort}) {
-    run_threads(2, [how](Communicator& core) { lose_rank_1(core, how); });
+    run_threads(2, [how](Communicator& core) { lose_rank_1(core, how, Algorithm::kOneShot); });
   }
   // No memory, file descriptor or watcher thread is left.
   const auto& device = fake_cuda::device();

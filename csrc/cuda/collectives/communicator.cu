@@ -22,6 +22,13 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kSetBytes = 128 << 10;
 constexpr uint32_t kSlotBytes = 16 << 10;
 constexpr uint32_t kMinChunkBytes = 16 << 10;  // Of a chunk: two packs for each thread.
+constexpr uint32_t kInboxBytes = 4 << 10;      // Four words of data for each thread.
+
+// DeviceLayout::push_limit. Pushed words spare a fence and the wait for its signal, but carry as
+// many bytes of flags as of data, to each peer. An estimate, not a measurement.
+constexpr uint32_t push_limit(int ranks) {
+  return ranks <= 8 ? 64 << 10 : ranks <= 16 ? 32 << 10 : 16 << 10;
+}
 
 // How long the watcher thread sleeps between checks of the peers, as kPollInterval in
 // csrc/cpu/collectives/communicator.cpp.
@@ -167,7 +174,13 @@ void CudaCommunicator::agree_on_layout() {
     blocks = std::min(blocks, each.multiprocessors / static_cast<int>(sharers));
   }
   if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
-  ranks_.layout = {core_.world_size(), blocks, kSetBytes, kSlotBytes, kMinChunkBytes};
+  ranks_.layout = {core_.world_size(),
+                   blocks,
+                   kSetBytes,
+                   kSlotBytes,
+                   kMinChunkBytes,
+                   kInboxBytes,
+                   push_limit(core_.world_size())};
 }
 
 void CudaCommunicator::share_memory(size_t symmetric_bytes) {
