@@ -180,6 +180,23 @@ void use_everything(Communicator& core) {
   CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "has been closed"));
 }
 
+// Communicators may have fewer blocks, and then run at the same time.
+void use_few_blocks(Communicator& core) {
+  Rank rank(core);
+  CudaCommunicator few(core, 0, kHeap, 1);
+  CHECK(few.ranks().layout.blocks == 1 && rank.cuda.ranks().layout.blocks > 1);
+  std::vector<float> data(70'000, rank.number() + 1.0f), other(data);
+  const Call call{Operation::kAllReduce, DType::kFloat32, {}, Algorithm::kTwoShot, 0, 0, 70'000};
+  const DeviceLaunch launch = plan_all_reduce(few.ranks(), call, call.algorithm, other.data(), 0);
+  CHECK(launch.blocks == 1);
+  rank.all_reduce(data.data(), data.size());
+  few.launch(&two_shot, launch, {fake_cuda::make_stream(), true});
+  rank.cuda.synchronize();
+  few.synchronize();
+  CHECK(all_are(data.data(), data.size(), rank.sum()));
+  CHECK(all_are(other.data(), other.size(), rank.sum()));
+}
+
 void replay(Communicator& core) {
   Rank rank(core);
   std::vector<float> data(50'000);
@@ -376,6 +393,9 @@ void fail_set_up(Communicator& core) {
   const std::string problem = thrown<std::runtime_error>([&] { Rank rank(core); });
   CHECK(has(problem, "the ranks cannot use CUDA: rank 1: no room for"));
   if (core.rank() == 1) device.room = room;
+  const std::string told = thrown<std::runtime_error>(
+      [&] { const CudaCommunicator other(core, 0, kHeap, 8 - core.rank()); });
+  CHECK(has(told, "device_blocks must be the same on all ranks, got 8 on rank 0 and 7 on rank 1"));
   CHECK(device.memory.empty() && device.mapped.empty() && device.pinned.empty() &&
         device.events.empty());
   use_everything(core);
@@ -553,6 +573,7 @@ void test_processes() {
   run_processes(2, replay);
   run_processes(2, replay_too_early);
   run_processes(2, fail_set_up);
+  run_processes(2, use_few_blocks);
   run_processes(2, call_differently);
   const SharedFlag given_up;
   run_processes(2, [&](Communicator& core) { be_late(core, given_up); }, Seconds(3));

@@ -150,7 +150,7 @@ def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     class Own:
-        def __init__(self, core: Core, device: int, symmetric_bytes: int) -> None:
+        def __init__(self, core: Core, device: int, symmetric_bytes: int, blocks: int) -> None:
             self.device = device
 
         def close(self, abort: bool) -> None:
@@ -165,6 +165,32 @@ def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     del device
     gc.collect()
     assert closed == [(3, False)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"), [(0, "at least 1"), (65, "at most 64, got 65"), (2.5, "integer")]
+)
+def test_invalid_device_blocks(blocks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"device_blocks .*{message}"):
+        Communicator.threads(1, device_blocks=blocks)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
+    made = []
+
+    def own(core: object, device: int, symmetric_bytes: int, blocks: int) -> SimpleNamespace:
+        made.append(blocks)
+        return SimpleNamespace(close=lambda abort: None, check=lambda: None)
+
+    monkeypatch.setattr(_backend.load(), "CudaCommunicator", own, raising=False)
+    monkeypatch.setattr(_backend, "require_cuda", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    (comm,) = Communicator.threads(1, device_blocks=5)
+    end = comm.split(0) if split else comm
+    assert end is not None
+    end._device_end(torch.device("cuda:0"))
+    assert made == [5]
 
 
 # ---- set-up and streams --------------------------------------------------------------------------

@@ -52,9 +52,11 @@ class AllReduceBlock {
   //
   // Two inboxes suffice. A rank overwrites a word of round n in round n + 2, after it has received
   // something of every peer's round n + 1 (data, or the call). A peer pushes that only after its
-  // polls of round n have ended, all of them since the block synchronises in between. So if a word
-  // is overwritten, the poll that waits for it has already read it. This needs no order of accesses
-  // to different words, only that nobody reads what has not been written.
+  // polls of round n have ended, in all threads of the block, as end_pushes() finds by any(). So if
+  // a word is overwritten, the poll that waits for it has already read it. Nothing is ordered by
+  // this but through what the pushes depend on (PTX's axiom No-Thin-Air): a sync() in place of
+  // that any(), on which no push depends, would not do. Nor does such a call order any other memory
+  // of the ranks, as one with signals does.
   PK_HOST_DEVICE bool pushed_one_shot() {
     for (size_t k = 0; k == 0 || k < rounds_; ++k) {
       const ChunkRange chunk = k < rounds_ ? chunks_(k) : ChunkRange{0, 0};
