@@ -24,12 +24,6 @@ constexpr uint32_t kSlotBytes = 16 << 10;
 constexpr uint32_t kMinChunkBytes = 16 << 10;  // Of a chunk: two packs for each thread.
 constexpr uint32_t kInboxBytes = 4 << 10;      // Four words of data for each thread.
 
-// DeviceLayout::push_limit. Pushed words spare a fence and the wait for its signal, but carry as
-// many bytes of flags as of data, to each peer. An estimate, not a measurement.
-constexpr uint32_t push_limit(int ranks) {
-  return ranks <= 8 ? 64 << 10 : ranks <= 16 ? 32 << 10 : 16 << 10;
-}
-
 // How long the watcher thread sleeps between checks of the peers, as kPollInterval in
 // csrc/cpu/collectives/communicator.cpp.
 constexpr std::chrono::milliseconds kPollInterval{20};

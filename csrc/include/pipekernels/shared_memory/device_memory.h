@@ -189,6 +189,12 @@ struct DeviceLaunch {
   bool pushed = false;  // A one-shot all-reduce: whether it pushes words.
 };
 
+// DeviceLayout::push_limit. Pushed words spare a fence and the wait for its signal, but carry as
+// many bytes of flags as of data, to each peer. An estimate, not a measurement.
+constexpr uint32_t push_limit(int ranks) {
+  return ranks <= 8 ? 64 << 10 : ranks <= 16 ? 32 << 10 : 16 << 10;
+}
+
 // How a launch divides `count` elements: the number of blocks, and the elements per chunk.
 struct DeviceGrid {
   int32_t blocks;
