@@ -119,7 +119,9 @@ class P2PEdge:
 # for those of other ranks. gates: as in comm/tensors.py.
 
 class CudaCommunicator:
-    def __init__(self, core: Communicator, device: int, symmetric_bytes: int) -> None: ...
+    def __init__(
+        self, core: Communicator, device: int, symmetric_bytes: int, blocks: int = 64
+    ) -> None: ...
     def allocate(self, bytes: int, stream: int, /) -> object | None:
         """A DLPack capsule of bytes; ``None`` if there is no room."""
 

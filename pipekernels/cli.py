@@ -97,6 +97,7 @@ def _tuning(missing: list[str]) -> str:
 
 def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
     """Measure this machine, save the results for later runs, and return a report."""
+    from pipekernels.comm import link_tuning
     from pipekernels.comm import tuning as tuner
 
     measured = tuner.measure(quick=quick)
@@ -109,6 +110,7 @@ def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16")
     lines.append(f"written to {path}")
     if torch.cuda.is_available():
         lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
+        lines += link_tuning.tune()
     return "\n".join(lines)
 
 

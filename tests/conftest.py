@@ -19,6 +19,7 @@ from support.cuda.recorded_graphs import Record, recorded
 from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
+from pipekernels.comm import links
 from pipekernels.kernels import table
 from pipekernels.pipeline.cuda_graphs import slots as graph_slots
 from pipekernels.pipeline.planning import profile
@@ -109,9 +110,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder; tables cached in memory are dropped before and after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    table.for_gpu.cache_clear()
+    readers = [table.for_gpu, links.for_gpu]  # A test may replace them.
+    for read in readers:
+        read.cache_clear()
     yield tmp_path
-    table.for_gpu.cache_clear()
+    for read in readers:
+        read.cache_clear()
 
 
 @pytest.fixture

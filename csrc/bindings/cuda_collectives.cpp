@@ -60,16 +60,17 @@ void bind_cuda_collectives(py::module_& m) {
   using WithoutGil = py::call_guard<NoGil>;
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
-      .def(py::init([](Communicator& core, int device, size_t symmetric_bytes) {
+      .def(py::init([](Communicator& core, int device, size_t symmetric_bytes, int blocks) {
              if (symmetric_bytes > kMaxBytes) {
                throw std::invalid_argument("symmetric_bytes must be at most " +
                                            std::to_string(kMaxBytes) + ", got " +
                                            std::to_string(symmetric_bytes));
              }
-             return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes);
+             check_in_range("blocks", blocks, 1, kMaxDeviceBlocks);
+             return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes, blocks);
            }),
-           py::arg("core"), py::arg("device"), py::arg("symmetric_bytes"), py::keep_alive<1, 2>(),
-           WithoutGil())
+           py::arg("core"), py::arg("device"), py::arg("symmetric_bytes"),
+           py::arg("blocks") = kMaxDeviceBlocks, py::keep_alive<1, 2>(), WithoutGil())
       .def("allocate",
            [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) -> py::object {
              std::unique_ptr<CudaBuffer> buffer;

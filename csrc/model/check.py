@@ -72,6 +72,17 @@ SEARCHES = [
     Search("ring", "RANKS=3 SLOTS=LAG", True),
     Search("ring", "RANKS=2 BREAK_RAISE", True),
     Search("ring", "RANKS=2 BREAK_SCHEDULE", True),
+    Search("push", "RANKS=2"),
+    Search("push", "RANKS=2 MISMATCH"),
+    Search("push", "RANKS=2 INBOXES=1", True),
+    *(
+        Search("push", f"RANKS=2 BREAK_{b}", True)
+        for b in ("SYNC", "EMPTY", "ATOMIC", "CLEAR", "MEETING", "RECHECK")
+    ),
+    *(
+        Search("push", f"RANKS=2 MISMATCH BREAK_{b}", True)
+        for b in ("COMPARE", "OTHERWISE", "NUMBER")
+    ),
     Search("failure", "RANKS=2 CALLS=3 GIVE_UPS=2"),
     Search("failure", "RANKS=3 CALLS=2 GIVE_UPS=2"),
     Search("failure", "RANKS=4 CALLS=1 GIVE_UPS=0"),

@@ -1,149 +1,12 @@
 // The host code of CUDA communicators, on the fake CUDA runtime of CPU threads: set-up, launches,
-// graphs, symmetric memory, mismatches, late and lost ranks, shutdown.
+// graphs, symmetric memory. Failures and shutdown are in cuda_failures_test.cpp.
 
-#include <signal.h>
-
-#include <chrono>
-#include <cstdlib>
 #include <filesystem>
 
-#include "../cuda/collectives/communicator.cu"
-#include "../cuda/shared_memory/symmetric_heap.cu"
-#include "device_team.h"
-#include "pipekernels/collectives/all_gather.cuh"
-#include "pipekernels/collectives/all_reduce.cuh"
-#include "pipekernels/collectives/all_reduce.h"
-#include "pipekernels/collectives/broadcast.cuh"
-#include "pipekernels/collectives/reduce_scatter.cuh"
-#include "ranks.h"
+#include "cuda_rank.h"
 
 namespace pipekernels {
 namespace {
-
-using fake_cuda::Kernel;
-using fake_cuda::Stream;
-using Float = ElementOf<DType::kFloat32>;
-
-constexpr int kThreadsOfBlock = 2;
-
-Kernel kernel_of(void (*body)(CpuTeam&, const DeviceLaunch&)) {
-  return {sizeof(DeviceLaunch), [body](const std::byte* argument) {
-            DeviceLaunch launch;
-            std::memcpy(static_cast<void*>(&launch), argument, sizeof(launch));
-            run_stream({{launch, body}}, launch.blocks, kThreadsOfBlock);
-          }};
-}
-
-Kernel one_shot = kernel_of(all_reduce_block<Algorithm::kOneShot, Float, CpuTeam>);
-Kernel two_shot = kernel_of(all_reduce_block<Algorithm::kTwoShot, Float, CpuTeam>);
-Kernel ring = kernel_of(all_reduce_block<Algorithm::kRing, Float, CpuTeam>);
-Kernel scatter = kernel_of(reduce_scatter_block<Float, CpuTeam>);
-Kernel gather = kernel_of(all_gather_block<CpuTeam>);
-Kernel send = kernel_of(broadcast_block<CpuTeam>);
-
-}  // namespace
-
-void add_all_reduce_kernels(KernelList& kernels) {
-  for (Kernel* kernel : {&one_shot, &two_shot, &ring}) kernels.push_back(kernel);
-}
-void add_reduce_scatter_kernels(KernelList& kernels) { kernels.push_back(&scatter); }
-void add_all_gather_kernels(KernelList& kernels) { kernels.push_back(&gather); }
-void add_broadcast_kernels(KernelList& kernels) { kernels.push_back(&send); }
-
-namespace {
-
-constexpr size_t kHeap = 1 << 20;
-constexpr Algorithm kFixedAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
-                                          Algorithm::kRing};
-
-// One rank with its own stream.
-struct Rank {
-  explicit Rank(Communicator& core, size_t heap = kHeap)
-      : cuda(core, 0, heap), stream(fake_cuda::make_stream()) {}
-
-  uint64_t location_of(const float* data, size_t count) const {
-    return cuda.location_of(data, count * sizeof(float));
-  }
-  void all_reduce(float* data, size_t count, Algorithm way = Algorithm::kTwoShot) {
-    all_reduce_in(stream, data, count, way);
-  }
-  void all_reduce_in(Stream* in, float* data, size_t count, Algorithm way) {
-    const Call call{Operation::kAllReduce, DType::kFloat32, {}, way, 0, 0, count};
-    const Kernel& kernel = way == Algorithm::kOneShot   ? one_shot
-                           : way == Algorithm::kTwoShot ? two_shot
-                                                        : ring;
-    cuda.launch(&kernel, plan_all_reduce(cuda.ranks(), call, way, data, location_of(data, count)),
-                {in, true});
-  }
-  void reduce_scatter(const float* input, float* output, size_t count) {
-    const Call call{Operation::kReduceScatter, DType::kFloat32, {}, {}, 0, 0, count};
-    cuda.launch(&scatter,
-                plan_reduce_scatter(cuda.ranks(), call, input, output, location_of(input, count)),
-                {stream, true});
-  }
-  void all_gather(const float* input, float* output, size_t count) {
-    const Call call{Operation::kAllGather, DType::kFloat32, {}, {}, 0, 0, count};
-    cuda.launch(&gather,
-                plan_all_gather(cuda.ranks(), call, input, output, location_of(input, count)),
-                {stream, true});
-  }
-  void broadcast(float* data, size_t count, int root) {
-    const auto from = static_cast<uint32_t>(root);
-    const auto way = cuda.world_size() > 1 ? Algorithm::kTwoShot : Algorithm::kOneShot;
-    const Call call{Operation::kBroadcast, DType::kFloat32, {}, way, from, 0, count};
-    cuda.launch(&send, plan_broadcast(cuda.ranks(), call, data, location_of(data, count)),
-                {stream, true});
-  }
-  std::unique_ptr<CudaBuffer> allocate(size_t count, Stream* in) {
-    return cuda.allocate(count * sizeof(float), in);
-  }
-
-  int number() const { return cuda.rank(); }
-  // The sum over ranks if rank r contributes r + 1.
-  float sum() const { return static_cast<float>(cuda.world_size() * (cuda.world_size() + 1)) / 2; }
-
-  CudaCommunicator cuda;
-  Stream* const stream;
-};
-
-float* floats(const CudaBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
-
-bool all_are(const float* data, size_t count, float value) {
-  return std::all_of(data, data + count, [value](float v) { return v == value; });
-}
-
-// The message of the Error that body() must throw.
-template <class Error, class Body>
-std::string thrown(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  CHECK(!"nothing has been thrown");
-  return "";
-}
-
-bool has(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
-
-// A flag in memory that forked processes share.
-class SharedFlag {
- public:
-  SharedFlag()
-      : flag_(static_cast<std::atomic<int>*>(
-            mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
-  void set() const { flag_->store(1); }
-  void wait() const {
-    const auto end = Clock::now() + std::chrono::seconds(60);
-    while (flag_->load() == 0) {
-      CHECK(Clock::now() < end);
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-  }
-
- private:
-  std::atomic<int>* const flag_;
-};
 
 // ---- successful calls
 void use_everything(Communicator& core) {
@@ -180,6 +43,23 @@ void use_everything(Communicator& core) {
   CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "has been closed"));
 }
 
+// Communicators may have fewer blocks, and then run at the same time.
+void use_few_blocks(Communicator& core) {
+  Rank rank(core);
+  CudaCommunicator few(core, 0, kHeap, 1);
+  CHECK(few.ranks().layout.blocks == 1 && rank.cuda.ranks().layout.blocks > 1);
+  std::vector<float> data(70'000, rank.number() + 1.0f), other(data);
+  const Call call{Operation::kAllReduce, DType::kFloat32, {}, Algorithm::kTwoShot, 0, 0, 70'000};
+  const DeviceLaunch launch = plan_all_reduce(few.ranks(), call, call.algorithm, other.data(), 0);
+  CHECK(launch.blocks == 1);
+  rank.all_reduce(data.data(), data.size());
+  few.launch(&two_shot, launch, {fake_cuda::make_stream(), true});
+  rank.cuda.synchronize();
+  few.synchronize();
+  CHECK(all_are(data.data(), data.size(), rank.sum()));
+  CHECK(all_are(other.data(), other.size(), rank.sum()));
+}
+
 void replay(Communicator& core) {
   Rank rank(core);
   std::vector<float> data(50'000);
@@ -187,14 +67,23 @@ void replay(Communicator& core) {
   rank.stream->begin_capture();
   rank.all_reduce(data.data(), data.size());
   rank.all_reduce(data.data(), data.size(), Algorithm::kRing);
+  std::vector<float> few(3'000);
+  rank.all_reduce(few.data(), few.size(), Algorithm::kOneShot);  // Pushed.
   const std::vector<fake_cuda::Task> graph = rank.stream->end_capture();
   const int n = rank.cuda.world_size();
   for (int i = 1; i <= 3; ++i) {
-    rank.stream->push([&] { std::fill(data.begin(), data.end(), rank.number() + 1.0f); });
+    rank.stream->push([&] {
+      std::fill(data.begin(), data.end(), rank.number() + 1.0f);
+      std::fill(few.begin(), few.end(), rank.number() + 1.0f);
+    });
     for (const auto& task : graph) rank.stream->push(task);
     rank.stream->drain();
     rank.cuda.check();
     CHECK(all_are(data.data(), data.size(), n * rank.sum()));
+    CHECK(all_are(few.data(), few.size(), rank.sum()));
+    rank.all_reduce(few.data(), few.size(), Algorithm::kOneShot);
+    rank.cuda.synchronize();
+    CHECK(all_are(few.data(), few.size(), n * rank.sum()));
     std::fill(data.begin(), data.end(), rank.number() + 1.0f);
     rank.all_reduce(data.data(), data.size());
     rank.cuda.synchronize();
@@ -367,171 +256,14 @@ void fail_set_up(Communicator& core) {
   const std::string problem = thrown<std::runtime_error>([&] { Rank rank(core); });
   CHECK(has(problem, "the ranks cannot use CUDA: rank 1: no room for"));
   if (core.rank() == 1) device.room = room;
+  const std::string told = thrown<std::runtime_error>(
+      [&] { const CudaCommunicator other(core, 0, kHeap, 8 - core.rank()); });
+  CHECK(has(told, "device_blocks must be the same on all ranks, got 8 on rank 0 and 7 on rank 1"));
   CHECK(device.memory.empty() && device.mapped.empty() && device.pinned.empty() &&
         device.events.empty());
   use_everything(core);
   core.close();
   CHECK(has(thrown<std::runtime_error>([&] { Rank rank(core); }), "has been closed"));
-}
-
-// ---- failures
-void call_differently(Communicator& core) {
-  Rank rank(core);
-  std::vector<float> data(20, 1.0f);
-  rank.all_reduce(data.data(), 20);
-  const std::string told = thrown<MismatchError>([&] {
-    rank.all_reduce(data.data(), 10 + rank.number());
-    rank.cuda.synchronize();
-  });
-  CHECK(has(told, "rank 0 all_reduce(10 x float32") && has(told, "rank 1 all_reduce(11 x"));
-  if (core.is_threads()) {  // Found before the launch.
-    rank.all_reduce(data.data(), 20);
-    rank.cuda.synchronize();
-    CHECK(all_are(data.data(), 20, 4.0f));
-  } else {
-    CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
-  }
-}
-
-// One rank calls on the CPU, the other on CUDA. The CPU's collective must not use the stream that
-// the other rank publishes as the address of data.
-void mix_devices(Communicator& core) {
-  Rank rank(core);
-  std::vector<float> data(20, rank.number() + 1.0f);
-  const std::string told = thrown<MismatchError>([&] {
-    if (rank.number() == 1) return rank.all_reduce(data.data(), 20);
-    all_reduce(core, data.data(), 20, DType::kFloat32, Reduction::kSum, Algorithm::kTwoShot);
-  });
-  CHECK(has(told, "rank 1 all_reduce(20 x float32, sum, two_shot), but not all of them on CUDA"));
-  rank.all_reduce(data.data(), 20);
-  rank.cuda.synchronize();
-  CHECK(all_are(data.data(), 20, rank.sum()));
-}
-
-void share_a_stream(Communicator& core) {
-  Rank rank(core);
-  std::vector<float> data(20, rank.number() + 1.0f);
-  const std::string told = thrown<MismatchError>(
-      [&] { rank.all_reduce_in(nullptr, data.data(), 20, Algorithm::kOneShot); });
-  CHECK(has(told, "ranks 0 and 1 are threads that use the same CUDA stream"));
-  rank.all_reduce(data.data(), 20);
-  rank.cuda.synchronize();
-  CHECK(all_are(data.data(), 20, rank.sum()));
-}
-
-void be_late(Communicator& core, const SharedFlag& given_up) {
-  Rank rank(core);
-  std::vector<float> data(20'000, 1.0f);
-  rank.all_reduce(data.data(), data.size());
-  rank.cuda.synchronize();
-  if (rank.number() == 1) given_up.wait();
-  const std::string told = thrown<TimeoutError>([&] {
-    rank.all_reduce(data.data(), data.size());
-    rank.cuda.synchronize();
-  });
-  given_up.set();
-  CHECK(has(told, rank.number() == 1 ? "rank 1 did not arrive in time, as rank 0 has noticed"
-                                     : "rank 1 of 2 did not arrive at all_reduce(20000 x float32"));
-  rank.stream->drain();  // The error may be known before all is poisoned.
-  for (const float value : data) CHECK(value != value);
-  CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "after a failure"));
-}
-
-// On one rank the launch fails after the kernels of others have been launched.
-void fail_to_launch(Communicator& core) {
-  Rank rank(core);
-  std::vector<float> data(20'000, 1.0f);
-  const size_t count = data.size();
-  const Call call{Operation::kAllReduce, DType::kFloat32, {}, Algorithm::kTwoShot, 0, 0, count};
-  const DeviceLaunch launch =
-      plan_all_reduce(rank.cuda.ranks(), call, call.algorithm, data.data(), 0);
-  const Kernel broken{sizeof(DeviceLaunch), nullptr, true};
-  if (rank.number() == 1) {
-    const std::string told =
-        thrown<std::runtime_error>([&] { rank.cuda.launch(&broken, launch, {rank.stream, true}); });
-    CHECK(has(told, "launching a collective failed"));
-    return;
-  }
-  const std::string told =
-      thrown<PeerError>([&] { rank.cuda.launch(&two_shot, launch, {rank.stream, true}); });
-  CHECK(has(told, "rank 1 gave up after an error of its own"));
-  const auto begin = Clock::now();
-  rank.cuda.close(false);
-  CHECK(Clock::now() - begin <
-        std::chrono::seconds(20));  // Its kernel does not wait for 30 s either.
-  // All poisoned, or unchanged if the other rank failed before this rank's launch.
-  CHECK(all_are(data.data(), count, 1.0f) ||
-        std::all_of(data.begin(), data.end(), [](float value) { return value != value; }));
-}
-
-enum class Leave { kDie, kClose, kAbort };
-
-void lose_rank_1(Communicator& core, Leave how) {
-  Rank rank(core);
-  std::vector<float> data(20'000, 1.0f);
-  rank.all_reduce(data.data(), data.size());
-  rank.cuda.synchronize();
-  if (rank.number() == 1) {
-    if (how == Leave::kDie) raise(SIGKILL);
-    rank.cuda.close(how == Leave::kAbort);
-    how == Leave::kAbort ? core.abort() : core.close();
-    return;
-  }
-  const auto begin = Clock::now();
-  try {
-    while (true) {
-      rank.all_reduce(data.data(), data.size());
-      rank.cuda.synchronize();
-    }
-  } catch (const PeerError& error) {
-    CHECK(error.rank == 1);
-    CHECK(has(error.what(), how == Leave::kDie     ? "rank 1 has died"
-                            : how == Leave::kClose ? "rank 1 has closed its communicator"
-                                                   : "rank 1 gave up after an error of its own"));
-  }
-  CHECK(Clock::now() - begin < std::chrono::seconds(20));  // Before the timeout of 30 s.
-}
-
-// ---- shutdown
-// Memory that a peer still has mapped is freed by the next allocation after the peer has unmapped
-// it.
-void keep_mapped_memory(Communicator& core, const SharedFlag& closed) {
-  Rank rank(core);
-  auto& memory = fake_cuda::device().memory;
-  if (rank.number() == 1) closed.wait();
-  rank.cuda.close(false);
-  CHECK(memory.size() == (rank.number() == 0 ? 1 : 0));
-  closed.set();
-  barrier(core);
-  const DeviceMemory next(0, 4096, nullptr, rank.number());
-  CHECK(memory.size() == 1 && memory.count(next.base()) == 1);
-}
-
-// Forks while another thread, which the child does not have, is in a call.
-void fork_a_child(Communicator& core, const SharedFlag& forked) {
-  auto rank = std::make_unique<Rank>(core);
-  std::vector<float> data(1000, rank->number() + 1.0f);
-  if (rank->number() == 1) {
-    forked.wait();
-    rank->all_reduce(data.data(), data.size());
-    rank->cuda.synchronize();
-    return;
-  }
-  rank->all_reduce(data.data(), data.size());
-  std::thread waiting([&] { rank->cuda.synchronize(); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  const pid_t child = fork();
-  if (child == 0) {
-    const bool told = has(thrown<std::runtime_error>([&] { rank->cuda.check(); }), "forked child");
-    rank->cuda.close(false);
-    rank.reset();
-    _exit(told ? 0 : 1);
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child && status == 0);
-  forked.set();
-  waiting.join();
-  CHECK(all_are(data.data(), data.size(), rank->sum()));
 }
 
 size_t entries(const char* folder) {
@@ -544,17 +276,7 @@ void test_processes() {
   run_processes(2, replay);
   run_processes(2, replay_too_early);
   run_processes(2, fail_set_up);
-  run_processes(2, call_differently);
-  const SharedFlag given_up;
-  run_processes(2, [&](Communicator& core) { be_late(core, given_up); }, Seconds(3));
-  for (const Leave how : {Leave::kDie, Leave::kClose, Leave::kAbort}) {
-    const auto body = [how](Communicator& core) { lose_rank_1(core, how); };
-    run_processes(3, body, Seconds(30), how == Leave::kDie ? 1 : -1);
-  }
-  const SharedFlag closed;
-  run_processes(2, [&](Communicator& core) { keep_mapped_memory(core, closed); });
-  const SharedFlag forked;
-  run_processes(2, [&](Communicator& core) { fork_a_child(core, forked); });
+  run_processes(2, use_few_blocks);
 }
 
 void test_threads() {
@@ -567,13 +289,6 @@ void test_threads() {
   run_threads(1, reuse_memory);
   run_threads(2, reuse_memory_of_other_streams);
   run_threads(2, keep_captured_memory);
-  run_threads(2, call_differently);
-  run_threads(2, mix_devices);
-  run_threads(2, share_a_stream);
-  run_threads(2, fail_to_launch);
-  for (const Leave how : {Leave::kClose, Leave::kAbort}) {
-    run_threads(2, [how](Communicator& core) { lose_rank_1(core, how); });
-  }
   // No memory, file descriptor or watcher thread is left.
   const auto& device = fake_cuda::device();
   CHECK(device.memory.empty() && device.pinned.empty() && device.events.empty());

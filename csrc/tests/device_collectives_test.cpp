@@ -166,15 +166,37 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
 // of each partial result.
 DeviceLayout random_layout(std::mt19937_64& random, int ranks, int blocks) {
   const auto partials = static_cast<unsigned>(most_partials(ranks, Reduction::kTreeSum));
-  return {ranks, blocks, 128u * static_cast<unsigned>((ranks + 1) / 2 + random() % 4),
+  return {ranks,
+          blocks,
+          128u * static_cast<unsigned>((ranks + 1) / 2 + random() % 4),
           128u * (std::max(1u, partials) + static_cast<unsigned>(random() % 3)),
-          static_cast<uint32_t>(random() % 600)};
+          static_cast<uint32_t>(random() % 600),
+          64u * static_cast<unsigned>(1 + random() % 4),
+          2000};
+}
+
+// As after 2^32 - `left` rounds of pushed words, of which some have not been overwritten for long.
+void use_up_flags(CpuDevices& devices, uint64_t left) {
+  const DeviceLayout& layout = devices.layout();
+  for (int rank = 0; rank < layout.ranks; ++rank) {
+    std::byte* memory = devices.seen_by(rank).memory[rank];
+    for (int block = 0; block < layout.blocks; ++block) {
+      layout.state(memory, block).counters.pushes = (uint64_t{7} << 32) - left;
+      for (int set = 0; set < kInboxes; ++set) {
+        uint64_t* words = layout.inbox(memory, block, set, 0);
+        for (size_t i = 0; i < layout.ranks * layout.inbox_words(); ++i) {
+          words[i] = (1 + i % 20) << 32 | 0xbad;
+        }
+      }
+    }
+  }
 }
 
 // A sequence of random calls, run twice, as a captured graph would be.
 void test_random(int ranks, int blocks, int threads, uint64_t seed, int calls) {
   std::mt19937_64 random(seed);
   CpuDevices devices(random_layout(random, ranks, blocks), calls * 8192);
+  if (random() % 2) use_up_flags(devices, random() % 20);
   std::vector<Case> cases;
   std::vector<std::vector<CpuLaunch>> streams(ranks);
   for (int i = 0; i < calls; ++i) {
@@ -247,19 +269,23 @@ struct Failing {
   std::vector<std::unique_ptr<Buffer>> tensors;
   std::vector<std::vector<CpuLaunch>> streams;
 
-  Failing(int ranks, Algorithm algorithm, double timeout, int blocks = 2, size_t count = 500)
-      : devices({ranks, blocks, 256, 128, 64}, 0, timeout), streams(ranks) {
+  // If `pushed`, one-shot all-reduces of up to 500 elements push their words.
+  Failing(int ranks, Algorithm algorithm, double timeout, bool pushed = false, int blocks = 2,
+          size_t count = 500)
+      : devices({ranks, blocks, 256, 128, 64, 256, pushed ? 2000u : 0}, 0, timeout),
+        streams(ranks) {
     for (int rank = 0; rank < ranks; ++rank) add(rank, algorithm, count);
   }
-  void add(int rank, Algorithm algorithm, size_t count, Reduction reduction = Reduction::kSum) {
+  void add(int rank, Algorithm algorithm, size_t count, Reduction reduction = Reduction::kSum,
+           DType dtype = DType::kFloat32) {
     Call call{};
     call.operation = Operation::kAllReduce;
-    call.dtype = DType::kFloat32;
+    call.dtype = dtype;
     call.algorithm = algorithm;
     call.reduction = reduction;
     call.count = count;
     tensors.push_back(
-        std::make_unique<Buffer>(devices, rank, false, 0, values(call.dtype, count, 5, rank)));
+        std::make_unique<Buffer>(devices, rank, false, 0, values(dtype, count, 5, rank)));
     streams[rank].push_back(
         {plan_all_reduce(devices.seen_by(rank), call, algorithm, tensors.back()->data(), 0),
          [algorithm](CpuTeam& team, const DeviceLaunch& launch) {
@@ -274,8 +300,8 @@ struct Failing {
 
 // If a rank is late, the others report a timeout and, after a fence of each thread, poison their
 // results. Their later kernels return at once, and the late rank reports the failure of a peer.
-void test_late_rank(int ranks, Algorithm algorithm) {
-  Failing job(ranks, algorithm, 1.0);
+void test_late_rank(int ranks, Algorithm algorithm, bool pushed) {
+  Failing job(ranks, algorithm, 1.0, pushed);
   const int late = ranks - 1;
   auto streams = job.streams;
   streams[late].clear();
@@ -300,8 +326,8 @@ void test_late_rank(int ranks, Algorithm algorithm) {
 }
 
 // The host stops a wait, because its own rank gives up or because a peer has died or closed.
-void test_stop(uint32_t status, int culprit) {
-  Failing job(3, Algorithm::kTwoShot, 60);
+void test_stop(uint32_t status, int culprit, bool pushed) {
+  Failing job(3, pushed ? Algorithm::kOneShot : Algorithm::kTwoShot, 60, pushed);
   auto streams = job.streams;
   streams[2].clear();
   std::thread host([&] {
@@ -324,14 +350,19 @@ void test_stop(uint32_t status, int culprit) {
 // that differ.
 void test_mismatch(int ranks, uint64_t seed) {
   std::mt19937_64 random(seed);
-  Failing job(ranks, Algorithm::kOneShot, 60, 3, 700);
-  const size_t odd = random() % ranks;
+  const size_t first_count = random() % 2 ? 400 : 700;  // Pushed, or not.
+  Failing job(ranks, Algorithm::kOneShot, 60, true, 3, first_count);
+  if (random() % 3 == 0) use_up_flags(job.devices, 1 + random() % 10);
+  const size_t odd = random() % ranks, count = random() % 2 ? 400 : 700;
+  const Algorithm usual = random() % 2 ? Algorithm::kOneShot : Algorithm::kTwoShot;
   for (int rank = 0; rank < ranks; ++rank) {
     const bool other = static_cast<size_t>(rank) == odd || random() % 3 == 0;
-    constexpr size_t counts[] = {0, 10, 100, 699};
-    const size_t which = other ? random() % 6 : 6;
-    job.add(rank, which == 4 ? Algorithm::kRing : Algorithm::kTwoShot,
-            which < 4 ? counts[which] : 700, which == 5 ? Reduction::kMax : Reduction::kSum);
+    constexpr size_t counts[] = {0, 10, 100, 399, 699};
+    constexpr Algorithm algorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing};
+    const size_t which = other ? random() % 10 : 10;
+    job.add(rank, which >= 5 && which < 8 ? algorithms[which - 5] : usual,
+            which < 5 ? counts[which] : count, which == 8 ? Reduction::kMax : Reduction::kSum,
+            which == 9 ? DType::kInt32 : DType::kFloat32);
   }
   bool differ = false;
   for (int rank = 1; rank < ranks; ++rank) {
@@ -349,7 +380,7 @@ void test_mismatch(int ranks, uint64_t seed) {
     // The previous call succeeded.
     std::vector<Bytes> inputs;
     for (int peer = 0; peer < ranks; ++peer) {
-      inputs.push_back(values(DType::kFloat32, 700, 5, peer));
+      inputs.push_back(values(DType::kFloat32, first_count, 5, peer));
     }
     CHECK(equal(job.tensors[rank]->data(), reduced(inputs, DType::kFloat32, Reduction::kSum)));
   }
@@ -357,8 +388,8 @@ void test_mismatch(int ranks, uint64_t seed) {
 
 // Two collectives of a rank run at once, as replays of graphs in different streams may: both fail,
 // and so do the peers.
-void test_overlap(Algorithm algorithm) {
-  Failing job(2, algorithm, 60);
+void test_overlap(Algorithm algorithm, bool pushed) {
+  Failing job(2, algorithm, 60, pushed);
   job.add(0, algorithm, 500);
   const auto first = job.streams[0][0], second = job.streams[0][1];
   std::thread running([&] { run_stream({first}, 2, 2); });
@@ -415,7 +446,7 @@ class JumpingTeam : public CpuTeam {
 
 // A wait that is fulfilled just as its timeout expires succeeds.
 void test_last_check_at_timeout(bool becomes_ready) {
-  CpuDevices devices({1, 1, 256, 128, 64}, 0, 1.0);
+  CpuDevices devices({1, 1, 256, 128, 64, 64, 0}, 0, 1.0);
   CpuBlock block(1);
   int32_t ready = 0;
   JumpingTeam team(block, ready, becomes_ready);
@@ -443,12 +474,16 @@ int main(int argc, char** argv) {
   for (int i = 0; i < 2 * batches; ++i) test_mismatch(2 + i % 4, i);
   if (fuzz_one_in > 0) return 0;
   for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
-    test_late_rank(2 + static_cast<int>(algorithm), algorithm);
-    test_overlap(algorithm);
+    for (const bool pushed : {false, algorithm == Algorithm::kOneShot}) {
+      test_late_rank(2 + static_cast<int>(algorithm), algorithm, pushed);
+      test_overlap(algorithm, pushed);
+    }
   }
-  test_stop(RankStatus::failed(Reason::kDied, 2), 2);
-  test_stop(RankStatus::failed(Reason::kAborted, 0), 0);
-  test_stop(RankStatus::kClosed, 2);
+  for (const bool pushed : {false, true}) {
+    test_stop(RankStatus::failed(Reason::kDied, 2), 2, pushed);
+    test_stop(RankStatus::failed(Reason::kAborted, 0), 0, pushed);
+    test_stop(RankStatus::kClosed, 2, pushed);
+  }
   test_never_ready();
   test_last_check_at_timeout(true);
   test_last_check_at_timeout(false);

@@ -91,6 +91,10 @@ class CpuTeam {
     fuzz_delay();
     __atomic_store_n(word, value, __ATOMIC_RELEASE);
   }
+  void store_relaxed(uint64_t* word, uint64_t value) const {
+    fuzz_delay();
+    __atomic_store_n(word, value, __ATOMIC_RELAXED);
+  }
   uint64_t exchange(uint64_t* word, uint64_t value) const {
     return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL);
   }

@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
-from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -21,8 +20,8 @@ from pipekernels._arguments import check_integer
 from pipekernels.comm import limits as tuning
 from pipekernels.comm import messages
 from pipekernels.comm.collectives import Collectives
-from pipekernels.comm.cuda import CudaEnd
-from pipekernels.comm.deadline import Deadline
+from pipekernels.comm.cuda import MOST_BLOCKS, CudaEnd, check_blocks
+from pipekernels.comm.deadline import Deadline, check_timeout
 from pipekernels.comm.end import DeviceEnd, End, HostEnd
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, HostsEnd
@@ -40,7 +39,6 @@ T = TypeVar("T")
 _handles = itertools.count(1)
 # Compiled programs name a communicator by its handle. An entry lives as long as its communicator.
 _by_handle: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
-_LONGEST = 1e9  # Seconds, 31 years; 64-bit clocks of nanoseconds overflow after 292 years.
 
 
 class Communicator(Collectives):
@@ -117,7 +115,11 @@ class Communicator(Collectives):
 
     @classmethod
     def from_process_group(
-        cls, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 30.0,
+        device_blocks: int = MOST_BLOCKS,
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
@@ -131,13 +133,18 @@ class Communicator(Collectives):
             timeout: seconds that this rank waits for the others, while joining them after the first
                 exchange, and then in each call of the communicator. With several hosts, one second
                 more for ranks of its own host.
+            device_blocks: the most thread blocks of a collective on CUDA, each of which occupies a
+                multiprocessor; the same on all ranks. Fewer let collectives of several
+                communicators run at the same time.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
                 or reach each other.
-            ValueError: this process is not in ``group``, or ``timeout`` is not in ``(0, 1e9]``.
+            ValueError: this process is not in ``group``, ``timeout`` is not in ``(0, 1e9]``, or
+                ``device_blocks`` is not in ``1 .. 64``.
         """
-        _check_timeout(timeout)
+        check_timeout(timeout)
+        check_blocks(device_blocks)
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised; call init_process_group() first, "
@@ -145,11 +152,19 @@ class Communicator(Collectives):
             )
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the group; pass one that it is in")
-        return cast("Communicator", cls._join(over_group(group), timeout))
+        return cast(
+            "Communicator", cls._join(over_group(group), timeout, device_blocks=device_blocks)
+        )
 
     @classmethod
     def from_store(
-        cls, store: dist.Store, rank: int, world_size: int, *, timeout: float = 30.0
+        cls,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float = 30.0,
+        device_blocks: int = MOST_BLOCKS,
     ) -> Communicator:
         """A communicator over processes that share a store; they need no process group.
 
@@ -163,14 +178,16 @@ class Communicator(Collectives):
             world_size: the number of ranks.
             timeout: seconds, from this call on, until all ranks must have joined; then as for
                 :meth:`from_process_group`.
+            device_blocks: as there.
 
         Raises:
             RuntimeError: the ranks cannot share memory or reach each other, or the store holds
                 invalid messages.
             TimeoutError: a rank did not join within ``timeout``.
-            ValueError: there is no such rank, or ``timeout`` is not in ``(0, 1e9]``.
+            ValueError: there is no such rank, or ``timeout`` or ``device_blocks`` is not valid.
         """
-        _check_timeout(timeout)
+        check_timeout(timeout)
+        check_blocks(device_blocks)
         check_integer("rank", rank)
         check_integer("world_size", world_size)
         if not 0 <= rank < world_size:
@@ -178,11 +195,16 @@ class Communicator(Collectives):
         deadline = Deadline(timeout)
         store = meet(store, rank, world_size, deadline)
         rendezvous = over_store(store, rank, world_size, deadline)
-        return cast("Communicator", cls._join(rendezvous, timeout))
+        return cast("Communicator", cls._join(rendezvous, timeout, device_blocks=device_blocks))
 
     @classmethod
     def _join(
-        cls, rendezvous: Rendezvous, timeout: float, color: int | None = 0, key: int = 0
+        cls,
+        rendezvous: Rendezvous,
+        timeout: float,
+        color: int | None = 0,
+        key: int = 0,
+        device_blocks: int = MOST_BLOCKS,
     ) -> Communicator | None:
         seat = join_processes(rendezvous, timeout, color, key)
         if seat is None:
@@ -193,30 +215,39 @@ class Communicator(Collectives):
         core = _load().Communicator(seat.segment, host_map.position, seat.pidfds, patience)
         local = SharedMemoryEnd(core)
         host_end: HostEnd = local
-        make_device_end: Callable[[torch.device], DeviceEnd] = functools.partial(CudaEnd, local)
+        make_device_end: Callable[[torch.device], DeviceEnd]
+        make_device_end = functools.partial(CudaEnd, local, blocks=device_blocks)
         if spans_hosts:
             host_end = hosts = HostsEnd(local, host_map, seat.route, timeout)
-            make_device_end = functools.partial(HostsCudaEnd, hosts)
+            make_device_end = functools.partial(HostsCudaEnd, hosts, blocks=device_blocks)
         # On one host split() uses the shared memory and needs no store.
         store = rendezvous.store if spans_hosts else None
         divide = functools.partial(
-            _divide_processes, store=store, cuda_backend=rendezvous.cuda_backend
+            _divide_processes,
+            device_blocks=device_blocks,
+            store=store,
+            cuda_backend=rendezvous.cuda_backend,
         )
         return cls(host_end, make_device_end, host_map.rank, host_map.world_size, timeout, divide)
 
     @classmethod
-    def threads(cls, world_size: int, *, timeout: float = 30.0) -> list[Communicator]:
+    def threads(
+        cls, world_size: int, *, timeout: float = 30.0, device_blocks: int = MOST_BLOCKS
+    ) -> list[Communicator]:
         """Communicators over ranks that are threads of this process, one for each rank.
 
         Args:
             world_size: the number of ranks.
             timeout: seconds that a rank waits for the others, in any call.
+            device_blocks: as for :meth:`from_process_group`.
 
         Raises:
-            ValueError: ``world_size`` is not in ``1 .. 1024``, or ``timeout`` not in ``(0, 1e9]``.
+            ValueError: ``world_size`` is not in ``1 .. 1024``, ``timeout`` not in ``(0, 1e9]``, or
+                ``device_blocks`` not in ``1 .. 64``.
             TypeError: ``world_size`` is not an integer, or ``timeout`` not a number.
         """
-        _check_timeout(timeout)
+        check_timeout(timeout)
+        check_blocks(device_blocks)
         check_integer("world_size", world_size)
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -230,8 +261,10 @@ class Communicator(Collectives):
             SharedMemoryEnd(module.Communicator(segment, rank, [], timeout))
             for rank in range(world_size)
         ]
+        make = functools.partial(CudaEnd, blocks=device_blocks)
+        divide = functools.partial(_divide_threads, device_blocks=device_blocks)
         return [
-            cls(end, functools.partial(CudaEnd, end), rank, world_size, timeout, _divide_threads)
+            cls(end, functools.partial(make, end), rank, world_size, timeout, divide)
             for rank, end in enumerate(ends)
         ]
 
@@ -352,7 +385,7 @@ class Communicator(Collectives):
                 keys keep their order.
 
         Returns:
-            The new communicator, with the same timeout, or ``None`` if ``color`` is ``None``.
+            The new communicator, with the same options, or ``None`` if ``color`` is ``None``.
 
         Raises:
             TypeError: ``color`` or ``key`` is neither an integer nor ``None``.
@@ -419,23 +452,28 @@ def _divide_processes(
     color: int | None,
     key: int,
     *,
+    device_blocks: int,
     store: dist.Store | None,
     cuda_backend: str,
 ) -> Communicator | None:
     """:meth:`Communicator.split` for ranks that are processes."""
     all_gather = functools.partial(_all_gather, parent)
     rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store, cuda_backend)
-    return Communicator._join(rendezvous, parent.timeout, color, key)
+    return Communicator._join(rendezvous, parent.timeout, color, key, device_blocks)
 
 
-def _divide_threads(parent: Communicator, color: int | None, key: int) -> Communicator | None:
+def _divide_threads(
+    parent: Communicator, color: int | None, key: int, *, device_blocks: int
+) -> Communicator | None:
     """:meth:`Communicator.split` for ranks that are threads: the first rank makes the new ones."""
     ranks = of_color(_all_gather(parent, (color, key), _parse_choice), color)
     made: list[Communicator] = []
     problem = ""
     if color is not None and ranks[0] == parent.rank:
         try:
-            made = Communicator.threads(len(ranks), timeout=parent.timeout)
+            made = Communicator.threads(
+                len(ranks), timeout=parent.timeout, device_blocks=device_blocks
+            )
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
     answers = _all_gather(parent, ([end.handle for end in made], problem), _parse_handles)
@@ -460,12 +498,3 @@ def _all_gather(comm: Communicator, item: Any, parse: Callable[[Any], T]) -> lis
     """See :class:`pipekernels.comm.join.rendezvous.AllGather`."""
     device = torch.device("cpu")
     return messages.all_gather(item, parse, lambda row: comm.all_gather(row[None]), device)
-
-
-def _check_timeout(timeout: float) -> None:
-    if not isinstance(timeout, Real):
-        raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")
-    if not 0 < timeout <= _LONGEST:
-        raise ValueError(
-            f"timeout must be a positive number of seconds, at most {_LONGEST:.0e}, got {timeout}"
-        )

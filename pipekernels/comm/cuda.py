@@ -10,6 +10,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels._arguments import integer
 from pipekernels._torch_private import in_backward
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.end import ReadyCounters
@@ -18,6 +19,7 @@ from pipekernels.comm.tensors import elements_of, shape_digest
 
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
 _DEFAULT = 1 << 30
+MOST_BLOCKS = 64  # Thread blocks of a collective, as kMaxDeviceBlocks of the extension.
 
 
 def symmetric_bytes() -> int:
@@ -32,6 +34,12 @@ def symmetric_bytes() -> int:
     return int(text)
 
 
+def check_blocks(device_blocks: int) -> None:
+    """Raise ValueError unless ``device_blocks`` is a number of thread blocks of a collective."""
+    if integer("device_blocks", device_blocks) > MOST_BLOCKS:
+        raise ValueError(f"device_blocks must be at most {MOST_BLOCKS}, got {device_blocks}")
+
+
 class CudaEnd:
     """A :class:`pipekernels.comm.end.DeviceEnd` over the ranks that share memory with this one.
 
@@ -40,13 +48,16 @@ class CudaEnd:
     Args:
         local: the end for CPU tensors; to be closed after this.
         device: a CUDA device.
+        blocks: the most thread blocks of a collective; the same on all ranks.
 
     Raises:
-        RuntimeError: this build, torch, or a rank's device does not support it, or a graph is being
-            captured.
+        RuntimeError: the ranks have different ``blocks``, or this build, torch, or a rank's device
+            does not support it, or a graph is being captured.
     """
 
-    def __init__(self, local: SharedMemoryEnd, device: torch.device) -> None:
+    def __init__(
+        self, local: SharedMemoryEnd, device: torch.device, *, blocks: int = MOST_BLOCKS
+    ) -> None:
         _backend.require_cuda(device)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -56,7 +67,7 @@ class CudaEnd:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
-            local.core, index, symmetric_bytes()
+            local.core, index, symmetric_bytes(), blocks
         )
         # Without this, the destructor of an end that was not closed would wait while it holds the
         # GIL, which the threads of other ranks may need to finish what it waits for.

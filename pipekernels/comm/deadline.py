@@ -1,9 +1,12 @@
-"""One time limit for an operation that waits several times."""
+"""Time limits: one for an operation that waits several times, and what users may give."""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
+from numbers import Real
+
+_LONGEST = 1e9  # Seconds, 31 years; 64-bit clocks of nanoseconds overflow after 292 years.
 
 
 class Deadline:
@@ -28,3 +31,13 @@ class Deadline:
     def early(self) -> Deadline:
         """An earlier deadline, which leaves time to report a failure to the peers."""
         return Deadline(0.75 * self.left())
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise TypeError or ValueError unless ``timeout`` is a time for a rank to wait."""
+    if not isinstance(timeout, Real):
+        raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")
+    if not 0 < timeout <= _LONGEST:
+        raise ValueError(
+            f"timeout must be a positive number of seconds, at most {_LONGEST:.0e}, got {timeout}"
+        )

@@ -13,7 +13,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,23 +43,28 @@ def measure(*, quick: bool = False) -> Tuning:
     """
     sizes = world_sizes(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-        ranks = torch.multiprocessing.start_processes(
-            _rank,
-            args=(folder, sizes, 10 if quick else 100),
-            nprocs=sizes[-1],
-            join=False,
-            daemon=True,
-            start_method="forkserver",
-        )
-        deadline = time.monotonic() + LIMIT
-        while not ranks.join(timeout=1):
-            if time.monotonic() > deadline:
-                for process in ranks.processes:
-                    process.kill()
-                raise TimeoutError(f"measuring took more than {LIMIT:.0f} s; is the machine busy?")
+        run_ranks(_rank, (folder, sizes, 10 if quick else 100), sizes[-1])
         limits = json.loads((Path(folder) / "limits").read_text())
     return Tuning({int(size): limit for size, limit in limits.items()}, _cache.now())
+
+
+def run_ranks(body: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Run ``body(rank, *arguments)`` in a process per rank.
+
+    Raises:
+        TimeoutError: they take more than two minutes.
+        Exception: a rank raised it.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    processes = torch.multiprocessing.start_processes(
+        body, args=arguments, nprocs=ranks, join=False, daemon=True, start_method="forkserver"
+    )
+    deadline = time.monotonic() + LIMIT
+    while not processes.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in processes.processes:
+                process.kill()
+            raise TimeoutError(f"measuring took more than {LIMIT:.0f} s; is the machine busy?")
 
 
 def world_sizes(cores: int) -> list[int]:

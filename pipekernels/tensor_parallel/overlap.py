@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipekernels.comm import Communicator
+from pipekernels.comm import Communicator, links
+from pipekernels.comm.cuda import MOST_BLOCKS
+from pipekernels.comm.links import LinkModel
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
@@ -26,25 +28,11 @@ from pipekernels.local_ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allo
 
 # At least this many blocks of rows: fewer hide less of the reduction, more wait more often.
 ROW_BLOCKS = 8
-MOST_BLOCKS = 64  # Thread blocks of a collective, as kMaxDeviceBlocks of the extension.
 GAIN = 1.05  # Least predicted speedup: the model ignores contention for memory.
 
 
-class LinkModel(NamedTuple):
-    """Transfers between GPUs with peer access.
-
-    Attributes:
-        alpha: seconds until every rank has seen a signal of every other.
-        beta: seconds per byte that a GPU reads from its peers.
-        block_beta: seconds per byte that one thread block can read from them.
-    """
-
-    alpha: float
-    beta: float
-    block_beta: float
-
-
-# By generation of GPU: NVLink at 75% of its data sheet's rate per direction. Assumed, not measured.
+# By generation of GPU: NVLink at 75% of its data sheet's rate per direction. Assumed, not measured;
+# only where a caller insists on overlap.
 LINK_MODELS = {
     80: LinkModel(4e-6, 1 / 225e9, 1 / 20e9),
     90: LinkModel(4e-6, 1 / 340e9, 1 / 25e9),
@@ -127,8 +115,9 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
     Args:
         a, b, out: CUDA tensors.
         ranks: over how many ``out`` is to be summed.
-        algorithm: ``'overlapped'`` forces overlap; ``'auto'`` overlaps if measurements on this GPU
-            predict a gain and no graph is being captured; others never do.
+        algorithm: ``'overlapped'`` forces overlap; ``'auto'`` overlaps if measurements on this GPU,
+            of products and of links with so many ranks, predict a gain and no graph is being
+            captured; others never do.
     """
     kind, layout = kind_of(a.dtype, tf32_allowed()), layout_of(a, b)
     forced = algorithm == "overlapped"
@@ -139,7 +128,11 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
     if torch.cuda.is_current_stream_capturing() and not forced:
         return None
     gpu = gpu_of(a.device)
-    link, size = LINK_MODELS[gpu.generation], out.numel() * out.itemsize
+    link, size = links.for_gpu(gpu.name, ranks), out.numel() * out.itemsize
+    if link is None:
+        if not forced:
+            return None
+        link = LINK_MODELS[gpu.generation]
     known = table.for_gpu(gpu.name)
     entry = None
     if known is not None and layout is not None and has_rows(out):

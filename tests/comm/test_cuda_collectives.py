@@ -150,7 +150,7 @@ def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     class Own:
-        def __init__(self, core: Core, device: int, symmetric_bytes: int) -> None:
+        def __init__(self, core: Core, device: int, symmetric_bytes: int, blocks: int) -> None:
             self.device = device
 
         def close(self, abort: bool) -> None:

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "comm.errors": set(),
     "comm.codes": set(),
     "comm.limits": {"_cache"},
+    "comm.links": {"_cache"},
     "comm.end": set(),
     "comm.deadline": set(),
     "comm.messages": set(),
@@ -46,7 +47,8 @@ MAY_IMPORT = {
     "comm.functional": {"comm.communicator", "local_ops"},
     "comm.barrier": {"comm.communicator"},
     "comm.tuning": {"comm.communicator"},
-    "comm": {"comm.barrier", "comm.functional"},
+    "comm.link_tuning": {"comm.tuning", "comm.links"},
+    "comm": {"comm.barrier", "comm.functional", "comm.links"},
     "distributed": {"comm"},
     "tensor_parallel": {"comm"},
     "pipeline.values": {"local_ops", "_arguments"},
@@ -71,7 +73,7 @@ MAY_IMPORT = {
     "batchnorm": {"pipeline"},
     "skip": {"pipeline"},
     "": {"balance", "batchnorm", "ops", "skip", "tensor_parallel"},
-    "cli": {"", "comm.tuning"},
+    "cli": {"", "comm.link_tuning"},
     "__main__": {"cli"},
 }
 DIVIDED = {"comm", "pipeline"}  # Packages that consist of several rooms.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.gemm_cases import CONFIG, measured, pretend_gpu
 
+from pipekernels.comm import links
 from pipekernels.kernels.config import Blocks
 from pipekernels.kernels.table import Shape
 from pipekernels.tensor_parallel import overlap
@@ -77,7 +79,9 @@ def test_no_wave_is_added_where_it_costs_more_than_it_hides(m: int, n: int) -> N
     assert found.seconds < 1.1e-3
 
 
-def test_auto_overlaps_only_measured_products_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_overlaps_only_measured_products_that_gain(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capturing: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     shape = Shape("bfloat16", "forward", 4096, 8192, 8192)
@@ -88,6 +92,15 @@ def test_auto_overlaps_only_measured_products_that_gain(monkeypatch: pytest.Monk
     pretend_gpu(monkeypatch, None)
     assert overlap.choose_overlap(a, b, out, 2, "auto") is None
     pretend_gpu(monkeypatch, measured(seconds=8e-4, shape=shape))
+    # Nothing is planned from assumed links, nor from those of another number of ranks.
+    links.save("Some GPU", {4: overlap.LINK_MODELS[90]})
+    assert overlap.choose_overlap(a, b, out, 2, "auto") is None
+    assumed = overlap.choose_overlap(a, b, out, 2, "overlapped")
+    slow = overlap.LINK_MODELS[90]._replace(block_beta=1e-9)
+    links.save("Some GPU", {2: slow})
+    found = overlap.choose_overlap(a, b, out, 2, "overlapped")
+    assert found is not None and assumed is not None and found.seconds > assumed.seconds
+    links.save("Some GPU", {ranks: overlap.LINK_MODELS[90] for ranks in (2, 8)})
     found = overlap.choose_overlap(a, b, out, 2, "auto")
     assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
     # A product of the same class with three quarters of the rows takes three quarters of the time.

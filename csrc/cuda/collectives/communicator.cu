@@ -22,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kSetBytes = 128 << 10;
 constexpr uint32_t kSlotBytes = 16 << 10;
 constexpr uint32_t kMinChunkBytes = 16 << 10;  // Of a chunk: two packs for each thread.
+constexpr uint32_t kInboxBytes = 4 << 10;      // Four words of data for each thread.
 
 // How long the watcher thread sleeps between checks of the peers, as kPollInterval in
 // csrc/cpu/collectives/communicator.cpp.
@@ -65,6 +66,7 @@ struct CudaCommunicator::SetupMessage {
   char problem[200];  // The error message if set-up has failed on this rank, else empty.
   cudaUUID_t device;
   int32_t multiprocessors;
+  int32_t most_blocks;
   cudaIpcMemHandle_t handle;              // If the ranks are processes.
   std::shared_ptr<DeviceMemory>* memory;  // If they are threads; valid until the next exchange().
 };
@@ -84,13 +86,14 @@ void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
   cudaFreeHost(flags);
 }
 
-CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes)
+CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes,
+                                   int most_blocks)
     : core_(core), device_(device), process_(process_generation()), segment_(core.segment()) {
   core.check();  // A closed communicator has no segment.
   try {
     wake_ = eventfd(0, EFD_CLOEXEC);
     if (wake_ < 0) throw std::runtime_error("eventfd failed");
-    set_up(symmetric_bytes);
+    set_up(symmetric_bytes, most_blocks);
   } catch (...) {
     tear_down();
     throw;
@@ -98,14 +101,14 @@ CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmet
   watcher_ = std::make_unique<std::thread>([this] { watch(); });
 }
 
-void CudaCommunicator::set_up(size_t symmetric_bytes) {
+void CudaCommunicator::set_up(size_t symmetric_bytes, int most_blocks) {
   if (core_.world_size() > kMaxDeviceRanks) {
     throw std::runtime_error("CUDA collectives take at most " + std::to_string(kMaxDeviceRanks) +
                              " ranks of one host, got " + std::to_string(core_.world_size()));
   }
   ranks_.rank = core_.rank();
   ranks_.timeout = static_cast<uint64_t>(core_.timeout().count() * 1e9);
-  agree_on_layout();
+  agree_on_layout(most_blocks);
   share_memory(symmetric_bytes);
 }
 
@@ -134,8 +137,9 @@ void record_error(char (&problem)[200], Work work) {
 
 }  // namespace
 
-void CudaCommunicator::agree_on_layout() {
+void CudaCommunicator::agree_on_layout(int most_blocks) {
   SetupMessage mine{};
+  mine.most_blocks = most_blocks;
   record_error(mine.problem, [&] {
     const LaunchesPaused paused;
     const DeviceGuard guard(device_);
@@ -159,15 +163,27 @@ void CudaCommunicator::agree_on_layout() {
   exchange(mine, all);
   // The blocks of all ranks on a device must be resident together, or they would wait for blocks
   // that cannot start. So a device runs at most one block per multiprocessor.
-  int blocks = kMaxDeviceBlocks;
+  int blocks = std::min(most_blocks, kMaxDeviceBlocks);
   for (const SetupMessage& each : all) {
+    if (each.most_blocks != all[0].most_blocks) {
+      throw std::runtime_error("device_blocks must be the same on all ranks, got " +
+                               std::to_string(all[0].most_blocks) + " on rank 0 and " +
+                               std::to_string(each.most_blocks) + " on rank " +
+                               std::to_string(&each - all.data()));
+    }
     const auto sharers = std::count_if(all.begin(), all.end(), [&](const SetupMessage& other) {
       return std::memcmp(&other.device, &each.device, sizeof(each.device)) == 0;
     });
     blocks = std::min(blocks, each.multiprocessors / static_cast<int>(sharers));
   }
   if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
-  ranks_.layout = {core_.world_size(), blocks, kSetBytes, kSlotBytes, kMinChunkBytes};
+  ranks_.layout = {core_.world_size(),
+                   blocks,
+                   kSetBytes,
+                   kSlotBytes,
+                   kMinChunkBytes,
+                   kInboxBytes,
+                   push_limit(core_.world_size())};
 }
 
 void CudaCommunicator::share_memory(size_t symmetric_bytes) {

@@ -71,6 +71,12 @@ class CudaTeam {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 #endif
   }
+  PK_HOST_DEVICE void store_relaxed([[maybe_unused]] uint64_t* word,
+                                    [[maybe_unused]] uint64_t value) const {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+#endif
+  }
   PK_HOST_DEVICE uint64_t exchange([[maybe_unused]] uint64_t* word,
                                    [[maybe_unused]] uint64_t value) const {
     uint64_t old = 0;

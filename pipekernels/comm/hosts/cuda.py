@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.cuda import CudaEnd
+from pipekernels.comm.cuda import MOST_BLOCKS, CudaEnd
 from pipekernels.comm.end import ReadyCounters
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.call import Call, Operation
@@ -38,20 +38,21 @@ class HostsCudaEnd(SteppedEnd):
     Args:
         hosts: the end for CPU tensors; close it after this one.
         device: a CUDA device.
+        blocks: as for :class:`pipekernels.comm.cuda.CudaEnd`.
 
     Raises:
         RuntimeError: a rank cannot use CUDA, or the hosts cannot be connected for it; raised on all
             ranks, and ``hosts`` stays usable. Or a graph is being captured.
     """
 
-    def __init__(self, hosts: HostsEnd, device: torch.device) -> None:
+    def __init__(self, hosts: HostsEnd, device: torch.device, *, blocks: int = MOST_BLOCKS) -> None:
         _check_not_capturing()
         _backend.require_cuda(device)
         self._hosts = hosts
         self._agreement = hosts.agreement
         self._process = os.getpid()
         with self._agreement.collective(Call(Operation.CUDA_SET_UP)):
-            local, problem = self._attempt(lambda: CudaEnd(hosts.local, device))
+            local, problem = self._attempt(lambda: CudaEnd(hosts.local, device, blocks=blocks))
             link = None
             if not problem:
                 link, problem = self._attempt(lambda: self._connect(local.device))

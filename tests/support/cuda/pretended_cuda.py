@@ -33,7 +33,7 @@ class PretendedDevice:
     made: ClassVar[list[PretendedDevice]] = []
     problem = ""  # The error that the next instance raises when it is constructed.
 
-    def __init__(self, local: SharedMemoryEnd, device: torch.device) -> None:
+    def __init__(self, local: SharedMemoryEnd, device: torch.device, *, blocks: int) -> None:
         local.barrier()
         if self.problem:
             raise RuntimeError(self.problem)

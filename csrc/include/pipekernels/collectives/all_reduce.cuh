@@ -5,6 +5,8 @@
 // hold between the blocks of the same index on all ranks.
 #pragma once
 
+#include <type_traits>
+
 #include "pipekernels/collectives/device_chunks.h"
 #include "pipekernels/collectives/device_meeting.h"
 #include "pipekernels/collectives/ring_schedule.h"
@@ -41,6 +43,46 @@ class AllReduceBlock {
       reduce(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
     }
     meeting_.finish_rounds(rounds_);
+    return true;
+  }
+
+  // The same with less latency, for small tensors: every rank pushes its data into inboxes of its
+  // peers, in words of 4 bytes of data and 4 bytes of flag. Each word is one relaxed access of 8
+  // bytes, which is atomic, so who reads the flag of a round has read the data of that round; no
+  // fence orders anything.
+  //
+  // Two inboxes suffice. A rank overwrites a word of round n in round n + 2, after it has received
+  // something of every peer's round n + 1 (data, or the call). A peer pushes that only after its
+  // polls of round n have ended, in all threads of the block, as end_pushes() finds by any(). So if
+  // a word is overwritten, the poll that waits for it has already read it. Nothing is ordered by
+  // this but through what the pushes depend on (PTX's axiom No-Thin-Air): a sync() in place of
+  // that any(), on which no push depends, would not do. Nor does such a call order any other memory
+  // of the ranks, as one with signals does.
+  PK_HOST_DEVICE bool pushed_one_shot() {
+    for (size_t k = 0; k == 0 || k < rounds_; ++k) {
+      const ChunkRange chunk = k < rounds_ ? chunks_(k) : ChunkRange{0, 0};
+      const uint32_t bytes = static_cast<uint32_t>(chunk.count * kSize);
+      const uint32_t units = (bytes + sizeof(PushUnit) - 1) / sizeof(PushUnit);
+      std::byte* data = at(chunk.begin);
+      if (!meeting_.begin_pushes()) return false;
+      if (k == 0) meeting_.push_call();
+      PK_ROLLED
+      for (uint32_t i = team_.thread(); i < units; i += team_.threads()) {
+        const PushUnit own = load_push_unit(data, i, bytes);
+        int peer = me_;  // Another peer first on each rank.
+        PK_ROLLED
+        for (int step = 1; step < terms_; ++step) {
+          peer = peer + 1 < terms_ ? peer + 1 : 0;
+          meeting_.push_unit(peer, i, own);
+        }
+      }
+      bool arrived = k > 0 || meeting_.wait_calls();
+      PK_ROLLED
+      for (uint32_t i = team_.thread(); i < units && arrived; i += team_.threads()) {
+        arrived = reduce_pushed(data, i, bytes);
+      }
+      if (!meeting_.end_pushes(arrived)) return false;
+    }
     return true;
   }
 
@@ -116,6 +158,65 @@ class AllReduceBlock {
  private:
   PK_HOST_DEVICE std::byte* at(size_t element) const {
     return meeting_.launch().output + element * kSize;
+  }
+
+  using Element = typename Type::Element;
+  using PushUnit = std::conditional_t<kSize == 8, uint64_t, uint32_t>;
+  static constexpr int kPushElements = sizeof(PushUnit) / kSize;
+
+  // Unit i of `bytes` of data. The last one may be partial, and the data need only be aligned to
+  // their elements.
+  PK_HOST_DEVICE static bool is_whole(const std::byte* data, uint32_t i, uint32_t bytes) {
+    return is_aligned(data, data, sizeof(PushUnit)) && (i + 1) * sizeof(PushUnit) <= bytes;
+  }
+  PK_HOST_DEVICE static PushUnit load_push_unit(const std::byte* data, uint32_t i, uint32_t bytes) {
+    const std::byte* from = data + i * sizeof(PushUnit);
+    if (is_whole(data, i, bytes)) return load_unit<PushUnit>(from);
+    Element elements[kPushElements] = {};
+    PK_UNROLL
+    for (int e = 0; e < kPushElements; ++e) {
+      if (i * sizeof(PushUnit) + e * kSize < bytes) {
+        elements[e] = load_unit<Element>(from + e * kSize);
+      }
+    }
+    PushUnit unit;
+    memcpy(&unit, elements, sizeof(unit));
+    return unit;
+  }
+  PK_HOST_DEVICE static void store_push_unit(std::byte* data, uint32_t i, uint32_t bytes,
+                                             const PushUnit& unit) {
+    std::byte* to = data + i * sizeof(PushUnit);
+    if (is_whole(data, i, bytes)) return store_unit(to, unit);
+    Element elements[kPushElements];
+    memcpy(elements, &unit, sizeof(unit));
+    PK_UNROLL
+    for (int e = 0; e < kPushElements; ++e) {
+      if (i * sizeof(PushUnit) + e * kSize < bytes) store_unit(to + e * kSize, elements[e]);
+    }
+  }
+  // Reduces unit i of this round, in the order of the ranks. Returns false if the collective has
+  // failed.
+  PK_HOST_DEVICE bool reduce_pushed(std::byte* data, uint32_t i, uint32_t bytes) {
+    using W = Wide<Type, PushUnit>;
+    constexpr int kTerms = 32 / sizeof(PushUnit);  // Their words are loaded together.
+    W total{};
+    PK_ROLLED
+    for (int first = 0; first < terms_; first += kTerms) {
+      PushUnit units[kTerms];
+      if (!meeting_.wait_units(first, i, units)) return false;
+      PK_UNROLL
+      for (int t = 0; t < kTerms; ++t) {
+        if (first + t >= terms_) break;
+        const W term(first + t == me_ ? load_push_unit(data, i, bytes) : units[t]);
+        if (first + t == 0) {
+          total = term;
+        } else {
+          total.combine(term, reduction_);
+        }
+      }
+    }
+    store_push_unit(data, i, bytes, total.finish(reduction_, terms_));
+    return true;
   }
 
   // Sets source(rank), for each rank, as the sources of reduce().
@@ -262,7 +363,9 @@ PK_HOST_DEVICE void all_reduce_block(Team& team, const DeviceLaunch& launch) {
   Meeting<Team> meeting(team, launch);
   AllReduceBlock<Type, Team> block(meeting);
   bool done = meeting.begin();
-  if constexpr (algorithm == Algorithm::kOneShot) done = done && block.one_shot();
+  if constexpr (algorithm == Algorithm::kOneShot) {
+    done = done && (launch.pushed ? block.pushed_one_shot() : block.one_shot());
+  }
   if constexpr (algorithm == Algorithm::kTwoShot) done = done && block.two_shot();
   if constexpr (algorithm == Algorithm::kRing) done = done && block.ring();
   done ? meeting.finish() : block.poison_output();
@@ -291,9 +394,17 @@ inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, 
   if (call.operation == Operation::kAllReduceWhenReady && static_cast<int>(call.root) < blocks) {
     blocks = static_cast<int>(call.root);
   }
-  const DeviceGrid grid = plan_grid(call.count, size, limit, ranks.layout.min_chunk_bytes, blocks);
+  size_t least = ranks.layout.min_chunk_bytes;
+  const bool pushed = algorithm == Algorithm::kOneShot && !is_tree(call.reduction) &&
+                      call.count * size <= ranks.layout.push_limit;
+  if (pushed) {
+    limit = ranks.layout.inbox_bytes;
+    least = limit / 4;  // One word for each thread.
+  }
+  const DeviceGrid grid = plan_grid(call.count, size, limit, least, blocks);
   auto* bytes = static_cast<std::byte*>(data);
-  return {ranks, {call, location}, bytes, bytes, call.count, grid.chunk, grid.blocks, gates};
+  return {ranks,      {call, location}, bytes, bytes, call.count,
+          grid.chunk, grid.blocks,      gates, pushed};
 }
 
 }  // namespace pipekernels

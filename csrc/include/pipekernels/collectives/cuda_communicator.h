@@ -92,9 +92,11 @@ struct CudaCaller {
 
 class CudaCommunicator {
  public:
-  // All ranks of `core`, which must outlive this object, construct theirs together. Throws
-  // std::runtime_error on all ranks if one of them cannot use its device.
-  CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes);
+  // All ranks of `core`, which must outlive this object, construct theirs together. `most_blocks`:
+  // the most thread blocks of a kernel of this rank. Throws std::runtime_error on all ranks if one
+  // of them cannot use its device, or has another `most_blocks`.
+  CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes,
+                   int most_blocks = kMaxDeviceBlocks);
   ~CudaCommunicator();
   CudaCommunicator(const CudaCommunicator&) = delete;
   CudaCommunicator& operator=(const CudaCommunicator&) = delete;
@@ -128,8 +130,8 @@ class CudaCommunicator {
     void operator()(HostFlags* flags) const;
   };
 
-  void set_up(size_t symmetric_bytes);
-  void agree_on_layout();
+  void set_up(size_t symmetric_bytes, int most_blocks);
+  void agree_on_layout(int most_blocks);
   void share_memory(size_t symmetric_bytes);
   void exchange(SetupMessage& mine, std::vector<SetupMessage>& all);
   void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);

@@ -9,7 +9,7 @@
 //                                  writes;
 //   any(bool)                      sync(), and whether the argument is true for any thread;
 //   shared()                       the block's DeviceScratch, in shared memory;
-//   load_acquire(p), load_relaxed(p), store_release(p, v)
+//   load_acquire(p), load_relaxed(p), store_release(p, v), store_relaxed(p, v)
 //                                  atomic accesses of system scope (all devices and hosts);
 //   exchange(p, v)                 an atomic exchange of device scope;
 //   fence()                        orders this thread's accesses before it and after it, for the
@@ -30,6 +30,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "pipekernels/shared_memory/device_memory.h"
 
@@ -105,6 +106,100 @@ class Meeting {
     return all_threads_succeeded(arrived);
   }
 
+  // ---- pushed words: 4 bytes of data below 4 bytes of flag, the number of the round; see
+  // AllReduceBlock::pushed_one_shot().
+
+  // Begins a round. Returns false, in all threads of the block, if the collective has failed. A
+  // flag is never one that the inboxes have held: when their numbers are used up, after 2^32 - 1
+  // rounds, the ranks meet, clear the inboxes, and meet again.
+  PK_HOST_DEVICE bool begin_pushes() {
+    pushing_ = true;
+    ++counters_.pushes;
+    if (flag() != 0) return true;
+    PK_ROLLED
+    for (int meeting = 0; meeting < 2; ++meeting) {
+      if (meeting == 1) clear_inboxes();
+      signal();
+      if (!wait()) return false;
+    }
+    ++counters_.pushes;
+    return true;
+  }
+
+  // Pushes this rank's call to all peers; to be called in the first round.
+  PK_HOST_DEVICE void push_call() {
+    uint32_t words[kPushedCallWords];
+    memcpy(words, &launch_.descriptor.call, sizeof(Call));
+    words[kPushedCallWords - 1] = static_cast<uint32_t>(counters_.calls);
+    for (int peer = from_last_thread(); peer < ranks(); peer += team_.threads()) {
+      if (peer == rank()) continue;
+      PK_UNROLL
+      for (int i = 0; i < kPushedCallWords; ++i) push(peer, i, words[i]);
+    }
+  }
+  // Waits for the calls of all peers and compares them with this rank's. Returns false, in some
+  // threads, if the collective has failed.
+  PK_HOST_DEVICE bool wait_calls() {
+    bool same = true;
+    for (int peer = from_last_thread(); peer < ranks() && same; peer += team_.threads()) {
+      Call theirs{};
+      same = peer == rank() ||
+             (poll([&] { return read_call(peer, flag(), theirs); }, peer) && matches(peer, theirs));
+    }
+    return same;
+  }
+
+  // Pushes unit `i` of this round's data, of 4 or 8 bytes.
+  template <class Unit>
+  PK_HOST_DEVICE void push_unit(int peer, uint32_t i, const Unit& unit) {
+    constexpr int kWords = sizeof(Unit) / 4;
+    uint32_t words[kWords];
+    memcpy(words, &unit, sizeof(unit));
+    PK_UNROLL
+    for (int w = 0; w < kWords; ++w) push(peer, kPushedCallWords + i * kWords + w, words[w]);
+  }
+  // Waits for unit `i` of ranks `first`, ..., `first + kRanks - 1`, as far as these exist and are
+  // peers. Returns false if the collective has failed.
+  template <int kRanks, class Unit>
+  PK_HOST_DEVICE bool wait_units(int first, uint32_t i, Unit (&units)[kRanks]) {
+    constexpr int kWords = sizeof(Unit) / 4;
+    const size_t stride = ranks_.layout.inbox_words();
+    const uint64_t* from =
+        ranks_.layout.inbox(own_memory(), team_.block(), counters_.pushes, first) +
+        kPushedCallWords + i * kWords;
+    int missing = first;
+    const auto arrived = [&] {
+      uint64_t words[kRanks][kWords];
+      PK_UNROLL
+      for (int r = 0; r < kRanks; ++r) {
+        PK_UNROLL
+        for (int w = 0; w < kWords; ++w) {
+          words[r][w] = static_cast<uint64_t>(flag()) << 32;
+          if (first + r < ranks() && first + r != rank()) {
+            words[r][w] = team_.load_relaxed(from + r * stride + w);
+          }
+        }
+      }
+      bool all = true;
+      PK_UNROLL
+      for (int r = kRanks - 1; r >= 0; --r) {
+        uint32_t data[kWords];
+        PK_UNROLL
+        for (int w = 0; w < kWords; ++w) {
+          data[w] = static_cast<uint32_t>(words[r][w]);
+          if (words[r][w] >> 32 == flag()) continue;
+          all = false;
+          missing = first + r;
+        }
+        memcpy(&units[r], data, sizeof(Unit));
+      }
+      return all;
+    };
+    return poll(arrived, missing);
+  }
+  // Ends a round; `arrived`: what the waits of this thread have returned. Returns as wait() does.
+  PK_HOST_DEVICE bool end_pushes(bool arrived) { return all_threads_succeeded(arrived); }
+
   // Waits until rank `before` has put chunk `number` into this rank's mailbox.
   PK_HOST_DEVICE bool wait_reduced(int before, uint64_t number) {
     return wait_chunk(&own_cell(before).reduce_sent, before, number);
@@ -162,7 +257,7 @@ class Meeting {
 
   // Called at the end of a collective that has not failed.
   PK_HOST_DEVICE void finish() {
-    ++counters_.calls;
+    if (published_) ++counters_.calls;
     team_.sync();
     if (team_.thread() != 0) return;
     state().counters = counters_;
@@ -203,15 +298,67 @@ class Meeting {
 
   PK_HOST_DEVICE bool compare(int peer, const DeviceCell& cell) {
     const Descriptor& theirs = cell.calls[counters_.calls % 2];
-    if (!same_call(theirs.call, launch_.descriptor.call)) {
-      if (team_.block() == 0) {
-        report({DeviceFailureKind::kMismatch, peer, RankStatus::failed(Reason::kMismatched, peer),
-                launch_.descriptor.call, theirs.call});
-      }
-      return false;
-    }
+    if (!matches(peer, theirs.call)) return false;
     record_data(peer, theirs);
     return true;
+  }
+  PK_HOST_DEVICE bool matches(int peer, const Call& theirs) {
+    if (same_call(theirs, launch_.descriptor.call)) return true;
+    if (team_.block() == 0) {
+      report({DeviceFailureKind::kMismatch, peer, RankStatus::failed(Reason::kMismatched, peer),
+              launch_.descriptor.call, theirs});
+    }
+    return false;
+  }
+
+  PK_HOST_DEVICE void clear_inboxes() const {
+    uint64_t* words = ranks_.layout.inbox(own_memory(), team_.block(), 0, 0);
+    const size_t count = kInboxes * ranks() * ranks_.layout.inbox_words();
+    for (size_t i = team_.thread(); i < count; i += team_.threads()) {
+      team_.store_relaxed(words + i, 0);
+    }
+  }
+  PK_HOST_DEVICE uint32_t flag() const { return static_cast<uint32_t>(counters_.pushes); }
+  PK_HOST_DEVICE void push(int peer, uint32_t index, uint32_t data) {
+    uint64_t* inbox =
+        ranks_.layout.inbox(ranks_.memory[peer], team_.block(), counters_.pushes, rank());
+    team_.store_relaxed(inbox + index, static_cast<uint64_t>(flag()) << 32 | data);
+  }
+  // The first threads already have data to push and to wait for.
+  PK_HOST_DEVICE int from_last_thread() const { return team_.threads() - 1 - team_.thread(); }
+
+  // Whether `peer` has pushed the call of the round with this flag, after as many calls with
+  // signals as this rank has made; `call` is then that call.
+  PK_HOST_DEVICE bool read_call(int peer, uint32_t flag, Call& call) const {
+    // Of rounds of this flag's parity.
+    const uint64_t* inbox = ranks_.layout.inbox(own_memory(), team_.block(), flag, peer);
+    uint32_t data[kPushedCallWords];
+    bool all = true;
+    PK_UNROLL
+    for (int i = 0; i < kPushedCallWords; ++i) {
+      const uint64_t word = team_.load_relaxed(inbox + i);
+      all = all && word >> 32 == flag;
+      data[i] = static_cast<uint32_t>(word);
+    }
+    memcpy(&call, data, sizeof(call));
+    return all && data[kPushedCallWords - 1] == static_cast<uint32_t>(counters_.calls);
+  }
+
+  // Whether `peer` makes another call than this rank, one that signals while this rank's pushes or
+  // the reverse, so that this rank would wait in vain; reports it then. Calls of one kind are
+  // compared when they arrive.
+  template <class Reached>
+  PK_HOST_DEVICE bool calls_otherwise(int peer, const Reached& reached) {
+    if (peer == rank()) return false;
+    if (pushing_) {
+      const DeviceCell& cell = own_cell(peer);
+      if (team_.load_acquire(&cell.arrivals) <= counters_.signals) return false;
+      // If the signal was of a later call, what was pushed in this one is here by now.
+      return !reached() && !matches(peer, cell.calls[counters_.calls % 2].call);
+    }
+    Call theirs{};
+    const uint32_t next = flag() + 1;
+    return !compared_ && next != 0 && read_call(peer, next, theirs) && !matches(peer, theirs);
   }
 
   PK_HOST_DEVICE bool await(const uint64_t* word, uint64_t target, int owner) {
@@ -227,22 +374,28 @@ class Meeting {
   // before. Returns false on a failure. Each acquire invalidates the cache, so polls are relaxed.
   template <class Word>
   PK_HOST_DEVICE bool poll_until(const Word* word, Word target, int owner) {
-    const auto reached = [&] { return team_.load_relaxed(word) >= target; };
+    if (!poll([&] { return team_.load_relaxed(word) >= target; }, owner)) return false;
+    team_.load_acquire(word);  // Counters only grow: it reads what was polled, or a later release.
+    return true;
+  }
+
+  // Polls until reached(). Returns false on a failure. reached() may set `owner`, the rank that it
+  // waits for.
+  template <class Reached>
+  PK_HOST_DEVICE bool poll(const Reached& reached, const int& owner) {
     PollTimes times{};
     for (unsigned spins = 1;; ++spins) {
-      if (reached()) break;
+      if (reached()) return true;
       if (spins % kSpins != 0) continue;
       team_.pause();
       const int failed_rank = check_for_failure(reached, owner, times);
+      if (failed_rank == kGiveUp || calls_otherwise(owner, reached)) return false;
       if (failed_rank == kGoOn) continue;
-      if (failed_rank == kGiveUp) return false;
-      // A rank fails after its last signal. reached() may have been evaluated before that signal
-      // arrived, so evaluate it again.
-      if (reached()) break;
+      // A rank fails after its last signal and its last pushes. reached() may have been evaluated
+      // before these arrived, so evaluate it again.
+      if (reached()) return true;
       return peer_failed(failed_rank, status_of(failed_rank));
     }
-    team_.load_acquire(word);  // Counters only grow: it reads what was polled, or a later release.
-    return true;
   }
 
   struct PollTimes {
@@ -343,6 +496,7 @@ class Meeting {
   DeviceCounters counters_{};  // Each thread's copy; finish() writes it back.
   bool published_ = false;
   bool compared_ = false;
+  bool pushing_ = false;
 };
 
 }  // namespace pipekernels

@@ -2,12 +2,12 @@
 //
 // Every rank owns one allocation of device memory, which all ranks can read and write:
 //
-//   [ control | thread block states | cells | staging per thread block | symmetric heap ]
+//   [ control | thread block states | cells | inboxes | staging per thread block | symmetric heap ]
 //
 // Thread block b of a rank synchronises only with thread block b of every other rank. Each block
-// index has its own cells, counters and staging, so calls may differ in their number of blocks and
-// in how they divide the data among them. A rank writes its signals into the memory of the rank
-// that waits for them, so that a waiting rank polls only its own memory.
+// index has its own cells, inboxes, counters and staging, so calls may differ in their number of
+// blocks and in how they divide the data among them. A rank writes its signals into the memory of
+// the rank that waits for them, so that a waiting rank polls only its own memory.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +26,10 @@ constexpr int kDeviceInputSets = 2;
 constexpr int kDeviceResultSets = 3;
 constexpr int kDeviceRingDepth = 8;
 
+// Of the words that a rank pushes to another; used in turn. See AllReduceBlock::pushed_one_shot().
+constexpr int kInboxes = 2;
+constexpr int kPushedCallWords = 5;  // The words of an inbox that tell the call; data follow.
+
 // One per rank.
 struct alignas(128) DeviceControl {
   // failed[r]: the RankStatus of rank r if it has failed on its device, else 0. Only rank r writes
@@ -39,9 +43,10 @@ struct alignas(128) DeviceControl {
 // launch's arguments, so that a captured launch can be replayed.
 struct DeviceCounters {
   uint64_t signals;
-  uint64_t calls;
+  uint64_t calls;   // That have signalled.
   uint64_t rounds;  // Rounds of staging.
   uint64_t chunks;  // Chunks of rings.
+  uint64_t pushes;  // Rounds of pushed words.
 };
 
 // Only that block uses it.
@@ -66,6 +71,8 @@ struct DeviceLayout {
   uint32_t set_bytes;        // Size of one staging buffer; a multiple of 128.
   uint32_t slot_bytes;       // Size of one slot of a ring mailbox; a multiple of 128.
   uint32_t min_chunk_bytes;  // Least size of a chunk in a launch of more than one.
+  uint32_t inbox_bytes;      // Data that an inbox has room for; a multiple of 64.
+  uint32_t push_limit;       // Largest tensor whose one-shot all-reduce pushes words, in bytes.
 
   PK_HOST_DEVICE size_t staging_stride() const {
     return size_t{kDeviceInputSets + kDeviceResultSets} * set_bytes +
@@ -74,9 +81,15 @@ struct DeviceLayout {
   PK_HOST_DEVICE size_t cells() const {
     return sizeof(DeviceControl) + blocks * sizeof(DeviceBlockState);
   }
+  PK_HOST_DEVICE size_t inboxes() const {
+    return cells() + size_t{1} * blocks * ranks * sizeof(DeviceCell);
+  }
+  PK_HOST_DEVICE size_t inbox_words() const {  // A multiple of 128 bytes.
+    return (kPushedCallWords + inbox_bytes / 4 + 15) / 16 * 16;
+  }
   // The bytes at the beginning that must be zeroed before the first launch.
   PK_HOST_DEVICE size_t control_bytes() const {
-    return cells() + size_t{1} * blocks * ranks * sizeof(DeviceCell);
+    return inboxes() + blocks * kInboxes * ranks * inbox_words() * sizeof(uint64_t);
   }
   PK_HOST_DEVICE size_t heap() const { return control_bytes() + blocks * staging_stride(); }
 
@@ -89,6 +102,12 @@ struct DeviceLayout {
   // The cell that `writer` writes and the owner of `memory` polls.
   PK_HOST_DEVICE DeviceCell& cell(std::byte* memory, int block, int writer) const {
     return reinterpret_cast<DeviceCell*>(memory + cells())[block * ranks + writer];
+  }
+  // Where `writer` pushes the words of a round to the owner of `memory`. The inboxes of one block
+  // are contiguous: those of even rounds, then those of odd rounds.
+  PK_HOST_DEVICE uint64_t* inbox(std::byte* memory, int block, uint64_t round, int writer) const {
+    const size_t number = (block * kInboxes + round % kInboxes) * ranks + writer;
+    return reinterpret_cast<uint64_t*>(memory + inboxes()) + number * inbox_words();
   }
   PK_HOST_DEVICE std::byte* input(std::byte* memory, int block, uint64_t round) const {
     return staging(memory, block) + round % kDeviceInputSets * set_bytes;
@@ -167,7 +186,14 @@ struct DeviceLaunch {
   size_t chunk;       // Elements (or bytes) that a block processes at a time.
   int32_t blocks;
   Gates gates;
+  bool pushed = false;  // A one-shot all-reduce: whether it pushes words.
 };
+
+// DeviceLayout::push_limit. Pushed words spare a fence and the wait for its signal, but carry as
+// many bytes of flags as of data, to each peer. An estimate, not a measurement.
+constexpr uint32_t push_limit(int ranks) {
+  return ranks <= 8 ? 64 << 10 : ranks <= 16 ? 32 << 10 : 16 << 10;
+}
 
 // How a launch divides `count` elements: the number of blocks, and the elements per chunk.
 struct DeviceGrid {

@@ -1,0 +1,145 @@
+// A rank of a CUDA communicator on the fake CUDA runtime, and what tests of it share. To be
+// included by one file of a program: it defines the host code of csrc/cuda.
+#pragma once
+
+#include <signal.h>
+
+#include <chrono>
+#include <cstdlib>
+
+#include "../device_team.h"
+#include "../ranks.h"
+#include "collectives/communicator.cu"
+#include "pipekernels/collectives/all_gather.cuh"
+#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/collectives/broadcast.cuh"
+#include "pipekernels/collectives/reduce_scatter.cuh"
+#include "shared_memory/symmetric_heap.cu"
+
+namespace pipekernels {
+
+using fake_cuda::Kernel;
+using fake_cuda::Stream;
+using Float = ElementOf<DType::kFloat32>;
+
+constexpr int kThreadsOfBlock = 2;
+
+inline Kernel kernel_of(void (*body)(CpuTeam&, const DeviceLaunch&)) {
+  return {sizeof(DeviceLaunch), [body](const std::byte* argument) {
+            DeviceLaunch launch;
+            std::memcpy(static_cast<void*>(&launch), argument, sizeof(launch));
+            run_stream({{launch, body}}, launch.blocks, kThreadsOfBlock);
+          }};
+}
+
+inline Kernel one_shot = kernel_of(all_reduce_block<Algorithm::kOneShot, Float, CpuTeam>);
+inline Kernel two_shot = kernel_of(all_reduce_block<Algorithm::kTwoShot, Float, CpuTeam>);
+inline Kernel ring = kernel_of(all_reduce_block<Algorithm::kRing, Float, CpuTeam>);
+inline Kernel scatter = kernel_of(reduce_scatter_block<Float, CpuTeam>);
+inline Kernel gather = kernel_of(all_gather_block<CpuTeam>);
+inline Kernel send = kernel_of(broadcast_block<CpuTeam>);
+
+inline void add_all_reduce_kernels(KernelList& kernels) {
+  for (Kernel* kernel : {&one_shot, &two_shot, &ring}) kernels.push_back(kernel);
+}
+inline void add_reduce_scatter_kernels(KernelList& kernels) { kernels.push_back(&scatter); }
+inline void add_all_gather_kernels(KernelList& kernels) { kernels.push_back(&gather); }
+inline void add_broadcast_kernels(KernelList& kernels) { kernels.push_back(&send); }
+
+constexpr size_t kHeap = 1 << 20;
+constexpr Algorithm kFixedAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
+                                          Algorithm::kRing};
+
+// One rank with its own stream.
+struct Rank {
+  explicit Rank(Communicator& core, size_t heap = kHeap)
+      : cuda(core, 0, heap), stream(fake_cuda::make_stream()) {}
+
+  uint64_t location_of(const float* data, size_t count) const {
+    return cuda.location_of(data, count * sizeof(float));
+  }
+  void all_reduce(float* data, size_t count, Algorithm way = Algorithm::kTwoShot) {
+    all_reduce_in(stream, data, count, way);
+  }
+  void all_reduce_in(Stream* in, float* data, size_t count, Algorithm way) {
+    const Call call{Operation::kAllReduce, DType::kFloat32, {}, way, 0, 0, count};
+    const Kernel& kernel = way == Algorithm::kOneShot   ? one_shot
+                           : way == Algorithm::kTwoShot ? two_shot
+                                                        : ring;
+    cuda.launch(&kernel, plan_all_reduce(cuda.ranks(), call, way, data, location_of(data, count)),
+                {in, true});
+  }
+  void reduce_scatter(const float* input, float* output, size_t count) {
+    const Call call{Operation::kReduceScatter, DType::kFloat32, {}, {}, 0, 0, count};
+    cuda.launch(&scatter,
+                plan_reduce_scatter(cuda.ranks(), call, input, output, location_of(input, count)),
+                {stream, true});
+  }
+  void all_gather(const float* input, float* output, size_t count) {
+    const Call call{Operation::kAllGather, DType::kFloat32, {}, {}, 0, 0, count};
+    cuda.launch(&gather,
+                plan_all_gather(cuda.ranks(), call, input, output, location_of(input, count)),
+                {stream, true});
+  }
+  void broadcast(float* data, size_t count, int root) {
+    const auto from = static_cast<uint32_t>(root);
+    const auto way = cuda.world_size() > 1 ? Algorithm::kTwoShot : Algorithm::kOneShot;
+    const Call call{Operation::kBroadcast, DType::kFloat32, {}, way, from, 0, count};
+    cuda.launch(&send, plan_broadcast(cuda.ranks(), call, data, location_of(data, count)),
+                {stream, true});
+  }
+  std::unique_ptr<CudaBuffer> allocate(size_t count, Stream* in) {
+    return cuda.allocate(count * sizeof(float), in);
+  }
+
+  int number() const { return cuda.rank(); }
+  // The sum over ranks if rank r contributes r + 1.
+  float sum() const { return static_cast<float>(cuda.world_size() * (cuda.world_size() + 1)) / 2; }
+
+  CudaCommunicator cuda;
+  Stream* const stream;
+};
+
+inline float* floats(const CudaBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
+
+inline bool all_are(const float* data, size_t count, float value) {
+  return std::all_of(data, data + count, [value](float v) { return v == value; });
+}
+
+// The message of the Error that body() must throw.
+template <class Error, class Body>
+std::string thrown(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  CHECK(!"nothing has been thrown");
+  return "";
+}
+
+inline bool has(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
+// A flag in memory that forked processes share.
+class SharedFlag {
+ public:
+  SharedFlag()
+      : flag_(static_cast<std::atomic<int>*>(
+            mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
+  void set() const { flag_->store(1); }
+  void wait() const {
+    const auto end = Clock::now() + std::chrono::seconds(60);
+    while (flag_->load() == 0) {
+      CHECK(Clock::now() < end);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+
+ private:
+  std::atomic<int>* const flag_;
+};
+
+}  // namespace pipekernels
