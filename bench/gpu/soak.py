@@ -42,11 +42,11 @@ def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
         def compare(rank: int, tensor: torch.Tensor) -> None:
             wrong[rank] += (tensor != sums[tensor.dtype][: len(tensor)]).sum()
 
-        def body(rank: int, batch: list[tuple[int, torch.dtype, str]]) -> None:
-            for count, dtype, algorithm in batch:
+        def body(rank: int, batch: list[tuple[int, torch.dtype, str, str]]) -> None:
+            for count, dtype, algorithm, order in batch:
                 tensor = tensors[rank][dtype][:count]
                 tensor.copy_(sources[rank][dtype][:count])
-                threads.communicators[rank].all_reduce(tensor, algorithm=algorithm)
+                threads.communicators[rank].all_reduce(tensor, algorithm=algorithm, order=order)
                 compare(rank, tensor)
 
         synchronize(device)
@@ -67,6 +67,7 @@ def soak(ranks: int, limit: int, seconds: float, device: torch.device) -> Row:
                     int(2 ** generator.uniform(0, LARGEST.bit_length() - 1)),
                     generator.choice(dtypes),
                     generator.choice(ALGORITHMS),
+                    generator.choice(("rank", "tree")),
                 )
                 for _ in range(BATCH)
             ]

@@ -30,6 +30,7 @@ class Call:
     op: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    order: str
     src: int
     kinds: tuple[str, ...]
     special: bool
@@ -53,7 +54,8 @@ class Call:
         kinds = generator.choice([("ordinary",), ("symmetric",), KINDS])
         src = generator.randrange(world_size)
         special = generator.random() < 0.2
-        return cls(operation, op, dtype, tuple(shape), src, kinds, special, seed)
+        order = generator.choice(["rank", "tree"])
+        return cls(operation, op, dtype, tuple(shape), order, src, kinds, special, seed)
 
     def expected(self, rank: int, world_size: int) -> Tensor:
         """The oracle's answer for ``rank``."""
@@ -61,9 +63,9 @@ class Call:
             return contents(self, self.src)
         inputs = [contents(self, r) for r in range(world_size)]
         if self.operation == "all_reduce":
-            return reference.all_reduce(inputs, self.op)
+            return reference.all_reduce(inputs, self.op, self.order)
         if self.operation == "reduce_scatter":
-            return reference.reduce_scatter(inputs, self.op)[rank]
+            return reference.reduce_scatter(inputs, self.op, self.order)[rank]
         return reference.all_gather(inputs)
 
     def tensor(self, comm: Communicator, own: random.Random) -> Tensor:
@@ -73,9 +75,9 @@ class Call:
     def run(self, comm: Communicator, tensor: Tensor, algorithm: str) -> Tensor:
         """Make the call."""
         if self.operation == "all_reduce":
-            return comm.all_reduce(tensor, self.op, algorithm=algorithm)
+            return comm.all_reduce(tensor, self.op, algorithm=algorithm, order=self.order)
         if self.operation == "reduce_scatter":
-            return comm.reduce_scatter(tensor, self.op)
+            return comm.reduce_scatter(tensor, self.op, order=self.order)
         if self.operation == "all_gather":
             return comm.all_gather(tensor)
         return comm.broadcast(tensor, self.src)

@@ -35,10 +35,11 @@ class Plan:
     def run(self, comm: Communicator) -> object:
         """Make the call."""
         x = torch.ones(self.count * RANKS, dtype=self.dtype)
+        op, order = ("sum", "tree") if self.op == "tree sum" else (self.op, "rank")
         if self.operation == "all_reduce":
-            return comm.all_reduce(x, self.op, algorithm=self.algorithm)
+            return comm.all_reduce(x, op, algorithm=self.algorithm, order=order)
         if self.operation == "reduce_scatter":
-            return comm.reduce_scatter(x, self.op)
+            return comm.reduce_scatter(x, op, order=order)
         if self.operation == "all_gather":
             return comm.all_gather(x)
         if self.operation == "broadcast":
@@ -50,7 +51,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "operation": ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"),
     "count": (0, 1, 10, 11, 1000, 100_000, 300_001),
     "dtype": (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int64),
-    "op": ("sum", "max", "min"),
+    "op": ("sum", "tree sum", "max", "min"),
     "algorithm": ALGORITHMS,
     "src": tuple(range(RANKS)),
 }

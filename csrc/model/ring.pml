@@ -7,6 +7,8 @@
  *   reduce(), gather(), send_result()   the lambdas of ring() in all_reduce.cpp
  *   ring()                     ring(), ring_schedule(), and finish_chunks()
  *
+ * In tree order a slot holds several partial results of a chunk; steps and slots are the same.
+ *
  * A step of the model is a reduce() or gather() with its wait() and its raise(). Mailboxes hold the
  * numbers of their chunks. Numbers are kept modulo CYCLE, which is far more than ranks can be
  * apart, so the search covers endless runs.

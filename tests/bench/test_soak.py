@@ -42,6 +42,7 @@ def test_draws_depend_only_on_the_seed_and_cover_everything() -> None:
         "all_reduce", "reduce_scatter", "all_gather", "broadcast"
     }  # fmt: skip
     assert len({call.dtype for call in calls}) == 6 and len({call.op for call in calls}) == 4
+    assert {call.order for call in calls} == {"rank", "tree"}
     assert min(torch.Size(call.shape).numel() for call in calls) == 0
     assert any(contents(call, 0).isnan().any() for call in calls)
     assert not torch.equal(contents(calls[1], 0), contents(calls[1], 1))

@@ -252,48 +252,37 @@ PK_HOST_DEVICE void reduce_units(const Team& team, const std::byte* const* sourc
   }
 }
 
-// The same in tree order (tree_order.h), for 4 to 32 terms. The stack is in registers: if bit l of
-// the number of complete groups of four is 1, stack[l] has the sum of 2^l groups.
-template <class Type, class Unit, int kUnits, class Team, class Store>
+// The same in tree order (tree_order.h), for 4 to 32 terms, a unit at a time. The stack is in
+// registers: if bit l of the number of complete groups of four is 1, stack[l] is the sum of 2^l
+// groups.
+template <class Type, class Unit, class Team, class Store>
 PK_HOST_DEVICE void reduce_units_as_tree(const Team& team, const std::byte* const* sources,
                                          int terms, uint32_t begin, uint32_t end,
                                          Reduction reduction, Store store) {
   using W = Wide<Type, Unit>;
   constexpr int kTerms = 4, kLevels = 3;
-  const uint32_t stride = team.threads();
-  const auto add_to = [&](const W* left, W* right) {
-    PK_UNROLL
-    for (int u = 0; u < kUnits; ++u) {
-      W sum = left[u];
-      sum.combine(right[u], reduction);
-      right[u] = sum;
-    }
+  const auto sum_of = [](W left, const W& right) {
+    left.combine(right, Reduction::kSum);
+    return left;
   };
   PK_ROLLED
-  for (uint32_t i = begin + team.thread(); i < end; i += kUnits * stride) {
-    const uint32_t left = end - i, offset = i * sizeof(Unit);
-    W stack[kLevels][kUnits], total[kUnits];
+  for (uint32_t i = begin + team.thread(); i < end; i += team.threads()) {
+    const uint32_t offset = i * sizeof(Unit);
+    W stack[kLevels], total;
     PK_ROLLED
     for (int group = 0; group * kTerms < terms; ++group) {
       const int first = group * kTerms;
-      Unit held[kTerms][kUnits];
+      Unit held[kTerms];
       PK_UNROLL
       for (int t = 0; t < kTerms; ++t) {
-        if (first + t >= terms) break;
-        const std::byte* source = sources[first + t] + offset;
-        PK_UNROLL
-        for (int u = 0; u < kUnits; ++u) {
-          if (u * stride < left) held[t][u] = load_unit<Unit>(source + u * stride * sizeof(Unit));
-        }
+        if (first + t < terms) held[t] = load_unit<Unit>(sources[first + t] + offset);
       }
-      PK_UNROLL
-      for (int u = 0; u < kUnits; ++u) {
-        total[u] = W(held[0][u]);
-        if (first + 1 < terms) total[u].combine(W(held[1][u]), reduction);
-        if (first + 2 >= terms) continue;
-        W right(held[2][u]);
-        if (first + 3 < terms) right.combine(W(held[3][u]), reduction);
-        total[u].combine(right, reduction);
+      total = W(held[0]);
+      if (first + 1 < terms) total = sum_of(total, W(held[1]));
+      if (first + 2 < terms) {
+        W right(held[2]);
+        if (first + 3 < terms) right = sum_of(right, W(held[3]));
+        total = sum_of(total, right);
       }
       const bool last = first + kTerms >= terms;
       PK_UNROLL
@@ -301,18 +290,13 @@ PK_HOST_DEVICE void reduce_units_as_tree(const Team& team, const std::byte* cons
         const int lower = (1 << l) - 1;
         if (!last && (group & lower) != lower) break;  // The total has been pushed.
         if (group >> l & 1) {
-          add_to(stack[l], total);
+          total = sum_of(stack[l], total);
         } else if (!last) {
-          PK_UNROLL
-          for (int u = 0; u < kUnits; ++u) stack[l][u] = total[u];
+          stack[l] = total;
         }
       }
     }
-    PK_UNROLL
-    for (int u = 0; u < kUnits; ++u) {
-      if (u * stride >= left) break;
-      store(offset + u * stride * sizeof(Unit), total[u].finish(reduction, terms));
-    }
+    store(offset, total.finish(reduction, terms));
   }
 }
 
@@ -330,11 +314,9 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
   const size_t packs = aligned ? bytes / 16 : 0;
   if constexpr (std::is_floating_point_v<typename Type::Accumulator>) {
     if (is_tree(reduction) && terms > 3) {
-      constexpr int kPacks = sizeof(Element) == 2 ? 1 : 2;  // 16-bit elements double in size.
-      reduce_units_as_tree<Type, Pack, kPacks>(team, sources, terms, 0, packs, reduction, store);
-      return reduce_units_as_tree<Type, Element, 2>(team, sources, terms,
-                                                    packs * 16 / sizeof(Element),
-                                                    bytes / sizeof(Element), reduction, store);
+      reduce_units_as_tree<Type, Pack>(team, sources, terms, 0, packs, reduction, store);
+      return reduce_units_as_tree<Type, Element>(team, sources, terms, packs * 16 / sizeof(Element),
+                                                 bytes / sizeof(Element), reduction, store);
     }
   }
   reduce_units<Type, Pack, 3>(team, sources, terms, 0, packs, reduction, store);
