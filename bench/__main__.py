@@ -8,9 +8,7 @@ from pathlib import Path
 
 from bench import harness
 
-NOT_BENCHMARKS = {
-    "__init__", "__main__", "groups", "harness", "processes", "rank", "report", "systems",
-}  # fmt: skip
+NOT_BENCHMARKS = {"__init__", "__main__", "harness", "processes", "report"}
 
 
 def names() -> list[str]:

@@ -1,6 +1,6 @@
 """All-reduce from Python: ours against every peer that is installed, all of them alternately.
 
-Every system has long-lived ranks of its own (bench/groups.py). In a system's turn each rank
+Every system has long-lived ranks of its own (bench/peers/groups.py). In a system's turn each rank
 rewrites its whole tensor and waits for a common start, outside the timed region; a call's time ends
 when its slowest rank is done. Sums are checked before and after.
 
@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import groups, harness
-from bench.groups import Group, Session
+from bench import harness
+from bench.peers import groups
+from bench.peers.groups import Group, Session
+from bench.peers.systems import Pipekernels, elements
 from bench.report import duration, markdown, microseconds, spread, svg
-from bench.systems import Pipekernels, elements
 
 RANKS = 2
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # bytes

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench import collectives, groups, harness, processes, report, tensor_parallel
-from bench.rank import Rank, Start, contents, expected
-from bench.systems import STORAGE, Candidate
+from bench import collectives, harness, processes, report, tensor_parallel
+from bench.peers import groups
+from bench.peers.rank import Rank, Start, contents, expected
+from bench.peers.systems import STORAGE, Candidate
 
 pytestmark = pytest.mark.project
 

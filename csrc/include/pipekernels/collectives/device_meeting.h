@@ -106,12 +106,10 @@ class Meeting {
     return all_threads_succeeded(arrived);
   }
 
-  // ---- pushed words: 4 bytes of data below 4 bytes of flag, the number of the round; see
-  // AllReduceBlock::pushed_one_shot().
-
-  // Begins a round. Returns false, in all threads of the block, if the collective has failed. A
-  // flag is never one that the inboxes have held: when their numbers are used up, after 2^32 - 1
-  // rounds, the ranks meet, clear the inboxes, and meet again.
+  // Begins a round of pushed words (AllReduceBlock::pushed_one_shot()): 4 bytes of data below 4 of
+  // flag, the round's number. Returns false, in all threads, if the collective has failed. A flag
+  // is never one that the inboxes have held: when their numbers are used up, after 2^32 - 1 rounds,
+  // the ranks meet, clear the inboxes, and meet again.
   PK_HOST_DEVICE bool begin_pushes() {
     pushing_ = true;
     ++counters_.pushes;
@@ -330,7 +328,6 @@ class Meeting {
   // Whether `peer` has pushed the call of the round with this flag, after as many calls with
   // signals as this rank has made; `call` is then that call.
   PK_HOST_DEVICE bool read_call(int peer, uint32_t flag, Call& call) const {
-    // Of rounds of this flag's parity.
     const uint64_t* inbox = ranks_.layout.inbox(own_memory(), team_.block(), flag, peer);
     uint32_t data[kPushedCallWords];
     bool all = true;

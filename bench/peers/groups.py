@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.rank import LIMIT, Start
+from bench.peers.rank import LIMIT, Start
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv" / "peers"  # Made by `make peers`.
 IDLE_LOAD = 0.02  # Cores that a rank may keep busy while it waits.
 PATIENCE = 10.0  # Seconds for a process to exit by itself, and again after SIGTERM.
@@ -85,7 +85,7 @@ class Group:
     """The ranks of one system.
 
     Args:
-        system: its name in ``bench.systems.SYSTEMS``.
+        system: its name in ``bench.peers.systems.SYSTEMS``.
         ranks: how many.
         folder: empty, for this group only; best in memory, as ranks synchronise through a file
             there.
@@ -104,7 +104,7 @@ class Group:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "socket"))
         self._listener.listen(ranks)
-        python = [str(PYTHONS[system]), "-m", "bench.rank", system, str(folder)]
+        python = [str(PYTHONS[system]), "-m", "bench.peers.rank", system, str(folder)]
         if system in LAUNCHERS:
             commands = [LAUNCHERS[system]([*python, "0", str(ranks)], ranks)]
         else:
@@ -152,7 +152,7 @@ class Group:
         return described[order[0]]
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
-        """The answers of all ranks, in their order, to one request; see :class:`bench.rank.Rank`.
+        """The answers of all ranks, in their order, to one request; see :class:`Rank`.
 
         Raises:
             GroupError: a rank failed, died or took too long.

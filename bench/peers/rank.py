@@ -1,4 +1,4 @@
-"""``python -m bench.rank SYSTEM FOLDER RANK RANKS``: a rank that waits for requests.
+"""``python -m bench.peers.rank SYSTEM FOLDER RANK RANKS``: a rank that waits for requests.
 
 It connects to the socket in ``FOLDER`` and sleeps until it receives a request, a line of JSON. So
 ranks of all systems can exist at the same time without disturbing each other.
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.systems import SYSTEMS, Candidate, System, elements
+from bench.peers.systems import SYSTEMS, Candidate, System, elements
 
 LIMIT = 120.0  # Seconds that a request may take; then the rank ends itself.
 PERIOD = 1021  # Of the tensors' contents: prime, so that misplaced blocks show.

@@ -1,0 +1,1 @@
+"""The systems whose collectives are compared: their ranks, in groups that take turns."""
