@@ -92,7 +92,8 @@ int code_of(const PyObject* name) {
 // Communicator.all_reduce_tensor(tensor, op, algorithm, order) -> bool: the fast path for common
 // calls. Does nothing and returns False if `op`, `algorithm` or `order` is not an interned valid
 // name, or if the tensor needs preparation: it is not contiguous, is on another device, has no
-// memory, or torch cannot describe it to C. Defined without pybind11, whose call overhead is as long as a small sum.
+// memory, or torch cannot describe it to C. Defined without pybind11, whose call overhead is as
+// long as a small sum.
 PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 4) {
     PyErr_SetString(PyExc_TypeError, "expected (tensor, op, algorithm, order)");
