@@ -143,8 +143,8 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   }
   if (call.operation == Operation::kAllReduce) {
     // A ring needs two ranks; all_reduce_cuda() launches nothing for one.
-    made.algorithm = static_cast<Algorithm>(1 + random() % (ranks == 1 ? 2 : 3));
-    call.algorithm = made.algorithm;
+    call.algorithm = static_cast<Algorithm>(1 + random() % (ranks == 1 ? 2 : 3));
+    made.algorithm = device_kernel_for(call, call.algorithm);
   }
   const int symmetric_ranks = random() % 3;  // 0: none, 1: some, 2: all.
   const uint64_t seed = random();

@@ -168,6 +168,7 @@ def test_the_extension_is_loaded_in_one_place_only() -> None:
 # Names that torch intends for subclasses and for code that traverses modules, see
 # _torch_private.py; and names of named tuples and locks that are public despite the underscore.
 NOT_PRIVATE = {
+    "_register_custom_module",  # Of peft, which documents it.
     *("_modules", "_parameters", "_buffers", "_apply", "_forward_pre_hooks"),
     *("_load_from_state_dict", "_version", "_replace", "_asdict", "_fields", "_is_owned"),
 }

@@ -33,6 +33,7 @@ void reduce(CudaCommunicator& communicator, const Call& call, Algorithm algorith
             const Gates& gates, const CudaCaller& caller) {
   check_reducible(call.dtype, call.reduction);
   if (communicator.world_size() == 1 && gates.ready == nullptr) return communicator.check();
+  algorithm = device_kernel_for(call, algorithm);
   const uint64_t location = communicator.location_of(data, call.count * size_of(call.dtype));
   communicator.launch(kernel_for(call.dtype, algorithm),
                       plan_all_reduce(communicator.ranks(), call, algorithm, data, location, gates),

@@ -116,6 +116,18 @@ def unfenced_stores(kernel: Kernel) -> list[str]:
     ]
 
 
+def lost_fences(kernel: Kernel, ptx: str) -> int:
+    """How many releases of the PTX are no fenced store in machine code. For kernels whose relaxed
+    stores look like releases there."""
+    fenced = [
+        at
+        for at, instruction in enumerate(kernel.instructions)
+        if instruction.is_store and is_strong(instruction, "SYS") and _is_fenced(kernel, at, "SYS")
+    ]
+    releases = sum(access.startswith("st.release.sys") for access in ordered_accesses(ptx))
+    return max(releases - len(fenced), 0)
+
+
 def unfenced_exchanges(kernel: Kernel) -> list[str]:
     """Atomic exchanges without a fence before them, or without an invalidation behind them."""
     return [

@@ -40,7 +40,7 @@ class AllReduceBlock {
       set_sources(
           [&](int rank) { return rank == me_ ? at(chunk.begin) : meeting_.input(rank, k); });
       std::byte* data = at(chunk.begin);
-      reduce(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
+      reduce<true>(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
     }
     meeting_.finish_rounds(rounds_);
     return true;
@@ -228,10 +228,10 @@ class AllReduceBlock {
     }
     team_.sync();
   }
-  template <class Store>
+  template <bool kTree, class Store>
   PK_HOST_DEVICE void reduce(const ChunkRange& range, Store store) {
-    reduce_block<Type>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
-                       nullptr, store);
+    reduce_block<Type, kTree>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
+                              nullptr, store);
   }
 
   // Waits until chunk k is complete, and stages the parts of it that peers reduce.
@@ -258,7 +258,7 @@ class AllReduceBlock {
     });
     std::byte* result = meeting_.result(me_, k);
     std::byte* data = at(own.begin);
-    reduce(own, [&](size_t offset, auto unit) {
+    reduce<false>(own, [&](size_t offset, auto unit) {
       store_unit(data + offset, unit);
       store_unit(result + offset, unit);
     });
@@ -285,7 +285,7 @@ class AllReduceBlock {
       const ChunkRange own = part_of(chunks_(k), me_, terms_, kSize);
       const size_t begin = own.begin * kSize;
       set_sources([&](int rank) { return meeting_.data_of(rank) + begin; });
-      reduce(own, [&](size_t offset, auto unit) {
+      reduce<false>(own, [&](size_t offset, auto unit) {
         for (int rank = 0; rank < terms_; ++rank) {
           store_unit(meeting_.data_of(rank) + begin + offset, unit);
         }
@@ -377,6 +377,13 @@ PK_HOST_DEVICE void all_reduce_block(Team& team, const DeviceLaunch& launch) {
 inline Algorithm choose_device_algorithm(size_t bytes, int ranks) {
   const size_t limit = ranks <= 2 ? 1 << 20 : ranks <= 4 ? 512 << 10 : 256 << 10;
   return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
+}
+
+// The algorithm whose kernel runs `call`. Sums in tree order take one step in place of two: with a
+// tree in the loops of two_shot(), registers would be spilled on some architectures.
+inline Algorithm device_kernel_for(const Call& call, Algorithm algorithm) {
+  const bool one_step = algorithm == Algorithm::kTwoShot && is_tree(call.reduction);
+  return one_step ? Algorithm::kOneShot : algorithm;
 }
 
 // The launch for `call`. `algorithm` must not be kAuto.

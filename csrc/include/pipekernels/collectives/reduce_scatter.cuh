@@ -38,9 +38,9 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
     }
     team.sync();
     std::byte* output = launch.output + chunk.begin * kSize;
-    reduce_block<Type>(team, team.shared().source, terms, chunk.count * kSize,
-                       launch.descriptor.call.reduction, output,
-                       [&](size_t at, auto unit) { store_unit(output + at, unit); });
+    reduce_block<Type, true>(team, team.shared().source, terms, chunk.count * kSize,
+                             launch.descriptor.call.reduction, output,
+                             [&](size_t at, auto unit) { store_unit(output + at, unit); });
   };
   const auto body = [&] {
     copy_in(0);

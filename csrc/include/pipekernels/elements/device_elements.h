@@ -303,8 +303,8 @@ PK_HOST_DEVICE void reduce_units_as_tree(const Team& team, const std::byte* cons
 // Reduces `bytes`, less than 4 GiB, of sources[0], ..., sources[terms - 1], in this order, with all
 // threads of a block, and passes each unit to store(offset, unit), which may overwrite the sources.
 // `target` is where store() writes if that is none of the sources, else null; its alignment limits
-// the units.
-template <class Type, class Team, class Store>
+// the units. `kTree`: whether sums in tree order are possible.
+template <class Type, bool kTree, class Team, class Store>
 PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sources, int terms,
                                  size_t bytes, Reduction reduction, const std::byte* target,
                                  Store store) {
@@ -312,14 +312,15 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
   bool aligned = is_aligned(target, target, 16);
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
   const size_t packs = aligned ? bytes / 16 : 0;
-  if constexpr (std::is_floating_point_v<typename Type::Accumulator>) {
+  if constexpr (kTree && std::is_floating_point_v<typename Type::Accumulator>) {
     if (is_tree(reduction) && terms > 3) {
       reduce_units_as_tree<Type, Pack>(team, sources, terms, 0, packs, reduction, store);
       return reduce_units_as_tree<Type, Element>(team, sources, terms, packs * 16 / sizeof(Element),
                                                  bytes / sizeof(Element), reduction, store);
     }
   }
-  reduce_units<Type, Pack, 3>(team, sources, terms, 0, packs, reduction, store);
+  constexpr int kPacks = sizeof(typename Type::Accumulator) == 8 ? 2 : 3;
+  reduce_units<Type, Pack, kPacks>(team, sources, terms, 0, packs, reduction, store);
   reduce_units<Type, Element, 2>(team, sources, terms, packs * 16 / sizeof(Element),
                                  bytes / sizeof(Element), reduction, store);
 }
