@@ -126,7 +126,8 @@ lint: $(BUILT)
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
-# Compiled from scratch, as only then ptxas reports; linked into a module of its own.
+# Compiled from scratch, as only then ptxas reports; linked into a module of its own, and loaded, as
+# only then a missing symbol is found.
 cuda-check: $(BUILT)
 	CUDAARCHS='80;90;100' $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -S csrc -B build/cuda-check \
@@ -136,6 +137,7 @@ cuda-check: $(BUILT)
 	$(BIN)/cmake --build build/cuda-check --clean-first --verbose > build/cuda-check/log.txt 2>&1 \
 	  || { cat build/cuda-check/log.txt; exit 1; }
 	$(BIN)/python csrc/cmake/kernel_report.py build/cuda-check/log.txt --require 80 90 100
+	PYTHONPATH=build/cuda-check $(BIN)/python -c 'import _C'
 
 gpu-check:
 	$(PYTHON) -m bench.gpu.check
