@@ -68,7 +68,7 @@ void test_conversions(DType dtype) {
     const float wide = Type::widen(static_cast<uint16_t>(x));
     for (const uint32_t offset : {0u, 1u, ~0u, 0xfffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u}) {
       partial[0] = bits_as<float>(bits_as<uint32_t>(wide) + offset);
-      kernels.finish(expected, partial, source, 2, 1);
+      kernels.finish(expected, partial, source, 2, 32, 1);
       CHECK(Type::narrow(partial[0]) == expected[0]);
     }
     if (wide == wide) CHECK(Type::narrow(wide) == x);

@@ -22,6 +22,7 @@ ORDERED = {
     "ld.relaxed.sys.global",
     "st.release.sys.global",
     "atom.acq_rel.gpu.global.exch",
+    "fence.acq_rel.sys",
 }
 # Of words that hold data and flag, which nothing needs to order: AllReduceBlock::pushed_one_shot().
 PUSH = "st.relaxed.sys.global"

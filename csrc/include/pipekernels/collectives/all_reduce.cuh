@@ -87,7 +87,8 @@ class AllReduceBlock {
   }
 
   // Every rank reduces its part of each chunk, and copies the parts that its peers have reduced.
-  PK_HOST_DEVICE bool two_shot() {
+  // Not inlined, its objects would lie in local memory; it is so long that compilers hesitate.
+  PK_HOST_DEVICE PK_FORCE_INLINE bool two_shot() {
     if (!copy_in(0)) return false;
     meeting_.signal();
     if (!meeting_.wait()) return false;
@@ -229,13 +230,13 @@ class AllReduceBlock {
     team_.sync();
   }
   template <bool kTree, class Store>
-  PK_HOST_DEVICE void reduce(const ChunkRange& range, Store store) {
+  PK_HOST_DEVICE PK_FORCE_INLINE void reduce(const ChunkRange& range, Store store) {
     reduce_block<Type, kTree>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
                               nullptr, store);
   }
 
   // Waits until chunk k is complete, and stages the parts of it that peers reduce.
-  PK_HOST_DEVICE bool copy_in(size_t k) {
+  PK_HOST_DEVICE PK_FORCE_INLINE bool copy_in(size_t k) {
     if (k >= rounds_) return true;
     const ChunkRange chunk = chunks_(k);
     if (!meeting_.wait_ready(chunk.begin, chunk.count)) return false;
@@ -249,7 +250,7 @@ class AllReduceBlock {
     return true;
   }
 
-  PK_HOST_DEVICE void reduce_part(size_t k) {
+  PK_HOST_DEVICE PK_FORCE_INLINE void reduce_part(size_t k) {
     const ChunkRange chunk = chunks_(k), own = part_of(chunk, me_, terms_, kSize);
     set_sources([&](int rank) -> const std::byte* {
       const std::byte* data = rank == me_ ? at(0) : meeting_.data_of(rank);
@@ -264,7 +265,7 @@ class AllReduceBlock {
     });
   }
 
-  PK_HOST_DEVICE void gather(size_t k) {
+  PK_HOST_DEVICE PK_FORCE_INLINE void gather(size_t k) {
     const ChunkRange chunk = chunks_(k);
     for (int step = 1; step < terms_; ++step) {  // Starting with a different peer on each rank.
       const int rank = (me_ + step) % terms_;
@@ -275,7 +276,7 @@ class AllReduceBlock {
 
   // All ranks read and write each other's tensors in place. If the tensors are still being written
   // (see Gates), the ranks synchronise before each chunk.
-  PK_HOST_DEVICE bool two_shot_in_place() {
+  PK_HOST_DEVICE PK_FORCE_INLINE bool two_shot_in_place() {
     for (size_t k = 0; k < rounds_; ++k) {
       if (k > 0 && meeting_.launch().gates.ready != nullptr) {
         if (!copy_in(k)) return false;

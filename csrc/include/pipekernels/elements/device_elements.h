@@ -319,7 +319,9 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
                                                  bytes / sizeof(Element), reduction, store);
     }
   }
-  constexpr int kPacks = sizeof(typename Type::Accumulator) == 8 ? 2 : 3;
+  // Registers allow three; for float16, whose conversions branch, convergence barriers run out.
+  constexpr bool kLong = sizeof(typename Type::Accumulator) == 8 || sizeof(Element) == 2;
+  constexpr int kPacks = kLong ? 2 : 3;
   reduce_units<Type, Pack, kPacks>(team, sources, terms, 0, packs, reduction, store);
   reduce_units<Type, Element, 2>(team, sources, terms, packs * 16 / sizeof(Element),
                                  bytes / sizeof(Element), reduction, store);

@@ -3,8 +3,10 @@
 
 #ifdef __CUDACC__
 #define PK_HOST_DEVICE __host__ __device__
+#define PK_FORCE_INLINE __forceinline__
 #else
 #define PK_HOST_DEVICE
+#define PK_FORCE_INLINE
 #endif
 
 // PK_UNROLL unrolls the following loop fully, so that the arrays it indexes can be kept in
