@@ -48,7 +48,7 @@ def run(command: list[str | Path], env: Mapping[str, str] | None = None) -> None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_cpp_tests_under(sanitizers: str) -> None:
     folder = ROOT / "build" / f"native-{sanitizers.replace(',', '-')}"
@@ -56,7 +56,7 @@ def test_cpp_tests_under(sanitizers: str) -> None:
     run([tool("ctest"), "--test-dir", folder, "--output-on-failure"])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "compiler", ["g++-11", "g++-12", "g++-13", "g++-14", "clang++", "aarch64-linux-gnu-g++"]
 )
