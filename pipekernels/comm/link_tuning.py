@@ -6,20 +6,17 @@ communicator, while the others sleep. No GPU has run this yet.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from pipekernels.comm import links
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.links import LinkModel
-from pipekernels.comm.tuning import LIMIT, run_ranks
+from pipekernels.comm.tuning import measure_by_size, measured, run_ranks
 
 SIZE = 16 << 20  # Bytes of the reduction that is timed.
 BLOCKS = [2**exponent for exponent in range(MOST_BLOCKS.bit_length())]
@@ -101,10 +98,9 @@ def tune() -> list[str]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(_rank, (folder, sizes), gpus)
-            measured = json.loads((Path(folder) / "links").read_text())
+            found = {int(ranks): LinkModel(*link) for ranks, link in measured(folder).items()}
     except Exception as error:  # noqa: BLE001 (There may be no peer access.)
         return [f"links between GPUs were not measured: {error}"]
-    found = {int(ranks): LinkModel(*link) for ranks, link in measured.items()}
     lines = [f"links between GPUs ({gpu}):"]
     lines += [
         f"  {ranks} ranks: {link.alpha * 1e6:.1f} us, {1e-9 / link.beta:.0f} GB/s, "
@@ -116,14 +112,5 @@ def tune() -> list[str]:
 
 def _rank(rank: int, folder: str, sizes: list[int]) -> None:
     torch.cuda.set_device(rank)
-    found = {}
-    store = dist.FileStore(f"{folder}/store", sizes[-1])
-    with Communicator.from_store(store, rank, sizes[-1], timeout=LIMIT) as everyone:
-        for size in sizes:
-            some = everyone.split(0 if rank < size else None)
-            if some is not None:
-                with some:
-                    found[size] = measure(some, torch.device("cuda", rank))
-            everyone.barrier()
-    if rank == 0:
-        (Path(folder) / "links").write_text(json.dumps(found))
+    device = torch.device("cuda", rank)
+    measure_by_size(rank, folder, sizes, lambda comm: measure(comm, device))

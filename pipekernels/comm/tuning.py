@@ -44,7 +44,7 @@ def measure(*, quick: bool = False) -> Tuning:
     sizes = world_sizes(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_rank, (folder, sizes, 10 if quick else 100), sizes[-1])
-        limits = json.loads((Path(folder) / "limits").read_text())
+        limits = measured(folder)
     return Tuning({int(size): limit for size, limit in limits.items()}, _cache.now())
 
 
@@ -65,6 +65,30 @@ def run_ranks(body: Callable[..., None], arguments: tuple[Any, ...], ranks: int)
             for process in processes.processes:
                 process.kill()
             raise TimeoutError(f"measuring took more than {LIMIT:.0f} s; is the machine busy?")
+
+
+def measure_by_size(
+    rank: int, folder: str, sizes: list[int], measure: Callable[[Communicator], Any]
+) -> None:
+    """On each of the last of ``sizes`` ranks: measure with the first ranks, of each size in turn,
+    while the others sleep. :func:`measured` then has the results."""
+    found = {}
+    store = dist.FileStore(f"{folder}/store", sizes[-1])
+    with Communicator.from_store(store, rank, sizes[-1], timeout=LIMIT) as everyone:
+        for size in sizes:
+            some = everyone.split(0 if rank < size else None)
+            if some is not None:
+                with some:
+                    found[size] = measure(some)
+            everyone.barrier()
+    if rank == 0:
+        (Path(folder) / "measured").write_text(json.dumps(found))
+
+
+def measured(folder: str) -> dict[str, Any]:
+    """What :func:`measure_by_size` has found, by size."""
+    found: dict[str, Any] = json.loads((Path(folder) / "measured").read_text())
+    return found
 
 
 def world_sizes(cores: int) -> list[int]:
@@ -96,17 +120,7 @@ def _rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
     # Pin ranks evenly to cores: two that start on one may stay there, as each yields to the other.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    limits = {}
-    store = dist.FileStore(f"{folder}/store", sizes[-1])
-    with Communicator.from_store(store, rank, sizes[-1], timeout=LIMIT) as everyone:
-        for size in sizes:
-            some = everyone.split(0 if rank < size else None)
-            if some is not None:
-                with some:
-                    limits[size] = best_limit(_measure(some, rounds))
-            everyone.barrier()
-    if rank == 0:
-        (Path(folder) / "limits").write_text(json.dumps(limits))
+    measure_by_size(rank, folder, sizes, lambda comm: best_limit(_measure(comm, rounds)))
 
 
 def _measure(communicator: Communicator, rounds: int) -> Times:
