@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipekernels.comm import Communicator
+from pipekernels.comm import Communicator, PeerError
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.models.plan import tensor_parallelize
 from pipekernels.tensor_parallel.sharded import sharded_parameters
@@ -138,7 +138,11 @@ def _run(
             return _Found(comm.rank, outputs, dict(_full_gradients(sharded)))
 
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(body, Communicator.threads(world_size)))
+        ranks = [pool.submit(body, comm) for comm in Communicator.threads(world_size)]
+    errors = [error for rank in ranks if (error := rank.exception()) is not None]
+    if errors:  # One rank's is the cause, the others' that it has failed.
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+    return [rank.result() for rank in ranks]
 
 
 def _recorder(outputs: dict[str, _Part], name: str) -> Callable[..., None]:

@@ -127,11 +127,11 @@ def invariant_add_to_slices(y: Tensor, bias: Tensor, comm: Communicator) -> Tens
 
 
 def tree_sum(terms: Iterable[Tensor]) -> Tensor:
-    """The sum of a power of two of new tensors, which it overwrites, by a binary tree."""
+    """The sum of a power of two of tensors, by a binary tree."""
     stack: list[Tensor] = []
     for count, term in enumerate(terms, 1):
         while count % 2 == 0:
-            term = stack.pop().add_(term)
+            term = stack.pop() + term
             count //= 2
         stack.append(term)
     total = stack.pop()
@@ -140,11 +140,7 @@ def tree_sum(terms: Iterable[Tensor]) -> Tensor:
 
 def sum_of_slabs(x: Tensor, comm: Communicator) -> Tensor:
     """The sum over the last dimension, sharded over the ranks: this rank's subtree."""
-    parts = x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1)
-    while len(parts) > 1:
-        parts = tuple(a + b for a, b in zip(parts[::2], parts[1::2], strict=True))
-    total: Tensor = parts[0]
-    return total
+    return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
 
 
 def slab_norms(
