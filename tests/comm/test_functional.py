@@ -253,8 +253,8 @@ def test_registration(requires_grad: bool, device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
     x = torch.randn(4, 3, device=device, requires_grad=requires_grad)
     registered = torch.ops.pipekernels
-    torch.library.opcheck(registered.all_reduce, (x, comm.handle, "sum", "auto"))
-    torch.library.opcheck(registered.reduce_scatter, (x, comm.handle, "sum"))
+    torch.library.opcheck(registered.all_reduce, (x, comm.handle, "sum", "auto", "rank"))
+    torch.library.opcheck(registered.reduce_scatter, (x, comm.handle, "sum", "rank"))
     torch.library.opcheck(registered.all_gather, (x, comm.handle))
     torch.library.opcheck(registered.broadcast, (x, comm.handle, 0))
     weight = torch.randn(5, 3, device=device)

@@ -59,6 +59,7 @@ def run_threads(
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        torch.get_num_threads()  # A new thread ignores the number that is set until it asks for it.
         try:
             with communicators[rank] as communicator:
                 results[rank] = body(communicator)

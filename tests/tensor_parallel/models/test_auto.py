@@ -199,7 +199,7 @@ def numbers_of(module: nn.Module) -> dict[str, int | float]:
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "GPT-2", "BERT", "T5"])
-def test_the_full_model_comes_back(name: str) -> None:
+def test_the_full_model_comes_back(name: str, one_thread: None) -> None:
     plain = model_of(name)
     copies = [copy.deepcopy(plain) for _ in range(2)]
     numbers = {key: numbers_of(module) for key, module in plain.named_modules()}
