@@ -57,8 +57,11 @@ class Target(DriverBase):
         raise AssertionError("a launch does not ask for that")
 
 
-def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
-    """The kernels that ``launches()`` would start. Triton compiles them, but starts none."""
+def compiled(
+    architecture: int, launches: Callable[[], None], name: str = "gemm_kernel"
+) -> list[Any]:
+    """The kernels, of this name, that ``launches()`` would start. Triton compiles them, but starts
+    none."""
     found: list[Any] = []
 
     class Recorder:
@@ -69,13 +72,13 @@ def compiled(architecture: int, launches: Callable[[], None]) -> list[Any]:
                 kernel.run(*args, grid=grid, warmup=True, **kwargs)
             )
 
-    kernel = launch.gemm_kernel
+    kernel = getattr(launch, name)
     triton.runtime.driver.set_active(Target(architecture))
-    launch.gemm_kernel = Recorder()
+    setattr(launch, name, Recorder())
     try:
         launches()
     finally:
-        launch.gemm_kernel = kernel
+        setattr(launch, name, kernel)
     return found
 
 

@@ -191,6 +191,15 @@ BLOCKS: dict[tuple[int, str], Choice] = {
 }
 BLOCKS |= {(g, "float16"): BLOCKS[g, "bfloat16"] for g in (80, 90, 100)}
 
+# Of products by slabs, one per kind, as other blocks could give other bits. Slabs are seldom
+# multiples of more than 32, and a path of a tree of sums is to fit in registers.
+SLAB_BLOCKS = {
+    "bfloat16": Blocks(64, 32, 32, 4, 4),
+    "float16": Blocks(64, 32, 32, 4, 4),
+    "tfloat32": Blocks(64, 32, 32, 4, 3),
+    "float32": Blocks(64, 32, 16, 8, 2),
+}
+
 
 def generation(capability: tuple[int, int]) -> int:
     """The generation, 80, 90 or 100, whose configurations a GPU uses.

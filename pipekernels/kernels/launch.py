@@ -14,9 +14,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pipekernels.kernels.config import Blocks, Config
+from pipekernels.kernels.config import SLAB_BLOCKS, Blocks, Config
 from pipekernels.kernels.layout import has_rows, signature
 from pipekernels.kernels.sharded_gemm import gemm_kernel
+from pipekernels.kernels.slab_gemm import slab_kernel
 
 PRECISIONS = {"tfloat32": "tf32"}
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -110,6 +111,44 @@ def launch(
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)
+
+
+def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
+    """Launch the kernel of :mod:`pipekernels.kernels.slab_gemm` on the current stream and device.
+
+    Args:
+        product: without residual and scales; M, N and K must be positive.
+        slabs: into how many slabs of equal sizes K is cut, a power of two.
+        generation: of the GPU, see :func:`pipekernels.kernels.config.generation`.
+    """
+    kind, a, b, out, bias, *_ = product
+    blocks = SLAB_BLOCKS[kind]
+    rows, columns = tiles(product, blocks)
+    depth = a.shape[1] // slabs
+    # A descriptor knows where the tensor ends, not where a slab does.
+    tma = generation >= 90 and depth % blocks.k == 0
+    a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
+    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma, is_weight=True)
+    kernel = _slab_kernel(product, slabs)
+    with contextlib.nullcontext() if kernel in _loaded else _loading:
+        slab_kernel[(rows * columns,)](
+            a_operand, b_operand, out, bias, *out.shape, depth, 8,
+            *a_strides, *b_strides, *out.stride(), 0 if bias is None else bias.stride(0),
+            BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, A_VIA=a_via, B_VIA=b_via,
+            OUT=DTYPES[out.dtype], PRECISION=PRECISIONS.get(kind, "ieee"), SLABS=slabs,
+            num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        _loaded.add(kernel)
+
+
+def are_slabs_loaded(product: Product, slabs: int) -> bool:
+    """Whether :func:`launch_slabs` needs neither compile nor load."""
+    return _slab_kernel(product, slabs) in _loaded
+
+
+def _slab_kernel(product: Product, slabs: int) -> tuple[Any, ...]:
+    """The key of the compiled kernel."""
+    return product.kind, "slabs", slabs, *signature(product[1:])
 
 
 def is_loaded(product: Product, config: Config) -> bool:

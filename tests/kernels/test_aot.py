@@ -39,7 +39,7 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # 
 BULK_STORE = "cp.async.bulk.tensor.2d.global.shared"
 OLDEST = Path(__file__).parents[2] / "build" / "oldest-triton"  # See the Makefile.
 
-Compiled = dict[aot.Case, Future[aot.Kernel | str]]
+Compiled = dict[aot.Case | aot.SlabCase, Future[aot.Kernel | str]]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,26 @@ def test_compiles_without_spills(
     if case.variant == "announced" and case.blocks.promote:  # Nothing else is added there.
         sums = case.blocks.m * case.blocks.n // (32 * case.blocks.warps)
         assert len(re.findall(r"\badd\S*\.f32", kernel.ptx)) >= sums
+
+
+@pytest.mark.parametrize(
+    ("version", "case"),
+    [(version, case) for version in ("installed", "oldest") for case in aot.slab_cases(version)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_products_by_slabs_compile_without_spills(
+    version: str, case: aot.SlabCase, compiling: Callable[[str], Compiled]
+) -> None:
+    if version == "oldest" and not OLDEST.exists():
+        pytest.skip("`make oldest-triton` fetches the Triton to compile with")
+    kernel = compiling(version)[case].result(timeout=LIMIT)
+    assert isinstance(kernel, aot.Kernel), kernel
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", kernel.report) == [("0", "0")]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
+    assert kernel.shared <= SHARED_MEMORY[89] and kernel.scratch == 0
+    assert ("cp.async.bulk.tensor" in kernel.ptx) == (case.architecture >= 90 and not case.odd)
+    if case.architecture == 90 and case.kind != "float32":
+        assert early_uses(parse_ptx(kernel.ptx)) == [] and SERIALIZED not in kernel.report
 
 
 def check_asynchronous_products(case: aot.Case, kernel: aot.Kernel) -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.gemm_cases import CONFIG, FLOAT8, Case, check, measured, module, on_gpu, pretend_gpu
+from support.kernels.interpreter import run_interpreted
 from torch import Tensor
 from torch.nn import functional
 
@@ -134,19 +130,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
 @pytest.mark.compile
 @pytest.mark.processes
 def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton", minversion="3.6")
-    tests = Path(__file__).parents[1]
-    folder = tests / "support"
-    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_gemm.py"],
-        cwd=folder, capture_output=True, text=True, timeout=110, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(paths)},
-    )  # fmt: skip
-    reason = re.search(r"SKIPPED .*: (.* does not work .*)", result.stdout)
-    if result.returncode == 5 and reason:
-        pytest.skip(reason[1])
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted("interpreted_gemm.py")
 
 
 # ---- the choice of the algorithm ----

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.few_rows import few_rows_linear, few_rows_partial
 from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.local_ops.slab_gemm import slab_gemm
+from pipekernels.tensor_parallel.invariant.products import (
+    product_by_rows,
+    tree_product,
+    tree_sum,
+    wide_product,
+)
 
 SLABS = 8
 ALIGNED = (
@@ -126,18 +132,6 @@ def invariant_add_to_slices(y: Tensor, bias: Tensor, comm: Communicator) -> Tens
     return result
 
 
-def tree_sum(terms: Iterable[Tensor]) -> Tensor:
-    """The sum of a power of two of tensors, by a binary tree."""
-    stack: list[Tensor] = []
-    for count, term in enumerate(terms, 1):
-        while count % 2 == 0:
-            term = stack.pop() + term
-            count //= 2
-        stack.append(term)
-    total = stack.pop()
-    return total
-
-
 def sum_of_slabs(x: Tensor, comm: Communicator) -> Tensor:
     """The sum over the last dimension, sharded over the ranks: this rank's subtree."""
     return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
@@ -200,15 +194,6 @@ def _slabs(size: int, comm: Communicator) -> Iterator[slice]:
     return (slice(start, start + width) for start in range(0, size, width))
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in float32 or float64. Products of 16-bit numbers are exact in float32."""
-    if a.dtype in (torch.float32, torch.float64):
-        return a @ b
-    if a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
-
-
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
@@ -220,10 +205,7 @@ class _RowLinear(torch.autograd.Function):
         if partial is None:
             rows = x.view(-1, x.shape[-1])
             with _exactly(x):
-                partial = tree_sum(
-                    _wide_product(rows[:, slab], weight[:, slab].t())
-                    for slab in _slabs(x.shape[-1], comm)
-                )
+                partial = tree_product(rows, weight, SLABS // comm.world_size)
         # Not a view, which callers could not modify.
         return _reduce(partial.resize_(shape), comm, scatter).to(x.dtype)
 
@@ -239,9 +221,9 @@ class _RowLinear(torch.autograd.Function):
         grad_x = grad_weight = None
         with _exactly(x):
             if ctx.needs_input_grad[0]:
-                grad_x = torch.cat([rows @ weight[:, slab] for slab in slabs], 1).view(x.shape)
+                grad_x = product_by_rows(rows, weight.t(), slabs).view(x.shape)
             if ctx.needs_input_grad[1]:
-                grad_weight = torch.cat([rows.t() @ flat[:, slab] for slab in slabs], 1)
+                grad_weight = product_by_rows(rows.t(), flat.t(), slabs)
         return grad_x, grad_weight, None, None
 
 
@@ -277,12 +259,9 @@ class _ColumnLinear(torch.autograd.Function):
         if few is not None:
             return few
         rows = x.view(-1, x.shape[-1])
-        parts = [
-            functional.linear(rows, weight[part], None if bias is None else bias[part])
-            for block in _parts(blocks, comm)
-            for part in block
-        ]
-        return torch.cat(parts, 1).resize_(*x.shape[:-1], weight.shape[0])
+        parts = (part for block in _parts(blocks, comm) for part in block)
+        y = product_by_rows(rows, weight, parts, bias)
+        return y.resize_(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -302,7 +281,9 @@ class _ColumnLinear(torch.autograd.Function):
                 grad_x = _reduce(partial, ctx.comm, False).to(x.dtype).view(x.shape)
             flattened = [piece for block in pieces for _, piece in block]
             if ctx.needs_input_grad[1]:
-                grad_weight = torch.cat([piece.t() @ flat for piece in flattened])
+                grad_weight = slab_gemm(rows.t(), flat.t())
+                if grad_weight is None:
+                    grad_weight = torch.cat([piece.t() @ flat for piece in flattened])
             if ctx.needs_input_grad[2]:
                 grad_bias = torch.cat([piece.sum(0) for piece in flattened])
         return grad_x, grad_weight, grad_bias, None, None
@@ -318,7 +299,7 @@ def _parts(blocks: Sequence[int], comm: Communicator) -> Iterator[list[slice]]:
 
 def _sum_of_blocks(slab: Sequence[tuple[slice, Tensor]], weight: Tensor) -> Tensor:
     """What one slab of all fused layers adds to the gradient of their input."""
-    first, *others = (_wide_product(piece, weight[part]) for part, piece in slab)
+    first, *others = (wide_product(piece, weight[part]) for part, piece in slab)
     for other in others:
         first += other
     return first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipekernels.kernels.config import BLOCKS, Blocks, Config
+from pipekernels.kernels.config import BLOCKS, SLAB_BLOCKS, Blocks, Config
 from pipekernels.kernels.layout import signature
 
 DTYPES = {"tfloat32": torch.float32}  # Every other kind is named as its dtype.
@@ -40,6 +41,24 @@ class Case(NamedTuple):
     blocks: Blocks
     split: bool
     variant: str
+
+
+class SlabCase(NamedTuple):
+    """One compilation of the kernel of products by slabs.
+
+    Attributes:
+        architecture: compute capability, and generation.
+        kind: of operands.
+        slabs: how many.
+        odd: whether slabs are no multiples of a block, and sizes no multiples of 16.
+        layout: which of a linear layer's three products it is.
+    """
+
+    architecture: int
+    kind: str
+    slabs: int
+    odd: bool
+    layout: str
 
 
 class Box(NamedTuple):
@@ -101,6 +120,18 @@ def cases() -> list[Case]:
     return found
 
 
+def slab_cases(version: str) -> list[SlabCase]:
+    """For a Triton: whole and cut products, by descriptors and by pointers."""
+    found = []
+    for architecture, kind in itertools.product((80, 90, 100), SLAB_BLOCKS):
+        found.append(SlabCase(architecture, kind, 8, False, "forward"))
+        if version == "installed" and kind != "float16":
+            layouts = ("forward", "grad_input", "grad_weight")[0 if kind == "bfloat16" else 2 :]
+            found += [SlabCase(architecture, kind, 1, False, layout) for layout in layouts]
+            found.append(SlabCase(architecture, kind, 8, True, "forward"))
+    return found
+
+
 def _plain(blocks: Blocks) -> Blocks:
     """What is left of ``blocks`` where tiles are announced."""
     return blocks._replace(flatten=False, specialize=False)
@@ -118,7 +149,7 @@ def one_per_configuration() -> list[Case]:
     return [group[at % len(group)] for at, group in enumerate(groups.values())]
 
 
-def build(case: Case) -> Kernel | str:
+def build(case: Case | SlabCase) -> Kernel | str:
     """Compile ``case``; returns the compiler's message if that fails."""
     import triton
 
@@ -128,7 +159,10 @@ def build(case: Case) -> Kernel | str:
     log = io.StringIO()
     try:
         with contextlib.redirect_stdout(log):
-            (kernel,) = compiled(case.architecture, lambda: _launch(case))
+            if isinstance(case, SlabCase):
+                (kernel,) = compiled(case.architecture, lambda: _launch_slabs(case), "slab_kernel")
+            else:
+                (kernel,) = compiled(case.architecture, lambda: _launch(case))
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     found = kernel.metadata
@@ -196,6 +230,26 @@ def _launch(case: Case) -> None:
         ready = torch.zeros(ceil(m / blocks.m / config.group_m), dtype=torch.int32)
     product = Product(case.kind, a, b, torch.empty(m, n, dtype=out_dtype), **added)
     launch(product, config, generation=case.generation, sms=4, ready=ready)
+
+
+def _launch_slabs(case: SlabCase) -> None:
+    from pipekernels.kernels.launch import Product, launch_slabs
+
+    blocks, odd = SLAB_BLOCKS[case.kind], case.odd
+    m, n, depth = (3 * size + odd for size in (blocks.m, blocks.n, 4 * blocks.k))
+    k = case.slabs * depth
+    dtype = DTYPES.get(case.kind) or getattr(torch, case.kind)
+
+    def operand(rows: int, by_columns: bool) -> torch.Tensor:
+        shape = (k, rows) if by_columns else (rows, k)
+        data = torch.empty(shape, dtype=dtype)
+        return data.t() if by_columns else data
+
+    a, b = operand(m, case.layout == "grad_weight"), operand(n, case.layout != "forward")
+    out = torch.empty(m, n, dtype=torch.float32 if case.slabs > 1 else dtype)
+    bias = torch.empty(n, dtype=dtype) if case.slabs == 1 else None
+    product = Product(case.kind, a, b, out, bias)
+    launch_slabs(product, case.slabs, generation=case.architecture)
 
 
 def _disassembled(cubin: bytes) -> str:

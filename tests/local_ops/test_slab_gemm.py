@@ -1,0 +1,61 @@
+"""Products by slabs; their values are tested in tests/support/interpreted_slabs.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.kernels.interpreter import run_interpreted
+from torch import Tensor
+
+from pipekernels.local_ops import slab_gemm as module
+from pipekernels.local_ops.slab_gemm import slab_gemm
+
+
+@pytest.mark.compile
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_the_kernel_in_the_interpreter() -> None:
+    run_interpreted("interpreted_slabs.py", limit=280)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_where_triton_computes_it(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kind(dtype: torch.dtype, is_cuda: bool = True) -> str | None:
+        a = SimpleNamespace(dtype=dtype, is_cuda=is_cuda, device=None)
+        return module._kind(a)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "gpu_of", lambda device: SimpleNamespace(capability=capability))
+    monkeypatch.setattr(module, "has_triton", lambda: True)
+    new = capability >= (8, 0)
+    assert kind(torch.bfloat16) == ("bfloat16" if new else None)
+    assert kind(torch.float32) == ("float32" if new else None)
+    assert kind(torch.float64) is None and kind(torch.bfloat16, is_cuda=False) is None
+    monkeypatch.setattr(module, "has_triton", lambda: False)
+    assert kind(torch.bfloat16) is None
+
+
+def test_on_cpus_the_library_computes_it() -> None:
+    assert slab_gemm(torch.ones(2, 16), torch.ones(2, 16), slabs=2) is None
+
+
+@pytest.mark.slow  # Imports Triton.
+def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    from pipekernels.kernels import launch
+
+    launched: list[Tensor] = []
+    monkeypatch.setattr(launch, "launch_slabs", lambda product, *_, **__: launched.append(product))
+    monkeypatch.setattr(module, "_kind", lambda a: "float32")
+    monkeypatch.setattr(module, "_generation", lambda a: 90)
+    monkeypatch.setattr(module, "_is_capturing", lambda: True)
+    a, b = torch.ones(2, 16), torch.ones(3, 16)
+    with pytest.raises(RuntimeError, match="run the layer once before the capture"):
+        slab_gemm(a, b, slabs=2)
+    monkeypatch.setattr(launch, "are_slabs_loaded", lambda *_: True)
+    out = slab_gemm(a, b, slabs=2, out_dtype=torch.float64)
+    assert len(launched) == 1 and out is not None
+    assert out.shape == (2, 3) and out.dtype == torch.float64
