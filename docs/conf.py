@@ -1,5 +1,9 @@
 """How Sphinx builds the site: ``make docs``, without a network."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from pipekernels import __version__
 
 project = "pipekernels"
@@ -16,3 +20,16 @@ nitpick_ignore_regex = [("py:.*", r"torch\..*")]
 
 html_theme = "furo"
 html_title = f"pipekernels {release}"
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-signature", without_private_constructors)
+
+
+def without_private_constructors(
+    app: Any, what: str, name: str, *_: Any
+) -> tuple[str, None] | None:
+    """Classes that users do not make by calling them are shown without arguments."""
+    made_otherwise = ("pipekernels.Communicator", "pipekernels.Timeline")
+    return ("", None) if what == "class" and name in made_otherwise else None

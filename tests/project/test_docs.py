@@ -1,26 +1,28 @@
 """The programs of docs/ run, and what its pages name exists; make docs checks links between pages.
 
-The Python programs of a page run one after another, in one process; on a page that begins with
-``<!-- ranks: N -->``, in each of N processes that torchrun starts. ``<!-- set-up ... -->`` holds
-lines that a page does not show. Programs that begin with ``# On GPUs`` are compiled only.
+The Python programs of a page run one after another, as one program; on a page that begins with
+``<!-- ranks: N -->``, in each of N processes that torchrun starts. Programs
+that begin with ``# On GPUs`` are compiled only.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = sorted([*(ROOT / "pipekernels").rglob("*.py"), *ROOT.glob("pipekernels*.py")])
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
-PROGRAM = re.compile(r"^(?:```python|<!-- set-up)\n(.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOR_GPUS = "# On GPUs\n"
 # test_migration.py runs the programs of that page.
 WITH_PROGRAMS = [name for name in PAGES if PROGRAM.search(PAGES[name]) and name != "migration.md"]
@@ -49,25 +51,48 @@ def lines_of(name: str) -> Iterator[tuple[int, str]]:
     yield from enumerate(program(PAGES[name]).splitlines())
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in WITH_PROGRAMS if program(PAGES[name]).strip()])
-def test_programs_run(name: str, tmp_path: Path) -> None:
+def ranks(name: str) -> str | None:
+    """How many processes run the page's programs, if not this one."""
+    match = re.match(r"<!-- ranks: (\d+) -->", PAGES[name])
+    return match and match[1]
+
+
+RUN = [name for name in WITH_PROGRAMS if program(PAGES[name]).strip()]
+
+
+@pytest.fixture
+def path(name: str, tmp_path: Path) -> Path:
+    """The program of a page, in a folder of its own."""
     text = program(PAGES[name])
-    if "transformers" in text:
-        pytest.importorskip("transformers")
-    if "pipekernels.distributed" in text:
-        pytest.importorskip("pipekernels.distributed")
+    for module in ("transformers", "pipekernels.distributed"):
+        if re.search(rf"^(?:from|import) {re.escape(module)}\b", text, re.MULTILINE):
+            pytest.importorskip(module, exc_type=ImportError)
     path = tmp_path / "program.py"
     path.write_text(text)
-    ranks = re.match(r"<!-- ranks: (\d+) -->", PAGES[name])
-    command = [sys.executable, str(path)]
-    if ranks:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]]
-        command[1:1] = launcher
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUN if not ranks(name)])
+def test_programs_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    threads = torch.get_num_threads()
+    try:
+        with torch.random.fork_rng():
+            runpy.run_path(str(path))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUN if ranks(name)])
+def test_programs_of_ranks_run(name: str, path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks(name))]
     done = subprocess.run(
-        command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=100
-    )
+        [sys.executable, *launcher, str(path)],
+        cwd=path.parent, check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
 
