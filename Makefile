@@ -12,7 +12,7 @@
 #   make model      the device protocols under PTX's memory model, and all states of the models of the
 #                   signal protocol; the latter need SPIN (apt-get install spin)
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
-#   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables of README and docs/
+#   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make docs       the site, from docs/ and docstrings, into build/docs
