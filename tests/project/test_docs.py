@@ -98,7 +98,7 @@ def test_programs_of_ranks_run(name: str, path: Path) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_out_of_docs_exist(name: str) -> None:
-    for link in re.findall(r"\]\(([^)#:]+)", PAGES[name]):
+    for link in re.findall(r"\]\(([^)#:]+)[)#]", PAGES[name]):
         assert ((DOCS / name).parent / link).exists(), link
 
 
