@@ -15,6 +15,7 @@
 #   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
+#   make docs       the site, from docs/ and docstrings, into build/docs
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
 #   make gpu-check  smoke cases, tests, benchmarks and memory checks on this machine's GPU, in 8
 #                   minutes, with the Python that is there (PYTHON=...)
@@ -39,7 +40,7 @@ QUICK := not processes and not native and not compile and not project and not sl
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo check test oldest-triton test-oldest test-newest model soak bench peers lint cuda-check \
+.PHONY: demo check test oldest-triton test-oldest test-newest model soak bench peers lint docs cuda-check \
   gpu-check bench-nccl wheel clean
 
 $(TOOLS): constraints.txt
@@ -125,6 +126,10 @@ lint: $(BUILT)
 	$(BIN)/ruff format --check
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
+
+# Every warning is an error, as is a name in a docstring that has no page.
+docs: $(BUILT)
+	$(BIN)/python -m sphinx -n -W --keep-going -E -q -b html docs build/docs
 
 # Compiled from scratch, as only then ptxas reports; linked into a module of its own, and loaded, as
 # only then a missing symbol is found.

@@ -16,7 +16,7 @@ from bench.harness import RESULTS
 
 UNMEASURED = "*Not measured on any GPU yet.*"
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -1,4 +1,4 @@
-"""BatchNorm under micro-batches; see :mod:`pipekernels.pipeline.stage.batchnorm`."""
+"""BatchNorm whose running statistics are updated once per mini-batch, not per micro-batch."""
 
 from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 

@@ -1,4 +1,4 @@
-"""Skip connections of a pipe's layers; see :mod:`pipekernels.pipeline.stage.skip`."""
+"""Skip connections of a pipe's layers."""
 
 from pipekernels.pipeline.stage.skip import Namespace, pop, skippable, stash, verify_skippables
 

@@ -78,15 +78,15 @@ class Communicator(Collectives):
     communicator that it uses has been closed or garbage-collected.
 
     Every collective may raise, besides the errors that it lists itself:
-        TypeError: an argument is not a tensor.
-        ValueError: the ranks call different collectives, or with different shapes, dtypes or
-            arguments; raised on all ranks, and the communicator stays usable. Or a tensor is on a
-            device that this rank does not use, or is not strided.
-        PeerError: a rank has died, closed its communicator or given up; raised on all remaining
-            ranks. Names the rank, unless it is on another host. Ends the communicator.
-        TimeoutError: a rank did not arrive within ``timeout``. Ends the communicator.
-        RuntimeError: the communicator has been closed or ended, or belongs to the process from
-            which this one was forked.
+
+    * TypeError: an argument is not a tensor.
+    * ValueError: the ranks call different collectives, or with different shapes, dtypes or
+      arguments; raised on all ranks, and the communicator stays usable. Or a tensor is on a device
+      that this rank does not use, or is not strided.
+    * PeerError: a rank has died, closed or given up; raised on all remaining ranks. Names the rank,
+      unless it is on another host. Ends the communicator.
+    * TimeoutError: a rank did not arrive within ``timeout``. Ends the communicator.
+    * RuntimeError: the communicator was closed or has ended, or a fork made this process.
 
     After an error the contents of a collective's result are undefined. An error in a rank's own
     arguments is raised before any communication, on that rank only.

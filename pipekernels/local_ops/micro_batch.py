@@ -65,8 +65,8 @@ def split_micro_batches(
             their dtype. Gradients have the dtypes of the input.
 
     Returns:
-        One entry per micro-batch (sizes: :func:`micro_batch_sizes`): a tensor if one was given,
-        else a tuple of tensors. They share no memory with the input or with each other.
+        One entry per micro-batch, a tensor if one was given, else a tuple of tensors. Sizes differ
+        by at most one, larger ones first. No memory is shared with the input or among the results.
 
     Raises:
         TypeError: an argument is not a strided tensor or not an integer; ``dtype``, or the dtype of

@@ -1,5 +1,4 @@
-"""The differentiable steps of tensor parallelism; see
-:mod:`pipekernels.tensor_parallel.functional`."""
+"""The differentiable steps of tensor parallelism."""
 
 from pipekernels.tensor_parallel.functional import (
     copy_to_holders,

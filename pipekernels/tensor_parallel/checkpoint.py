@@ -81,10 +81,12 @@ class OptimizerCheckpoint:
                     "the model itself, without DistributedDataParallel or torch.compile"
                 )
             known = sharded.get(parameters[name])
+            # A copy: torch returns the optimizer's own dict, which goes on holding shards.
+            state["state"][name] = described = dict(entries)
             for key, value in entries.items():
                 if known is not None and isinstance(value, Tensor) and value.dim() > 0:
                     check_sharded_alike(key, value, parameters[name])
-                    entries[key] = _described(value, known)
+                    described[key] = _described(value, known)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -102,6 +102,6 @@ def test_a_source_distribution_has_all_files_for_builds_and_contributors(tmp_pat
     assert {"setup.py", "pyproject.toml"} <= names
     assert {name for name in sources if "__pycache__" not in name} <= names
     pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"}
-    assert pages | {".ci/run", "docs/design.md", "tests/conftest.py", "bench/harness.py"} <= names
+    assert pages | {".ci/run", "docs/index.md", "tests/conftest.py", "bench/harness.py"} <= names
     unwanted = ("bench/results/", "build/", ".venv")
     assert not [name for name in names if name.startswith(unwanted) or name.endswith(".pyc")]

@@ -1,6 +1,6 @@
 """Rules of the architecture: allowed imports, sizes of rooms, and what csrc must not include.
 
-docs/design.md lists the rooms.
+docs/architecture.md lists the rooms.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def test_private_names_of_torch_are_detected(code: str) -> None:
     assert not private_names_of_torch(ast.parse("self._own + layer._modules"), own={"_own"})
 
 
-def test_the_design_page_lists_all_rooms() -> None:
-    page = (ROOT / "docs" / "design.md").read_text()
+def test_the_architecture_page_lists_all_rooms() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
     listed = re.findall(r"^\| `pipekernels/(\S*?)/?` \|", page, re.MULTILINE)
     folders = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("__init__.py")}
     files = {path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pkgutil
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,11 @@ def test_every_section_has_a_program() -> None:
         "Stage objects": 1,
         "Row-parallel layers": 1,
         "SPMD pipelines": 1,
+        "Megatron-LM's parallel layers": 1,
+        "DeepSpeed's PipelineModule": 1,
+        "accelerate's device maps": 1,
+        "oneCCL": 1,
+        "Gloo": 1,
     }
 
 
@@ -55,8 +62,42 @@ def test_new_names_exist(name: str) -> None:
     assert pkgutil.resolve_name(name)
 
 
-# An SPMD program needs ranks; test_spmd.py runs it.
-OF_A_PIPE = [title for title in SECTIONS if title not in ("SPMD pipelines", "Row-parallel layers")]
+# Programs of ranks, each with what it is given before and what must hold afterwards.
+OF_RANKS = {
+    "SPMD pipelines": (
+        "stage = nn.Linear(4, 4)",
+        "assert output.count_nonzero() == (0 if dist.get_rank() == 0 else output.numel())",
+    ),
+    "Megatron-LM's parallel layers": (
+        "torch.manual_seed(1)",
+        """torch.manual_seed(1)
+expected = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))(input)
+torch.testing.assert_close(output, expected)""",
+    ),
+    "oneCCL": ("", "assert tensor.tolist() == [2.0] * 4"),
+    "Gloo": ("", "assert tensor.tolist() == [2.0] * 4"),
+}
+OTHERS = ("Row-parallel layers", "DeepSpeed's PipelineModule")
+OF_A_PIPE = [title for title in SECTIONS if title not in (*OF_RANKS, *OTHERS)]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("title", OF_RANKS)
+def test_programs_of_ranks_run(title: str, tmp_path: Path) -> None:
+    if title == "oneCCL":
+        pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
+    before, after = OF_RANKS[title]
+    begin = "import torch\nimport torch.distributed as dist\nfrom torch import nn\n"
+    begin += "torch.manual_seed(0)\ninput = torch.randn(8, 4)"
+    path = tmp_path / "program.py"
+    path.write_text("\n".join([begin, before, *programs(title), after]))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(path)],
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("title", OF_A_PIPE)
@@ -69,6 +110,20 @@ def test_programs_compute_what_the_plain_model_computes(title: str, tmp_path: Pa
     expected = names["model"](names["input"])
     output = run(programs(title)[0], names, tmp_path)["output"]
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+
+
+def test_a_training_step_has_the_loss_of_the_plain_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).double() for _ in range(4)]
+    names: dict[str, Any] = dict(zip("abcd", layers, strict=True))
+    names |= {"nn": nn, "devices": ["cpu", "cpu"], "SGD": torch.optim.SGD}
+    names |= {"loss_fn": nn.functional.mse_loss, "target": torch.zeros(10, 4).double()}
+    names["input"] = torch.randn(10, 4, dtype=torch.float64)
+    expected = nn.functional.mse_loss(nn.Sequential(*layers)(names["input"]), names["target"])
+    before = layers[0].weight.detach().clone()
+    loss = run(programs("DeepSpeed's PipelineModule")[0], names, tmp_path)["loss"]
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+    assert not torch.equal(layers[0].weight, before)
 
 
 def test_a_row_parallel_layer_computes_what_the_plain_one_computes(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Plan:
     schedule: str
     """For ``Pipe.train_step``; calling the pipe and then ``backward()`` is always GPipe's."""
     lanes: int
-    """Number of lanes: that of the stages unless the schedule is interleaved."""
+    """How many lanes; as many as stages unless the schedule is interleaved."""
     chunks: int
     checkpoint: str
     batch: int

@@ -189,8 +189,8 @@ def execute_pipeline_step(
         kwargs: more keyword arguments of the module.
 
     Returns:
-        The new state (zeros on the first stage) and the output: the module's result on the last
-        stage, zeros of its shape on the others.
+        The new state, which is zeros on the first stage, and the output, which is the module's
+        result on the last stage and zeros of its shape on the others.
 
     Raises:
         ValueError: the result's shape or dtype is not that of ``state``; or there is no mesh, or it

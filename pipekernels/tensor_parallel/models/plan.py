@@ -107,7 +107,7 @@ def tensor_parallelize(
         model: the full model, perhaps with LoRA adapters of peft (plans then use the names of the
             model inside), the same on every rank: weights are not sent, so use the same seed or
             load the same checkpoint first. Any ``nn.Module``, of Hugging Face or others.
-        plan: patterns for the names in ``model.named_modules()``, as in :mod:`fnmatch` (``*``
+        plan: patterns for the names in ``model.named_modules()``, as in ``fnmatch`` (``*``
             matches dots too), each with a kind from the list above. Modules that no pattern matches
             stay whole.
             ``"auto"``: the plan that a transformers model carries (``model.tp_plan``), or ours for

@@ -1,0 +1,179 @@
+"""The programs of docs/ run, and what its pages name exists; make docs checks links between pages.
+
+The Python programs of a page run one after another, as one program; on a page that begins with
+``<!-- ranks: N -->``, in each of N processes that torchrun starts. Programs
+that begin with ``# On GPUs`` are compiled only.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PACKAGE = sorted([*(ROOT / "pipekernels").rglob("*.py"), *ROOT.glob("pipekernels*.py")])
+PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FOR_GPUS = "# On GPUs\n"
+# test_migration.py runs the programs of that page.
+WITH_PROGRAMS = [name for name in PAGES if PROGRAM.search(PAGES[name]) and name != "migration.md"]
+
+pytestmark = pytest.mark.project
+
+
+def program(page: str) -> str:
+    """Its programs; all other lines are empty, so that an error names the page's line."""
+    kept, end = [], 0
+    for match in PROGRAM.finditer(page):
+        text = "" if match[1].startswith(FOR_GPUS) else match[1]
+        kept += ["\n" * page.count("\n", end, match.start(1)), text]
+        end = match.end(1) if text else match.start(1)
+    return "".join(kept)
+
+
+@pytest.mark.parametrize("name", WITH_PROGRAMS)
+def test_programs_compile(name: str) -> None:
+    for match in PROGRAM.finditer(PAGES[name]):
+        compile(match[1], name, "exec")
+    assert all(line in ("", PAGES[name].splitlines()[number]) for number, line in lines_of(name))
+
+
+def lines_of(name: str) -> Iterator[tuple[int, str]]:
+    yield from enumerate(program(PAGES[name]).splitlines())
+
+
+def ranks(name: str) -> str | None:
+    """How many processes run the page's programs, if not this one."""
+    match = re.match(r"<!-- ranks: (\d+) -->", PAGES[name])
+    return match and match[1]
+
+
+RUN = [name for name in WITH_PROGRAMS if program(PAGES[name]).strip()]
+
+
+@pytest.fixture
+def path(name: str, tmp_path: Path) -> Path:
+    """The program of a page, in a folder of its own."""
+    text = program(PAGES[name])
+    for module in ("transformers", "pipekernels.distributed"):
+        if re.search(rf"^(?:from|import) {re.escape(module)}\b", text, re.MULTILINE):
+            pytest.importorskip(module, exc_type=ImportError)
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUN if not ranks(name)])
+def test_programs_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    threads = torch.get_num_threads()
+    try:
+        with torch.random.fork_rng():
+            runpy.run_path(str(path))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUN if ranks(name)])
+def test_programs_of_ranks_run(name: str, path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks(name))]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(path)],
+        cwd=path.parent, check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_out_of_docs_exist(name: str) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)[)#]", PAGES[name]):
+        assert ((DOCS / name).parent / link).exists(), link
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_make_targets_exist(name: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    found = set(re.findall(r"`make ([a-z-]+)", PAGES[name]))
+    assert found <= targets | {"test-oldest", "test-newest"}
+
+
+def strings(text: str) -> Iterator[str]:
+    """The string literals of a Python file, with ``...`` for what is put into them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values
+            )
+
+
+def test_errors_of_the_troubleshooting_page_are_raised() -> None:
+    known = [string for path in PACKAGE for string in strings(path.read_text())]
+    for path in (ROOT / "csrc" / "cpu").rglob("*.cpp"):
+        known += re.findall(r'"([^"\n]*)"', path.read_text())
+    quoted = re.findall(r"^### `(.*)`$", PAGES["guides/troubleshooting.md"], re.MULTILINE)
+    assert len(quoted) > 30
+    for error in quoted:
+        text = error.removeprefix("...").strip()
+        assert any(text in string for string in known), error
+
+
+def read_from_environment(path: Path) -> set[str]:
+    """Names of the environment variables that a Python file reads or sets."""
+    tree = ast.parse(path.read_text())
+    values = {
+        node.targets[0].id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        name: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            name = node.slice
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in READS:
+            name = node.args[0]
+        if isinstance(name, ast.Constant):
+            found.add(str(name.value))
+        elif name is not None:
+            assert isinstance(name, ast.Name) and name.id in values, f"{path}: {ast.unparse(name)}"
+            found.add(str(values[name.id]))
+    return found
+
+
+READS = ("os.environ.get", "os.environ.pop", "os.environ.setdefault", "os.getenv")
+
+
+def listed(section: str) -> set[str]:
+    """The variables in the table of a section of the page on environment variables."""
+    page = PAGES["guides/environment.md"]
+    [body] = re.findall(rf"^## {section}\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (`[^|]*`) \|", body, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_all_environment_variables_of_the_package_are_listed() -> None:
+    assert listed("While it runs") == set().union(*map(read_from_environment, PACKAGE))
+
+
+def test_all_environment_variables_of_the_build_are_listed() -> None:
+    build = (ROOT / "csrc" / "cmake" / "build_extension.py").read_text()
+    cmake = (ROOT / "csrc" / "cmake" / "CudaToolchain.cmake").read_text()
+    found = set(re.findall(r'environ\.get\("(\w+)"', build)) | set(re.findall(r"ENV{(\w+)}", cmake))
+    [compilers] = re.findall(r"^COMPILERS = \((.*?)\)", build, re.MULTILINE | re.DOTALL)
+    assert listed("While it is built") == found | set(re.findall(r'"(\w+)"', compilers))
