@@ -88,6 +88,14 @@ def test_hosts() -> None:
     assert float(all_ranks.split()[-1]) < float(all_ranks.split()[0])
 
 
+def test_ray_train() -> None:
+    pytest.importorskip("ray.train.torch")
+    printed = run("ray_train.py", "--steps", "5")
+    ranks, one = re.findall(r"(?:pipekernels|process): ((?:\d\.\d{6} ?)+)$", printed, re.MULTILINE)
+    assert len(ranks.split()) == len(one.split()) == 5
+    assert float(ranks.split()[-1]) < float(ranks.split()[0])
+
+
 def test_every_program_is_run_here() -> None:
     own = Path(__file__).read_text()
     assert PROGRAMS and all(f'"{program}"' in own for program in PROGRAMS)
