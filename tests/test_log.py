@@ -130,3 +130,21 @@ def test_gpus_without_an_extension_for_them_are_logged(
         _backend._log_build(built)  # type: ignore[arg-type]
     assert "built by GNU 12, with" in caplog.messages[0]
     assert len([1 for record in caplog.records if record.levelname == "WARNING"]) == warns
+
+
+def test_what_gloo_runs_for_the_backend(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
+    monkeypatch.setattr(_log, "_seen", set())
+    caplog.set_level(logging.INFO, "pipekernels.distributed")
+    dist = torch.distributed
+    dist.init_process_group("pipekernels", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT)
+    finally:
+        dist.destroy_process_group()
+    assert [record.name for record in caplog.records] == [distributed.__name__]
+    assert caplog.messages[0].startswith("Gloo runs allreduce, ")

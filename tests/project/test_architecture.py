@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "comm.tuning": {"comm.communicator"},
     "comm.link_tuning": {"comm.tuning", "comm.links"},
     "comm": {"comm.barrier", "comm.functional", "comm.links"},
-    "distributed": {"comm"},
+    "distributed": {"comm", "_log"},
     "tensor_parallel": {"comm"},
     "pipeline.values": {"local_ops", "_arguments"},
     "pipeline.schedule": {"_arguments", "device"},
