@@ -156,7 +156,7 @@ wheel: $(BUILT)
 	PIPEKERNELS_CUDA=$${PIPEKERNELS_CUDA:-0} $(BIN)/python -m build --outdir build/wheel \
 	  > build/wheel.log 2>&1 || { cat build/wheel.log; false; }
 	$(BIN)/python -m zipfile -l build/wheel/*.whl
-	$(PYTHON) -m venv build/fresh
+	$(BIN)/python -m venv build/fresh
 	$(BIN)/python -c '$(TORCH_SITE)' > "$$(build/fresh/bin/python -c '$(SITE)')/torch.pth"
 	build/fresh/bin/pip install -q --no-deps build/wheel/*.whl
 	cd build/fresh && bin/python ../../.ci/try_wheel.py && bin/pipekernels info
