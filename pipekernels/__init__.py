@@ -1,6 +1,6 @@
 """Pipeline and tensor parallelism for PyTorch, on CPUs and CUDA GPUs, with its own kernels."""
 
-from pipekernels import balance, batchnorm, ops, skip
+from pipekernels import _log, balance, batchnorm, ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
 from pipekernels.pipeline import (
@@ -58,3 +58,5 @@ __all__ = [
     "unparallelize_module",
     "unparallelize_pipeline",
 ]
+
+_log.set_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import re
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # At run time load() imports the extension when it is first n
     CudaCommunicator = _C.CudaCommunicator
     Segment = _C.Segment
 
+_log = logging.getLogger(__name__)
+
 _REMEDY = "Build it with `pip install .` (or `pip install -e .`) in the pipekernels source folder."
 
 
@@ -34,13 +37,26 @@ def load() -> ModuleType:
         module = importlib.import_module("pipekernels._C")
     except ImportError as error:
         raise ImportError(f"pipekernels._C cannot be loaded ({error}). {_REMEDY}") from error
-    built = module.build_info()["version"]
-    if built != __version__:
+    built = module.build_info()
+    if built["version"] != __version__:
         raise ImportError(
-            f"pipekernels._C was built for version {built}, the package is {__version__}. {_REMEDY}"
+            f"pipekernels._C was built for version {built['version']}, the package is "
+            f"{__version__}. {_REMEDY}"
         )
+    if _log.isEnabledFor(logging.INFO):
+        _log_build(built)
     module.use_tensors(torch.Tensor, torch.nn.Parameter, increment_version)
     return module
+
+
+def _log_build(built: dict[str, str | bool]) -> None:
+    cuda = f"with CUDA {built['cuda_version']}" if built["cuda"] else "without CUDA"
+    _log.info("the extension was built by %s, %s", built["compiler"], cuda)
+    if not built["cuda"] and torch.cuda.is_available():
+        _log.warning(
+            "the GPUs of this machine are not used by collectives and copies, as the extension was "
+            "built without CUDA; torch's own operations run there"
+        )
 
 
 def build_info() -> dict[str, str | bool]:

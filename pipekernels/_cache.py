@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _MOST = 16 << 20  # Largest file in bytes, about 50,000 measurements.
 
@@ -70,16 +73,19 @@ def _content(path: Path) -> bytes:
 def read(path: Path, parse: Callable[[Any], T]) -> T | None:
     """As :func:`load`; but ``None`` without a file, or with a warning if :func:`load` raises."""
     try:
-        return load(path, parse)
+        record = load(path, parse)
     except (FileNotFoundError, NotADirectoryError):  # The latter if the home is /dev/null.
+        _log.debug("%s does not exist", path)
         return None
     except (OSError, ValueError) as error:
-        warnings.warn(
-            f"{path} is not used ({error}); write it anew with `pipekernels tune`, or delete it",
-            RuntimeWarning,
-            stacklevel=3,
+        message = (
+            f"{path} is not used ({error}); write it anew with `pipekernels tune`, or delete it"
         )
+        _log.warning(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None
+    _log.debug("%s is used", path)
+    return record
 
 
 def write(path: Path, record: Any) -> None:

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import warnings
+from collections import Counter
 
 import torch
 
@@ -24,7 +25,7 @@ from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, has_triton
 
 
 def info() -> str:
-    """A report for users and for bug reports: versions, build, devices, remedies."""
+    """A report for users: versions, build, devices, remedies; its last line is for bug reports."""
     rows: list[tuple[str, str]] = [("pipekernels", __version__)]
     missing: list[str] = []
     try:
@@ -58,7 +59,32 @@ def info() -> str:
         )
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, *(f"\n! {text}" for text in missing)])
+    lines += [f"\n! {text}" for text in missing]
+    return "\n".join([*lines, "\nFor bug reports:", _in_one_line(built)])
+
+
+def _in_one_line(built: dict[str, str | bool]) -> str:
+    """Versions, CPU, build and GPUs."""
+    names = [torch.cuda.get_device_name(index) for index in _gpu_indices()]
+    build = "extension missing"
+    if built:
+        cuda = f"CUDA {built['cuda_version']}" if built["cuda"] else "no CUDA"
+        build = f"built by {built['compiler']}, {cuda}"
+    parts = [
+        f"pipekernels {__version__}",
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__}",
+        f"triton {_triton([])}",
+        f"{platform.system()} {platform.release()} {platform.machine()}",
+        f"{tuning.cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
+        build,
+        ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "no GPU",
+    ]
+    return " | ".join(parts)
+
+
+def _gpu_indices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def _cuda_backend(built: dict[str, str | bool]) -> str:
@@ -118,7 +144,7 @@ def _gpus(missing: list[str]) -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none")]
     rows = []
-    for index in range(torch.cuda.device_count()):
+    for index in _gpu_indices():
         device = torch.cuda.get_device_properties(index)
         architecture, memory = f"sm_{device.major}{device.minor}", device.total_memory / 2**30
         rows.append((f"GPU {index}", f"{device.name}, {architecture}, {memory:.0f} GiB"))

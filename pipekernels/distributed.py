@@ -32,6 +32,7 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -42,6 +43,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.torch_version import TorchVersion
 
+from pipekernels._log import info_once
 from pipekernels._torch_private import register_backend
 from pipekernels.comm import Communicator
 from pipekernels.comm.codes import REDUCIBLE
@@ -62,6 +64,7 @@ _REDUCTIONS = {
     dist.ReduceOp.MIN: "min",
 }
 
+_log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
@@ -144,6 +147,17 @@ def _run_detached(body: Callable[[], None]) -> None:
         del body
 
 
+class _Logged:
+    """Gloo's group, where what it runs is to be logged: once for each operation."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        info_once(_log, "Gloo runs %s, for other tensors or reductions than the communicator", name)
+        return getattr(self._group, name)
+
+
 class _Group(dist.ProcessGroup):
     """A process group; its Gloo backend serves the methods that it does not override.
 
@@ -162,9 +176,11 @@ class _Group(dist.ProcessGroup):
         gloo_store = dist.PrefixStore("gloo", store)
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For calls of overridden methods that the communicator does not support.
-        self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
-        for group in (self, self._gloo):
+        gloo = dist.ProcessGroup(gloo_store, rank, world_size)
+        for group in (self, gloo):
             register_backend(group, _CPU, backend)
+        logged = _log.isEnabledFor(logging.INFO)
+        self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if logged else gloo
         rendezvous = over_store(dist.PrefixStore("ranks", store), rank, world_size, deadline)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds))
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")

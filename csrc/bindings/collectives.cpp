@@ -165,6 +165,10 @@ void bind_collectives(py::module_& m) {
            }),
            py::arg("segment").none(false), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
       .def_property_readonly("one_shot_bytes", &Communicator::one_shot_bytes)
+      .def("choose_algorithm",
+           [](const Communicator& communicator, size_t bytes) {
+             return name_of(choose_algorithm(bytes, communicator));
+           })
       .def("allocate",
            [](const Communicator& communicator, size_t bytes) {
              return std::make_unique<SymmetricBuffer>(communicator.heap(), bytes);

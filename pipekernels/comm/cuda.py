@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 
@@ -16,6 +17,8 @@ from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.end import ReadyCounters
 from pipekernels.comm.shared_memory import SharedMemoryEnd
 from pipekernels.comm.tensors import elements_of, shape_digest
+
+_log = logging.getLogger(__name__)
 
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
 _DEFAULT = 1 << 30
@@ -68,6 +71,10 @@ class CudaEnd:
         self._device = torch.device("cuda", index)
         self._own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
             local.core, index, symmetric_bytes(), blocks
+        )
+        _log.info(
+            "collectives on %s take at most %d thread blocks, and their algorithms by size",
+            *(self._device, blocks),
         )
         # Without this, the destructor of an end that was not closed would wait while it holds the
         # GIL, which the threads of other ranks may need to finish what it waits for.

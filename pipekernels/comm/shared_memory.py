@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 
@@ -12,17 +13,50 @@ from pipekernels import _backend
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.tensors import elements_of, shape_digest
 
+_log = logging.getLogger(__name__)
+
+
+class _AlgorithmLog:
+    """Reductions that log which algorithm they take, once for each dtype and power of two of bytes.
+
+    Has no reference to the end, which must not be in a reference cycle.
+    """
+
+    def __init__(self, core: _backend.Communicator) -> None:
+        self._core = core
+        self._known: set[tuple[str, torch.dtype, int]] = set()
+
+    def all_reduce_tensor(self, tensor: Tensor, op: str, algorithm: str, order: str) -> bool:
+        is_done = self._core.all_reduce_tensor(tensor, op, algorithm, order)
+        if is_done:
+            self.note(tensor, algorithm)
+        return is_done
+
+    def note(self, tensor: Tensor, algorithm: str) -> None:
+        size = tensor.numel() * tensor.itemsize
+        why = "as the caller asks"
+        if algorithm == "auto":
+            algorithm = self._core.choose_algorithm(size)
+            limit = self._core.one_shot_bytes
+            why = f"as measured, limit {limit} bytes" if limit else "by the built-in limit"
+        key = (algorithm, tensor.dtype, size.bit_length())
+        if key not in self._known:
+            self._known.add(key)
+            _log.info("all_reduce of %d bytes of %s: %s, %s", size, tensor.dtype, algorithm, why)
+
 
 class SharedMemoryEnd:
     """A :class:`pipekernels.comm.end.HostEnd` over memory that all ranks have mapped.
 
     Args:
-        core: this rank's native communicator; owned.
+        core: this rank's native communicator; owned. Algorithms are logged if the logger is enabled
+            now: asking in every call would take a share of a small one's time.
     """
 
     def __init__(self, core: _backend.Communicator) -> None:
         self.core = core
-        self.all_reduce_tensor = core.all_reduce_tensor
+        self._log = _AlgorithmLog(core) if _log.isEnabledFor(logging.INFO) else None
+        self.all_reduce_tensor = (self._log or core).all_reduce_tensor
         self.barrier = core.barrier
         self.close = core.close
         self.abort = core.abort
@@ -30,6 +64,8 @@ class SharedMemoryEnd:
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op], ALGORITHMS[algorithm]
         self.core.all_reduce(tensor.data_ptr(), tensor.numel(), *codes, shape_digest(tensor))
+        if self._log is not None:
+            self._log.note(tensor, algorithm)
 
     def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
         codes = REDUCIBLE[input.dtype], REDUCTIONS[op]

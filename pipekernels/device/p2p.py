@@ -9,6 +9,7 @@ of default streams is 0, and so is the CPU's.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels.device import streams
+
+_log = logging.getLogger(__name__)
 
 
 class Ticket(Protocol):
@@ -82,6 +85,8 @@ def new_edge(source: torch.device, target: torch.device, slot_bytes: int) -> Nat
             _backend.require_cuda_devices()
             _backend.require_cuda(device)
     edge = _backend.load().P2PEdge(index(source), index(target), slot_bytes)
+    way = "by peer access" if edge.has_peer_access else "by way of the CPU's memory or the driver"
+    _log.info("copies from %s to %s go %s", source, target, way)
     if edge.has_peer_access:
         # torch's allocator may map memory itself (expandable segments), and then has to be told
         # that the source writes to the target's. A copy of torch's own does that.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -18,11 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
+from pipekernels._log import info_once
 from pipekernels._torch_private import scaled_mm
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
 from pipekernels.local_ops.transforms import deny_tangents
+
+_log = logging.getLogger(__name__)
 
 ALGORITHMS = ("auto", "triton", "cublas")
 FLOAT8 = torch.float8_e4m3fn
@@ -214,6 +218,7 @@ def choose(
         if a.dtype == FLOAT8 and not _library_takes_float8(a, b, out):
             algorithm = "triton"
         elif entry is None or known is None or not entry.wins or not has_triton():
+            _log_library(gpu.name, known, entry)
             return None
         else:
             waits = entry.seconds < known.launch_seconds
@@ -237,6 +242,7 @@ def _may_be_triton(x: Tensor, weight: Tensor, dtype: torch.dtype, algorithm: str
         return True
     known = measured(x.device)
     if known is None or not has_triton():
+        _log_library(gpu_of(x.device).name, known, None)
         return False
     if torch.cuda.is_current_stream_capturing():
         return True
@@ -249,12 +255,25 @@ def _may_be_triton(x: Tensor, weight: Tensor, dtype: torch.dtype, algorithm: str
         return False
     entry = known.entry(kind, layout, len(rows), n, k)
     if entry is None or not entry.wins:
+        _log_library(known.gpu, known, entry)
         return False
     if entry.seconds < known.launch_seconds:
         first = (x.device, entry) not in _short
         _short.add((x.device, entry))
         return first  # Once: the operation then loads the kernel, for later captures.
     return True
+
+
+def _log_library(gpu: str, known: table.Table | None, entry: table.Entry | None) -> None:
+    """Log, once, why ``auto`` leaves a product on a GPU to the vendor's library."""
+    why = "such products were not measured"
+    if known is None:
+        why = "nothing was measured on this GPU; `pipekernels tune` does"
+    elif not has_triton():
+        why = f"the kernel needs {TRITON_REMEDY}"
+    elif entry is not None:
+        why = f"the library was as fast for {entry.shape}"
+    info_once(_log, "sharded_gemm on %s is the vendor's library: %s", gpu, why)
 
 
 _short: set[tuple[torch.device, table.Entry]] = set()  # Products seen that a launch outlasts.

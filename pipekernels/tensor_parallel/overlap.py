@@ -12,12 +12,14 @@ reduction of blocks are a flow shop of two machines with equal jobs.
 from __future__ import annotations
 
 import functools
+import logging
 from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipekernels._log import info_once
 from pipekernels.comm import Communicator, links
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.links import LinkModel
@@ -25,6 +27,8 @@ from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
 from pipekernels.local_ops.sharded_gemm import Chosen, choose, gpu_of, tf32_allowed
+
+_log = logging.getLogger(__name__)
 
 # At least this many blocks of rows: fewer hide less of the reduction, more wait more often.
 ROW_BLOCKS = 8
@@ -53,6 +57,9 @@ def overlapped_seconds(gemm: float, reduce: float, row_blocks: int) -> float:
     """Predicted time of a product and its reduction, pipelined in ``row_blocks`` equal parts."""
     first, last = gemm / row_blocks, reduce / row_blocks
     return max(gemm + last, first + reduce)
+
+
+_PLAIN = "products on %s and their all-reduces run one after the other: %s"
 
 
 class Overlap(NamedTuple):
@@ -131,6 +138,7 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
     link, size = links.for_gpu(gpu.name, ranks), out.numel() * out.itemsize
     if link is None:
         if not forced:
+            info_once(_log, _PLAIN, gpu.name, "links between so many GPUs were not measured")
             return None
         link = LINK_MODELS[gpu.generation]
     known = table.for_gpu(gpu.name)
@@ -139,6 +147,7 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
         entry = known.entry(kind, layout, m, n, k)
     if entry is None or entry.config.split_k > 1:
         if not forced:
+            info_once(_log, _PLAIN, gpu.name, "such products were not measured")
             return None
         chosen = choose(a, b, out, None, "triton")
         if chosen is None or chosen.config.split_k > 1:
@@ -153,7 +162,10 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
         scale * entry.seconds, scale * min(entry.seconds, entry.vendor_seconds),
         ranks=ranks, sms=gpu.sms, link=link,
     )  # fmt: skip
-    return found if forced or found.seconds * GAIN < found.plain_seconds else None
+    if forced or found.seconds * GAIN < found.plain_seconds:
+        return found
+    info_once(_log, _PLAIN, gpu.name, f"no gain is predicted for {entry.shape}")
+    return None
 
 
 def gemm_all_reduce(

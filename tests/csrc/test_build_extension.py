@@ -103,5 +103,10 @@ def test_a_source_distribution_has_all_files_for_builds_and_contributors(tmp_pat
     assert {name for name in sources if "__pycache__" not in name} <= names
     pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"}
     assert pages | {".ci/run", "docs/index.md", "tests/conftest.py", "bench/harness.py"} <= names
-    unwanted = ("bench/results/", "build/", ".venv")
+    unwanted = ("build/", ".venv")
     assert not [name for name in names if name.startswith(unwanted) or name.endswith(".pyc")]
+    git = ["git", "-C", root, "ls-files", "-z", "--cached"]
+    listed = subprocess.run(git, check=False, capture_output=True, text=True)
+    if (root / ".git").exists() and listed.returncode == 0:
+        tracked = {name for name in listed.stdout.split("\0") if (root / name).is_file()}
+        assert tracked - names == {".gitignore"}

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,9 @@ def tool(name: str) -> str:
     return found
 
 
-def build(folder: Path, *, compiler: str | None = None, **options: str) -> None:
+def build(
+    folder: Path, *, compiler: str | None = None, targets: Sequence[str] = ("all",), **options: str
+) -> None:
     """Build the extension's code and its C++ tests, without Python, with warnings as errors."""
     options |= {
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
@@ -40,7 +42,7 @@ def build(folder: Path, *, compiler: str | None = None, **options: str) -> None:
         [tool("cmake"), "-G", "Ninja", "-S", ROOT / "csrc", "-B", folder, *definitions],
         env=environment,
     )
-    run([tool("cmake"), "--build", folder, "-j", jobs])
+    run([tool("cmake"), "--build", folder, "-j", jobs, "--target", *targets])
 
 
 def run(command: list[str | Path], env: Mapping[str, str] | None = None) -> None:
@@ -54,6 +56,17 @@ def test_cpp_tests_under(sanitizers: str) -> None:
     folder = ROOT / "build" / f"native-{sanitizers.replace(',', '-')}"
     build(folder, PIPEKERNELS_SANITIZE=sanitizers)
     run([tool("ctest"), "--test-dir", folder, "--output-on-failure"])
+
+
+@pytest.mark.timeout(600)
+def test_code_for_other_processors_than_x86() -> None:
+    """Casts, sums and products are the same without its instruction sets."""
+    folder = ROOT / "build" / "native-portable"
+    targets = ("cast_test", "reduce_test", "few_rows_test")
+    build(folder, targets=targets, PIPEKERNELS_PORTABLE="ON", CMAKE_BUILD_TYPE="Debug")
+    for target in targets:
+        assert b"_avx2" not in (folder / target).read_bytes()  # In the names of functions.
+        run([folder / target])
 
 
 @pytest.mark.timeout(600)

@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 def run(program: str, *arguments: str) -> str:
     """What it prints, started as its docstring says."""
     text = (ROOT / "examples" / program).read_text()
-    [line] = re.findall(r"^    torchrun (.*)$", text, re.MULTILINE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()]
+    [(starter, line)] = re.findall(r"^    (torchrun|python) (.*)$", text, re.MULTILINE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone"] if starter == "torchrun" else []
+    command = [sys.executable, *torchrun, *line.split()]
     done = subprocess.run(
         [*command, *arguments], cwd=ROOT, check=False, capture_output=True, text=True, timeout=100
     )
@@ -60,6 +61,39 @@ def test_finetune_lora(tmp_path: Path) -> None:
     assert len(two.split()) == len(one.split()) == 5
     assert float(two.split()[-1]) < float(two.split()[0])
     assert (tmp_path / "checkpoint-5" / "adapter_model.safetensors").is_file()
+
+
+def test_from_fairscale() -> None:
+    printed = run("from_fairscale.py", "--steps", "5")
+    pipe, plain = re.findall(r": +((?:\d\.\d{6} ?)+)", printed)
+    assert len(pipe.split()) == len(plain.split()) == 5
+    assert float(pipe.split()[-1]) < float(pipe.split()[0])
+
+
+def test_schedule_timeline(tmp_path: Path) -> None:
+    printed = run("schedule_timeline.py", "--folder", str(tmp_path))
+    assert "all gradients are those of the plain model" in printed
+    for name in ("gpipe", "1f1b", "eager"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 0
+    # The last lane of 1F1B alternates, and is idle at the ends.
+    assert "   .  .  0 [0   ] 1 [1   ] 2 [2   ] 3 [3   ] 4 [4   ] 5 [5   ] .  .  .  .\n" in printed
+    assert printed.count("idle: 25% of the time") == 3
+
+
+def test_hosts() -> None:
+    printed = run("hosts.py", "--steps", "5")
+    assert "4 ranks on 2 hosts, 2 on each" in printed
+    all_ranks, one = re.findall(r": +((?:\d\.\d{6} ?)+)", printed)
+    assert len(all_ranks.split()) == len(one.split()) == 5
+    assert float(all_ranks.split()[-1]) < float(all_ranks.split()[0])
+
+
+def test_ray_train() -> None:
+    pytest.importorskip("ray.train.torch")
+    printed = run("ray_train.py", "--steps", "5")
+    ranks, one = re.findall(r"(?:pipekernels|process): ((?:\d\.\d{6} ?)+)$", printed, re.MULTILINE)
+    assert len(ranks.split()) == len(one.split()) == 5
+    assert float(ranks.split()[-1]) < float(ranks.split()[0])
 
 
 def test_every_program_is_run_here() -> None:

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemm_cases import CONFIG, FLOAT8, Case, check, measured, module, on_gpu, pretend_gpu
+from support.gemm_cases import (
+    CONFIG,
+    FLOAT8,
+    Case,
+    OnGpu,
+    check,
+    measured,
+    module,
+    on_gpu,
+    pretend_gpu,
+)
 from support.kernels.interpreter import run_interpreted
 from torch import Tensor
 from torch.nn import functional
@@ -157,14 +167,6 @@ def test_auto_takes_triton_where_it_was_measured_to_be_faster(
     pretend_gpu(monkeypatch, measured(speedup=1.0))
     assert choice("auto") is None
     assert choice("triton") == CONFIG
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
 
 
 def test_auto_leaves_short_products_to_the_library_unless_captured(

@@ -24,10 +24,23 @@ def test_info_names_versions_build_and_devices() -> None:
         [sys.executable, "-m", "pipekernels", "info"],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    lines = dict(line.split(None, 1) for line in result.stdout.splitlines() if line[:1].isalpha())
+    report = result.stdout.partition("\nFor bug reports:")[0]
+    lines = dict(line.split(None, 1) for line in report.splitlines() if line[:1].isalpha())
     assert lines["pipekernels"] == __version__
     assert lines["torch"].startswith(torch.__version__)
     assert "Python" in lines and "triton" in lines and "CPU" in lines
+
+
+def test_info_ends_with_one_line_for_bug_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    title, line = cli.info().splitlines()[-2:]
+    assert title == "For bug reports:"
+    parts = line.split(" | ")
+    assert parts[0] == f"pipekernels {__version__}" and parts[2] == f"torch {torch.__version__}"
+    assert len(parts) == 8 and "built by " in parts[6]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index > 0:d}")
+    assert cli._in_one_line({}).endswith(" | extension missing | 1 x GPU 0, 2 x GPU 1")
 
 
 def test_info_without_the_extension_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

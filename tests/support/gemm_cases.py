@@ -80,6 +80,14 @@ def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) 
     return Table("Some GPU", "2026-01-31 12:00 UTC", {"torch": "2"}, 5e-5, entries)
 
 
+class OnGpu(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
 def pretend_gpu(
     monkeypatch: pytest.MonkeyPatch, known: Table | None, capability: tuple[int, int] = (9, 0)
 ) -> None:

@@ -7,7 +7,7 @@ namespace pipekernels {
 
 // One table per dtype, each with one entry per reduction.
 const ReduceKernels* const* reduce_tables_baseline();
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
 const ReduceKernels* const* reduce_tables_avx2();
 const ReduceKernels* const* reduce_tables_avx512();
 const ReduceKernels* reduce_table_avx512bf16();  // Only of bfloat16.
@@ -27,7 +27,7 @@ void check_reducible(DType dtype, Reduction reduction) {
 
 const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, [[maybe_unused]] Isa isa) {
   const ReduceKernels* const* tables = reduce_tables_baseline();
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   if (isa == Isa::kAvx2) tables = reduce_tables_avx2();
   if (isa >= Isa::kAvx512) tables = reduce_tables_avx512();
 #if defined(PIPEKERNELS_AVX512BF16)

@@ -3,13 +3,13 @@
 #include <cstring>
 #include <string>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
 #include <cpuid.h>
 #endif
 
 namespace pipekernels {
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
 // __builtin_cpu_supports("f16c") does not exist before GCC 11 and in some versions of Clang.
 static bool has_f16c() {
   unsigned eax, ebx, ecx, edx;
@@ -18,7 +18,7 @@ static bool has_f16c() {
 #endif
 
 bool isa_available(Isa isa) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   switch (isa) {
     case Isa::kBaseline:
       return true;
@@ -49,7 +49,7 @@ Isa best_isa() {
 
 // Empty where there is no CPUID.
 static std::string cpu_vendor() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   unsigned eax, parts[3];  // "Auth" "enti" "cAMD"
   if (__get_cpuid(0, &eax, &parts[0], &parts[2], &parts[1]) == 0) return "";
   char vendor[sizeof(parts)];

@@ -13,14 +13,14 @@ namespace pipekernels {
 
 // One table per dtype.
 const FewRowsKernels* const* few_rows_tables_baseline();
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
 const FewRowsKernels* const* few_rows_tables_avx2();
 const FewRowsKernels* const* few_rows_tables_avx512();
 #endif
 
 static const FewRowsKernels& kernels(DType dtype, [[maybe_unused]] Isa isa) {
   const FewRowsKernels* const* tables = few_rows_tables_baseline();
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   if (isa == Isa::kAvx2) tables = few_rows_tables_avx2();
   if (isa >= Isa::kAvx512) tables = few_rows_tables_avx512();
 #endif

@@ -8,6 +8,7 @@ the processes end. All other information is exchanged over the rendezvous.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -25,6 +26,8 @@ from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.route import Route
 from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
+
+_log = logging.getLogger(__name__)
 
 _RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
 
@@ -113,6 +116,9 @@ def join_processes(
             segment = None  # Else the traceback would keep it alive.
         raise_join_failure(problems)
         undo.pop_all()
+    hosts = len(host_map.hosts)
+    where = "in shared memory of one host" if hosts == 1 else f"on {hosts} hosts, by way of Gloo"
+    _log.info("rank %d of %d has joined its peers %s", rank, len(ranks), where)
     return Seat(host_map, segment, pidfds, route)
 
 

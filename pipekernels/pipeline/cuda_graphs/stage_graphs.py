@@ -17,6 +17,7 @@ with graphs and without.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ from pipekernels.pipeline.cuda_graphs.slots import (
 from pipekernels.pipeline.stage.parameters import StageParameters, installed
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Activation, Grads, Randomness, Tape, Task
+
+_log = logging.getLogger(__name__)
 
 LIMIT = 128
 """The most signatures, settings and slots of a stage."""
@@ -138,9 +141,9 @@ class StageGraphs:
         """Warn, once per reason, that passes of the stage run without graphs."""
         if why not in self._warned:
             self._warned.add(why)
-            warnings.warn(
-                f"stage {self.index} runs without CUDA graphs: {why}", RuntimeWarning, stacklevel=2
-            )
+            message = f"stage {self.index} runs without CUDA graphs: {why}"
+            _log.warning(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class GraphedTask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from pipekernels.pipeline.stage.context import needs_this_thread
 from pipekernels.pipeline.stage.parameters import StageParameters
 from pipekernels.pipeline.stage.task import Task
 from pipekernels.pipeline.values.micro_batch import Scatter
+
+_log = logging.getLogger(__name__)
 
 EXECUTIONS = ("auto", "inline", "threads", "split")
 """``auto``: whichever measures fastest; ``inline``: on the calling thread; ``threads``: a thread
@@ -55,6 +58,7 @@ class Chooser:
         self._findings = findings
         self._execution = execution
         self._pace = Pace()
+        self._logged: set[tuple[Schedule, int, Way, str]] = set()
 
     def choose(
         self,
@@ -84,17 +88,11 @@ class Chooser:
         lanes = schedule.lanes(len(stages.tasks))  # May raise, whatever the execution.
         grad = parameters is not None
         may_split = may_split and grad and not recomputed
-        may_use_threads = (
-            traits.may_use_threads
-            and min(len(stages.tasks), micro_batches) > 1
-            and not needs_this_thread()
-            and not traits.draw_hidden_dropout()
-            and not self._findings.needs_one_thread()
-        )
+        why_inline = self._why_inline(traits, micro_batches)
         way: Way = "inline"
         mode: Mode = "inline"
         timing: Pass | None = None
-        if may_use_threads and self._execution == "auto":
+        if why_inline is None and self._execution == "auto":
             size_bits = scatter.elements(0).bit_length()
             timing = Pass(
                 self._pace,
@@ -110,7 +108,7 @@ class Chooser:
             )
             way = timing.way
             mode = "audited" if timing.is_first else "inline" if way == "inline" else "threads"
-        elif may_use_threads and self._execution != "inline":
+        elif why_inline is None:
             way = "split" if self._execution == "split" and may_split else "threads"
             mode = "threads"
         tasks: Sequence[Task | GraphedTask] = stages.tasks
@@ -123,10 +121,48 @@ class Chooser:
             mode = "hooks"
         # The same number inline and on lanes, so that the execution cannot change the bits.
         threads = torch.get_num_threads()
-        if traits.may_use_threads:
+        if traits.one_thread is None:
             threads = max(1, threads // min(lanes, micro_batches))
+        if _log.isEnabledFor(logging.INFO):
+            self._log_choice(schedule, micro_batches, way, why_inline)
         randomness = TaskRandomness(stages.devices, self._findings, mode)
         return Execution(way, tasks, program, threads, randomness, randomness.in_backward, timing)
+
+    def _why_inline(self, traits: LayerTraits, micro_batches: int) -> str | None:
+        """Why the next mini-batch has to run on the calling thread; None if it need not."""
+        if self._execution == "inline":
+            return "execution='inline' asks for it"
+        if traits.one_thread is not None:
+            return traits.one_thread
+        if min(len(self._stages.tasks), micro_batches) < 2:
+            return "a single stage or micro-batch has nothing to run beside"
+        if needs_this_thread():
+            return "a mode, the profiler or hooks on saved tensors observe the calling thread"
+        if traits.draw_hidden_dropout():
+            return "a recurrent layer draws its dropout inside one call"
+        if self._findings.needs_one_thread():
+            return "layers draw random numbers that lanes cannot seed apart"
+        return None
+
+    def _log_choice(
+        self, schedule: Schedule, micro_batches: int, way: Way, why_inline: str | None
+    ) -> None:
+        """Log a choice when it is first made; :class:`Pace` logs those by time."""
+        why = why_inline
+        if why is None:
+            if self._execution == "auto":
+                return
+            why = f"execution={self._execution!r} asks for it"
+            if self._execution != way:
+                why += ", but no backward here can run in two parts"
+        choice = (schedule, micro_batches, way, why)
+        if choice not in self._logged:
+            self._logged.add(choice)
+            stages = len(self._stages.tasks)
+            _log.info(
+                "a pipe of %d stages, %s, %d micro-batches: %s (%s)",
+                *(stages, schedule.name, micro_batches, way, why),
+            )
 
     def _graphed(
         self, stage: int, parameters: Sequence[StageParameters] | None

@@ -10,11 +10,14 @@ intra-op threads with the same random numbers.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 from pipekernels.pipeline.schedule.program import Schedule
+
+_log = logging.getLogger(__name__)
 
 Way = Literal["inline", "threads", "split"]
 """On the calling thread; on a thread per lane; likewise, with backwards in two parts."""
@@ -41,11 +44,20 @@ class Kind(NamedTuple):
     """Number of recomputed micro-batches."""
     may_split: bool
 
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule.name} of {self.micro_batches} micro-batches of less than "
+            f"2**{self.size_bits} elements, {'with' if self.grad else 'without'} gradients, "
+            f"{self.recomputed} recomputed"
+        )
+
 
 class _Record:
     """The times of one kind of pass."""
 
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, key: Hashable, ways: Sequence[Way]) -> None:
+        self.key = key
+        self.fastest: Way | None = None  # As last logged.
         self.seconds: dict[Way, deque[float]] = {way: deque(maxlen=RECENT) for way in ways}
         self.since_trial: dict[Way, int] = dict.fromkeys(ways, 0)
         self.warm = False
@@ -56,15 +68,21 @@ class _Record:
         tried = {way: len(seconds) for way, seconds in self.seconds.items()}
         least = min(tried, key=tried.__getitem__)
         if tried[least] < RECENT:
+            _log.debug("%s: tries %s", self.key, least)
             return least
         best_of = {way: min(seconds) for way, seconds in self.seconds.items()}
         fastest = min(best_of, key=best_of.__getitem__)
+        if fastest != self.fastest:
+            self.fastest = fastest
+            times = ", ".join(f"{way} {1e3 * s:.3g} ms" for way, s in best_of.items())
+            _log.info("%s: %s, the fastest (%s)", self.key, fastest, times)
         for way, seconds in best_of.items():
             if way == fastest:
                 continue
             self.since_trial[way] += 1
             if self.since_trial[way] > max(RARELY, (seconds / best_of[fastest] - 1) / COST):
                 self.since_trial[way] = 0
+                _log.debug("%s: tries %s again", self.key, way)
                 return way
         return fastest
 
@@ -85,7 +103,7 @@ class Pace:
         ``ways`` are the possible ones, always the same for a kind."""
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = _Record(ways)
+            record = self._records[key] = _Record(key, ways)
         return record.choose()
 
     def record(self, key: Hashable, way: Way, seconds: float) -> None:

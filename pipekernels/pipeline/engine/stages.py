@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pipekernels.pipeline.stage.partition import has_collectives
 from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.task import Task
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class LayerTraits:
@@ -27,8 +30,9 @@ class LayerTraits:
     has_deferred_batch_norm: bool
     recurrent: tuple[nn.RNNBase, ...]
     """Layers that draw their dropout masks in C++, inside one call."""
-    may_use_threads: bool
-    """Whether stages may run at the same time, as far as is known without running them."""
+    one_thread: str | None
+    """Why stages must run one after another, as far as is known without running them; None if they
+    may run at the same time."""
 
     def draw_hidden_dropout(self) -> bool:
         """Whether layers draw random numbers that lanes cannot seed separately."""
@@ -74,6 +78,8 @@ class Stages:
                 for index, task in enumerate(self.tasks)
                 if has_graphs(task.device)
             }
+            if not self.graphs:
+                _log.info("cuda_graphs=True has no effect: no stage is on a CUDA device")
         # Fusing stages needs one seed per stage; a CUDA graph is seeded once.
         may_fuse = len(set(devices)) == 1 and not self.graphs
         self.fused = Task(modules, 0, devices[0]) if may_fuse else None
@@ -97,16 +103,19 @@ class Stages:
             training=tuple(layer.training for layer in layers),
             has_deferred_batch_norm=any(map(has_deferred_batch_norm, self.modules)),
             recurrent=tuple(layer for layer in layers if isinstance(layer, nn.RNNBase)),
-            may_use_threads=(
-                all(device.type == "cpu" for device in self.devices)
-                and not self.graphs
-                # Stages that share a layer would run it, and accumulate into its parameters, in an
-                # order that depends on timing.
-                and len(layers) == len(set(layers))
-                # All ranks must call collectives in one order; lanes do not order their stages'.
-                and not any(map(has_collectives, layers))
-            ),
+            one_thread=self._why_one_thread(layers),
         )
+
+    def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:
+        if any(device.type != "cpu" for device in self.devices) or self.graphs:
+            return "one thread keeps devices busy, as their work is issued without waiting"
+        # They would run it, and accumulate into its parameters, in an order that depends on timing.
+        if len(layers) != len(set(layers)):
+            return "stages share a layer"
+        # All ranks must call collectives in one order; lanes do not order their stages'.
+        if any(map(has_collectives, layers)):
+            return "layers call collectives, whose order must be the same on all ranks"
+        return None
 
 
 def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:

@@ -325,7 +325,11 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 def test_a_capture_that_fails(
-    schedule: str | None, backward: bool, device: torch.device, record: Record
+    schedule: str | None,
+    backward: bool,
+    device: torch.device,
+    record: Record,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """No step is lost, later captures work, and so does the device without graphs.
 
@@ -343,6 +347,7 @@ def test_a_capture_that_fails(
     message = "stage 1 runs without CUDA graphs" + ": no capture, please$" * (device.type == "cpu")
     with pytest.warns(RuntimeWarning, match=message):
         ours = train(pipe, x, y, record, schedule)
+    assert caplog.messages[0].startswith("stage 1 runs without CUDA graphs")
     assert_equal(ours, others)
     counts = slots(pipe)
     assert min(counts[0], *counts[2:]) >= 2 and counts[1] == 0

@@ -44,7 +44,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "atomics must work bet
 
 // Hints to the core that this is a spin loop.
 inline void relax() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
@@ -53,7 +53,7 @@ inline void relax() {
 
 // Prefetches the cache line at `address` in exclusive state, for a write to come.
 inline void prefetch_for_write(const void* address) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   // Compilers emit prefetchw only for newer target processors; older processors ignore it.
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(address)));
 #else

@@ -1,0 +1,111 @@
+"""The files in examples/ that start programs on several hosts: Slurm's and Kubernetes'."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "examples" / "slurm.sh"
+KUBERNETES = ROOT / "examples" / "kubernetes.yaml"
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+# Starts the task of two hosts here, which do not share memory.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift 2; done
+PIPEKERNELS_HOST_ID=a "$@" & first=$!
+PIPEKERNELS_HOST_ID=b "$@" & second=$!
+wait $first && wait $second
+"""
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_the_slurm_script_on_two_pretended_hosts(tmp_path: Path) -> None:
+    subprocess.run(["bash", "-n", SLURM], check=True)
+    script(tmp_path / "srun", SRUN)
+    script(tmp_path / "scontrol", "#!/usr/bin/env bash\nprintf 'localhost\\nlocalhost\\n'\n")
+    script(
+        tmp_path / "torchrun",
+        f'#!/usr/bin/env bash\nexec "{sys.executable}" -m torch.distributed.run "$@"\n',
+    )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        job = free.getsockname()[1] % 20000  # Decides on the port.
+    environment = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": str(job), "RANKS_PER_HOST": "2",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", SLURM, "--steps", "3"], cwd=ROOT, env=os.environ | environment,
+        check=False, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks on 2 hosts, 2 on each" in done.stdout
+    assert len(re.findall(r"\d\.\d{6}", done.stdout)) == 6
+
+
+def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(KUBERNETES.read_text())
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    return service, job
+
+
+def test_the_pods_find_each_other() -> None:
+    service, job = kubernetes()
+    spec, name = job["spec"], job["metadata"]["name"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    command = container["command"][-1]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed" and '"$JOB_COMPLETION_INDEX"' in command
+    assert f"--master-addr {name}-0.{pod['subdomain']} " in command
+    hosts = int(re.findall(r"--nnodes (\d+)", command)[0])
+    assert spec["completions"] == spec["parallelism"] == hosts
+    (program,) = re.findall(r"\S+\.py", command)
+    assert (ROOT / program).is_file()
+    subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+def test_the_pods_have_no_volume_for_shared_memory() -> None:
+    _, job = kubernetes()
+    pod = job["spec"]["template"]["spec"]
+    assert "volumes" not in pod and "volumeMounts" not in pod["containers"][0]
+
+
+def test_ranks_need_no_room_in_dev_shm() -> None:
+    """They share 16 MiB, where ``/dev/shm`` has 4 KiB."""
+    unshare = shutil.which("unshare")
+    mount = "mount -t tmpfs -o size=4k tmpfs /dev/shm"
+    isolated = [unshare or "", "--map-root-user", "--mount", "sh", "-c"]
+    if unshare is None or subprocess.run(isolated + [mount], check=False).returncode:
+        pytest.skip("a mount namespace of one's own is not allowed here")
+    program = (
+        "import os, torch, torch.distributed as dist; from pipekernels import Communicator;"
+        "dist.init_process_group('gloo'); comm = Communicator.from_process_group();"
+        "tensor = comm.empty(4 << 20).fill_(1); comm.all_reduce(tensor);"
+        "assert torch.equal(tensor, torch.full((4 << 20,), 2.0));"
+        "assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_bsize == 4096;"
+        "comm.barrier(); print('in /dev/shm:', os.listdir('/dev/shm')); comm.close()"
+    )
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
+    run = f'{mount} && exec "{sys.executable}" {torchrun} "{sys.executable}" -c "$0"'
+    done = subprocess.run(
+        [*isolated, run, program],
+        cwd=ROOT, check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("in /dev/shm: []") == 2

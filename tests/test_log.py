@@ -1,0 +1,150 @@
+"""The package is silent unless ``PIPEKERNELS_LOG`` asks for messages, or the program's own logging
+does; what is logged is logged once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipekernels import _backend, _cache, _log
+
+PROGRAM = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from pipekernels import Communicator, Pipe, _cache
+from pathlib import Path
+
+model = nn.Sequential(nn.ReLU(), nn.ReLU())
+pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, execution="threads")
+pipe(torch.ones(4, 4))
+(comm,) = Communicator.threads(1)
+comm.all_reduce(torch.ones(4))
+_cache.read(Path("/proc/self"), dict)
+"""
+
+
+def logged_by(program: str, **environment: str) -> list[str]:
+    """The lines that a program writes to stderr."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", _log.VARIABLE)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=kept | environment, check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.stderr.splitlines()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("level", "rooms"),
+    [
+        ("", []),
+        ("warning", ["_cache"]),
+        ("INFO", ["pipeline", "_backend", "comm", "_cache"]),
+    ],
+)
+def test_the_variable_says_from_which_level_on(level: str, rooms: list[str]) -> None:
+    lines = logged_by(PROGRAM, RANK="3", **({_log.VARIABLE: level} if level else {}))
+    assert all("[rank 3, pid " in line for line in lines)
+    found = [re.findall(r" (?:INFO|WARNING) pipekernels\.(\w+)", line) for line in lines]
+    assert list(dict.fromkeys(room for names in found for room in names)) == rooms
+    assert bool(lines) == bool(rooms)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_debug_shows_more_and_an_unknown_rank_as_a_dash() -> None:
+    lines = logged_by(PROGRAM, **{_log.VARIABLE: "debug"})
+    assert any(" DEBUG pipekernels." in line for line in lines)
+    assert all("[rank -, pid " in line for line in lines)
+
+
+def test_a_value_that_is_no_level_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    logger = logging.getLogger("pipekernels")
+    handlers = list(logger.handlers)
+    request.addfinalizer(lambda: setattr(logger, "handlers", handlers))
+    monkeypatch.setenv(_log.VARIABLE, "loud")
+    with pytest.warns(RuntimeWarning, match="must be one of debug, info, warning, got 'loud'"):
+        _log.set_up()
+    assert all(isinstance(each, logging.NullHandler) for each in logger.handlers)
+
+
+def test_the_rank_is_that_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert _log.rank() == "1"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    assert _log.rank() == "5"
+
+
+def test_the_same_message_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_log, "_seen", set())
+    logger = logging.getLogger("pipekernels.of_this_test")
+    _log.info_once(logger, "GPU %s", 0)  # Not enabled, so not yet logged.
+    with caplog.at_level(logging.INFO, "pipekernels"):
+        for gpu in (0, 1, 0):
+            _log.info_once(logger, "GPU %s", gpu)
+    assert caplog.messages == ["GPU 0", "GPU 1"]
+
+
+def test_a_cache_file_that_is_not_used_is_logged(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match="is not used"):
+        assert _cache.read(tmp_path / "file.json", dict) is None
+    assert len(caplog.messages) == 1 and "is not used" in caplog.messages[0]
+    with caplog.at_level(logging.DEBUG, "pipekernels"):
+        assert _cache.read(tmp_path / "none.json", dict) is None
+        (tmp_path / "file.json").write_text("{}")
+        assert _cache.read(tmp_path / "file.json", dict) == {}
+    assert [text.rpartition("json ")[2] for text in caplog.messages[1:]] == [
+        "does not exist",
+        "is used",
+    ]
+
+
+@pytest.mark.parametrize(("cuda", "gpus", "warns"), [(False, True, 1), (True, True, 0)])
+def test_gpus_without_an_extension_for_them_are_logged(
+    cuda: bool, gpus: bool, warns: int,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    built = {"cuda": cuda, "cuda_version": "13.0", "compiler": "GNU 12"}
+    with caplog.at_level(logging.INFO, "pipekernels"):
+        _backend._log_build(built)  # type: ignore[arg-type]
+    assert "built by GNU 12, with" in caplog.messages[0]
+    assert len([1 for record in caplog.records if record.levelname == "WARNING"]) == warns
+
+
+def test_what_gloo_runs_for_the_backend(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
+    monkeypatch.setattr(_log, "_seen", set())
+    caplog.set_level(logging.INFO, "pipekernels.distributed")
+    dist = torch.distributed
+    dist.init_process_group("pipekernels", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT)
+    finally:
+        dist.destroy_process_group()
+    assert [record.name for record in caplog.records] == [distributed.__name__]
+    assert caplog.messages[0].startswith("Gloo runs allreduce, ")
