@@ -151,14 +151,14 @@ class _Group(dist.ProcessGroup):
     operation, the dtype and the kind of tensor. The methods have torch's names, old and new.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
-    ) -> None:
+    def __init__(self, options: Any, backend_options: Any) -> None:
+        """Called as torch does for backends registered with ``extended_api=True``."""
+        rank, world_size = options.group_rank, options.group_size
         super().__init__(rank, world_size)  # type: ignore[call-arg]
-        seconds = timeout.total_seconds()
+        timeout, seconds = options.timeout, options.timeout.total_seconds()
         deadline = Deadline(seconds)
         # Wait for all ranks before connecting Gloo, which has the timeout of its operations.
-        store = meet(store, rank, world_size, deadline)
+        store = meet(options.store, rank, world_size, deadline)
         gloo_store = dist.PrefixStore("gloo", store)
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For calls of overridden methods that the communicator does not support.
@@ -420,4 +420,4 @@ def _reduction(tensors: Sequence[Tensor], opts: Any) -> str | None:
     return name
 
 
-dist.Backend.register_backend("pipekernels", _Group, devices=["cpu"])
+dist.Backend.register_backend("pipekernels", _Group, extended_api=True, devices=["cpu"])
