@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -41,8 +42,8 @@ def test_torch_can_be_imported_though_the_backend_cannot_be_registered(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., str]:
-    """Runs a program where the package is installed; returns what it prints, errors included.
+def start(tmp_path: Path) -> Callable[..., str]:
+    """Starts Python where the package is installed; returns what it prints, errors included.
 
     What pip would install is described by pyproject.toml's own tables.
     """
@@ -57,16 +58,22 @@ def run(tmp_path: Path) -> Callable[..., str]:
     lines = [f"{name} = {value}\n" for name, value in points.items()]
     (info / "entry_points.txt").write_text("".join(["[torch.backends]\n", *lines]))
 
-    def run(program: str, **env: str) -> str:
+    def start(*arguments: str, **env: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program],
+            [sys.executable, *arguments],
             env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"} | env,
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100,
             check=False,
         )  # fmt: skip
         return done.stdout
 
-    return run
+    return start
+
+
+@pytest.fixture
+def run(start: Callable[..., str]) -> Callable[..., str]:
+    """Runs a program; warnings are errors."""
+    return functools.partial(start, "-W", "error", "-c")
 
 
 SHOW = """
@@ -134,3 +141,40 @@ def test_why_no_group_can_be_made_is_told(
     first: str, message: str, run: Callable[..., str]
 ) -> None:
     assert message in run(first + SUM).splitlines()[-1]
+
+
+TRAIN = """
+import sys, torch, torch.distributed as dist
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+dist.init_process_group("pipekernels")
+accelerator = Accelerator(cpu=True)
+line = [type(accelerator.prepare(torch.nn.Linear(3, 3))).__name__]
+line += accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+rows = torch.randint(50, (16, 8)).tolist()
+data = [{"input_ids": row, "labels": row} for row in rows]
+arguments = TrainingArguments(sys.argv[1], use_cpu=True, max_steps=2, save_strategy="no")
+trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
+trainer.train()
+line += [type(trainer.model_wrapped).__name__, dist.get_backend(), arguments.world_size]
+if dist.get_rank() == 0:
+    print("found:", *line)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@needs_torch_2_7
+def test_accelerate_and_trainer_take_the_group_that_they_find(
+    start: Callable[..., str], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(TRAIN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    printed = start(*torchrun, str(tmp_path), OMP_NUM_THREADS="1")
+    ddp = "DistributedDataParallel"
+    assert f"found: {ddp} 0 1 {ddp} pipekernels 2\n" in printed, printed
