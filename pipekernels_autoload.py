@@ -5,6 +5,8 @@ pyproject.toml declares. So it must cost nothing and may not fail: the package, 
 torch, is imported when the first group is made. That is also why this module is no part of it.
 
 ``PIPEKERNELS_AUTOLOAD=0`` turns it off, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` all such entry points.
+One reason: where any backend is registered, torch 2.13 gives groups such as ``"cpu:gloo"`` no
+default backend, and warns ("No backend of type 0 found"); their collectives work all the same.
 """
 
 import logging
