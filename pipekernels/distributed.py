@@ -1,8 +1,8 @@
 """The ``torch.distributed`` backend ``"pipekernels"``, with faster collectives for CPU tensors.
 
-Importing this module registers it; nothing else in a program changes::
+Where the package is installed, programs name it without an import; where it is not, as in its
+source folder, importing this module registers it::
 
-    import pipekernels.distributed
     torch.distributed.init_process_group("pipekernels")
 
 Then ``all_reduce`` (sum, avg, max, min), ``all_gather``, ``reduce_scatter`` and their variants on
@@ -16,8 +16,12 @@ Asynchronous calls run one after another on a thread of the group. A lost rank e
 errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); if torch
 waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
 
-A group has only this backend, as Python can provide whole groups only: for collectives on GPUs make
-another group, ``new_group(backend="nccl")``.
+With ``init_process_group("cpu:pipekernels,cuda:nccl")`` collectives of CUDA tensors run on a second
+group, of NCCL, which the first of them makes: all ranks of a group must take part in it. No GPU has
+run this yet. Name ``cpu`` first: otherwise torch makes an NCCL backend that nobody uses, and warns
+that it was not destroyed. Point-to-point calls of CUDA tensors need ``new_group(backend="nccl")``:
+in other groups torch does not join the calls of ``batch_isend_irecv``, and NCCL's might wait for
+each other.
 
 Raises:
     ImportError: torch is older than 2.7, which may lose track of a pending call of such a group.
@@ -44,6 +48,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.torch_version import TorchVersion
 
 from pipekernels._log import info_once
+from pipekernels._other_devices import OtherGroups, check_point_to_point, other_device
 from pipekernels._torch_private import register_backend
 from pipekernels.comm import Communicator
 from pipekernels.comm.codes import REDUCIBLE
@@ -158,6 +163,20 @@ class _Logged:
         return getattr(self._group, name)
 
 
+def _forwarded(name: str, *, is_collective: bool = True) -> Callable[..., dist.Work]:
+    """The method of this name, of the group that serves the tensors among its arguments."""
+
+    def forward(self: _Group, *args: Any, **fields: Any) -> dist.Work:
+        device = other_device([*args, *fields.values()])
+        group = self._group_of(device)
+        if device is not None and not is_collective:
+            check_point_to_point(name, group, device)
+        call: Callable[..., dist.Work] = getattr(group, name)
+        return call(*args, **fields)
+
+    return forward
+
+
 class _Group(dist.ProcessGroup):
     """A process group; its Gloo backend serves the methods that it does not override.
 
@@ -165,14 +184,14 @@ class _Group(dist.ProcessGroup):
     operation, the dtype and the kind of tensor. The methods have torch's names, old and new.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
-    ) -> None:
+    def __init__(self, options: Any, backend_options: Any) -> None:
+        """Called as torch does for backends registered with ``extended_api=True``."""
+        rank, world_size = options.group_rank, options.group_size
         super().__init__(rank, world_size)  # type: ignore[call-arg]
-        seconds = timeout.total_seconds()
+        timeout, seconds = options.timeout, options.timeout.total_seconds()
         deadline = Deadline(seconds)
         # Wait for all ranks before connecting Gloo, which has the timeout of its operations.
-        store = meet(store, rank, world_size, deadline)
+        store = meet(options.store, rank, world_size, deadline)
         gloo_store = dist.PrefixStore("gloo", store)
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For calls of overridden methods that the communicator does not support.
@@ -186,16 +205,19 @@ class _Group(dist.ProcessGroup):
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.
         self._last = _DONE
+        self._others = OtherGroups(timeout, backend_options)
 
     def getBackendName(self) -> str:
         return "pipekernels"
 
     def abort(self) -> None:
+        self._others.abort()
         self._comm.close()
         self._last = _DONE
         super().abort()
 
     def shutdown(self) -> None:
+        self._others.destroy(self)
         self._comm.close()
         self._last = (
             _DONE  # Its error may keep callers' frames, and through them this group, alive.
@@ -226,6 +248,34 @@ class _Group(dist.ProcessGroup):
         self._last = self._thread.submit(_run_detached, run_on_thread)
         return _Work(self._last, results)
 
+    # ---- tensors of other devices ---------------------------------------------------------------
+
+    def _other(self, tensors: Sequence[Any]) -> dist.ProcessGroup:
+        """The group that serves a call which the communicator does not, with these tensors."""
+        return self._group_of(other_device(tensors))
+
+    def _group_of(self, device: torch.device | None) -> dist.ProcessGroup:
+        if device is None or device.type == "cpu":
+            return self._gloo
+        return self._others.get(self, device)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Torch also asks for devices that are not in use, and expects a RuntimeError then."""
+        other = self._others.made(device)
+        try:
+            return super()._get_backend(device) if other is None else other._get_backend(device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the group has no backend for {device} before the first collective there; "
+                "init_process_group() takes no device_id with this backend"
+            ) from error
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._group_of(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._group_of(device)._end_coalescing(device)
+
     # ---- reductions ------------------------------------------------------------------------------
 
     def allreduce(
@@ -235,7 +285,7 @@ class _Group(dist.ProcessGroup):
         opts = _options(dist.AllreduceOptions, opts, timeout, reduceOp=op)
         name = _reduction(tensors, opts)
         if name is None:
-            return self._gloo.allreduce(tensors, opts)
+            return self._other(tensors).allreduce(tensors, opts)
 
         def body() -> None:
             for tensor in tensors:
@@ -246,7 +296,7 @@ class _Group(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = _options(dist.AllreduceCoalescedOptions, opts)
         if _reduction(tensors, opts) is None:
-            return self._gloo.allreduce_coalesced(tensors, opts)
+            return self._other(tensors).allreduce_coalesced(tensors, opts)
         return self.allreduce(tensors, opts)
 
     def reduce_scatter(
@@ -257,7 +307,7 @@ class _Group(dist.ProcessGroup):
         opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=op)
         name = _reduction(outputs, opts)
         if name is None:
-            return self._gloo.reduce_scatter(outputs, inputs, opts)
+            return self._other(outputs).reduce_scatter(outputs, inputs, opts)
         self._check_lists("reduce_scatter", inputs)
 
         def body() -> None:
@@ -275,7 +325,8 @@ class _Group(dist.ProcessGroup):
         opts = _options(dist.ReduceScatterOptions, opts)
         op = _reduction(outputs, opts)
         if op is None:
-            return self._gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            other = self._other(outputs)
+            return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("reduce_scatter", output, input, "input")
 
@@ -286,6 +337,9 @@ class _Group(dist.ProcessGroup):
         return self._run(opts, body, outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        if not output.is_cpu:
+            opts = _options(dist.ReduceScatterOptions, opts)
+            return self._other([output])._reduce_scatter_base(output, input, opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -329,7 +383,7 @@ class _Group(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         opts = _options(AllgatherOptions, opts, timeout)
         if not _is_dense(inputs):
-            return self._gloo.allgather(outputs, inputs, opts)
+            return self._other(inputs).allgather(outputs, inputs, opts)
         self._check_lists("all_gather", outputs)
 
         def body() -> None:
@@ -345,7 +399,8 @@ class _Group(dist.ProcessGroup):
     ) -> dist.Work:
         opts = _options(AllgatherOptions, opts)
         if not _is_dense(inputs):
-            return self._gloo.allgather_into_tensor_coalesced(outputs, inputs, opts)
+            other = self._other(inputs)
+            return other.allgather_into_tensor_coalesced(outputs, inputs, opts)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("all_gather", input, output, "output")
 
@@ -360,6 +415,9 @@ class _Group(dist.ProcessGroup):
         return self._run(opts, body, outputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        if not input.is_cpu:
+            opts = _options(AllgatherOptions, opts)
+            return self._other([input])._allgather_base(output, input, opts)
         return self.all_gather_single_coalesced([output], [input], opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -371,7 +429,7 @@ class _Group(dist.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = _options(dist.BroadcastOptions, opts, timeout, rootRank=root)
         if not _is_dense(tensors):
-            return self._gloo.broadcast(tensors, opts)
+            return self._other(tensors).broadcast(tensors, opts)
 
         def body() -> None:
             for tensor in tensors:
@@ -383,20 +441,19 @@ class _Group(dist.ProcessGroup):
         opts = _options(dist.BarrierOptions, opts, timeout)
         return self._run(opts, self._comm.barrier, [])
 
-    # ---- forwarded to Gloo -----------------------------------------------------------------------
+    # ---- forwarded -------------------------------------------------------------------------------
     # The base class would call Gloo while it holds the GIL. A thread of Gloo that holds the lock of
     # its queue may need the GIL to free a tensor: a deadlock.
 
-    def alltoall_base(self, *args: Any, **fields: Any) -> dist.Work:
-        return self._gloo.alltoall_base(*args, **fields)
-
-    all_to_all_single = alltoall_base
-
-    def send(self, *args: Any, **fields: Any) -> dist.Work:
-        return self._gloo.send(*args, **fields)
-
-    def recv(self, *args: Any, **fields: Any) -> dist.Work:
-        return self._gloo.recv(*args, **fields)
+    reduce = _forwarded("reduce")
+    gather = _forwarded("gather")
+    scatter = _forwarded("scatter")
+    allgather_coalesced = _forwarded("allgather_coalesced")
+    alltoall = _forwarded("alltoall")
+    alltoall_base = all_to_all_single = _forwarded("alltoall_base")
+    send = _forwarded("send", is_collective=False)
+    recv = _forwarded("recv", is_collective=False)
+    recv_anysource = _forwarded("recv_anysource", is_collective=False)
 
 
 def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
@@ -436,4 +493,4 @@ def _reduction(tensors: Sequence[Tensor], opts: Any) -> str | None:
     return name
 
 
-dist.Backend.register_backend("pipekernels", _Group, devices=["cpu"])
+dist.Backend.register_backend("pipekernels", _Group, extended_api=True, devices=["cpu"])

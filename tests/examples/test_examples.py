@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -49,6 +51,14 @@ def test_generate_with_weights_of_a_folder(tmp_path: Path) -> None:
 
 def test_train_pipeline_tensor() -> None:
     printed = run("train_pipeline_tensor.py", "--steps", "5")
+    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
+    assert len(two.split()) == len(one.split()) == 5
+    assert float(two.split()[-1]) < float(two.split()[0])
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.7", reason="the backend needs torch 2.7")
+def test_ddp() -> None:
+    printed = run("ddp.py", "--steps", "5")
     two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
     assert len(two.split()) == len(one.split()) == 5
     assert float(two.split()[-1]) < float(two.split()[0])

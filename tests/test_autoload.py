@@ -1,0 +1,180 @@
+"""torch finds the backend by the entry point of an installed package, without an import."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+import pipekernels_autoload
+
+ROOT = Path(__file__).parents[1]
+needs_torch_2_7 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.7", reason="groups of the backend need torch 2.7"
+)
+
+
+def test_a_torch_without_distributed_has_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(dist.Backend, "register_backend", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    pipekernels_autoload.register()
+    assert not calls
+    monkeypatch.setattr(dist, "is_available", lambda: True)
+    pipekernels_autoload.register()
+    assert [name for name, _ in calls] == ["pipekernels"]
+
+
+def test_torch_can_be_imported_though_the_backend_cannot_be_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist.Backend, "register_backend", lambda name: None)  # A later signature.
+    pipekernels_autoload.register()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., str]:
+    """Starts Python where the package is installed; returns what it prints, errors included.
+
+    What pip would install is described by pyproject.toml's own tables.
+    """
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    points = project["project"]["entry-points"]["torch.backends"]
+    modules = {value.partition(":")[0] for value in points.values()}
+    assert modules <= set(project["tool"]["setuptools"]["py-modules"]), "it would not be installed"
+    info = tmp_path / "pipekernels-0.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pipekernels\nVersion: 0.0.0\n")
+    lines = [f"{name} = {value}\n" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("".join(["[torch.backends]\n", *lines]))
+
+    def start(*arguments: str, **env: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"} | env,
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100,
+            check=False,
+        )  # fmt: skip
+        return done.stdout
+
+    return start
+
+
+@pytest.fixture
+def run(start: Callable[..., str]) -> Callable[..., str]:
+    """Runs a program; warnings are errors."""
+    return functools.partial(start, "-W", "error", "-c")
+
+
+SHOW = """
+import sys, torch, torch.distributed as dist
+print(*sorted(name for name in sys.modules if name.startswith("pipekernels")))
+print(dist.is_backend_available("pipekernels"), dist.Backend.default_device_backend_map)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_import_torch_loads_one_small_module(run: Callable[..., str]) -> None:
+    loaded, registered = run(SHOW).splitlines()
+    assert loaded == "pipekernels_autoload"
+    assert registered.startswith("True")
+    for switch in ("PIPEKERNELS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        off = run(SHOW, **{switch: "0"}).splitlines()
+        assert off[1] == registered.replace("True", "False")  # The devices' defaults are the same.
+
+
+SUM = """
+import torch, torch.distributed as dist
+dist.init_process_group("pipekernels", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+print(tensor.tolist(), dist.group.WORLD.name(), dist.get_backend())
+dist.destroy_process_group()
+"""
+SUMMED = "[1.0, 1.0] pipekernels pipekernels\n"
+# Imports of the package, also by torch while it is half imported itself, and calls once more.
+FIRST = [
+    "",
+    "import pipekernels",
+    "import pipekernels.distributed",
+    "import pipekernels.distributed, pipekernels_autoload; pipekernels_autoload.register()",
+]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@needs_torch_2_7
+@pytest.mark.parametrize("first", FIRST)
+def test_a_program_names_the_backend(first: str, run: Callable[..., str]) -> None:
+    assert run(first + SUM) == SUMMED
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@needs_torch_2_7
+def test_the_import_registers_where_the_entry_point_is_off(run: Callable[..., str]) -> None:
+    assert run("import pipekernels.distributed" + SUM, PIPEKERNELS_AUTOLOAD="0") == SUMMED
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first, message",
+    [
+        ("import torch; torch.__version__ = '2.6.0'", "needs torch 2.7 or newer, this is 2.6.0"),
+        ("import sys; sys.modules['pipekernels._C'] = None", "Build it with `pip install .`"),
+    ],
+    ids=["torch 2.6", "not built"],
+)
+def test_why_no_group_can_be_made_is_told(
+    first: str, message: str, run: Callable[..., str]
+) -> None:
+    assert message in run(first + SUM).splitlines()[-1]
+
+
+TRAIN = """
+import sys, torch, torch.distributed as dist
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+dist.init_process_group("pipekernels")
+accelerator = Accelerator(cpu=True)
+line = [type(accelerator.prepare(torch.nn.Linear(3, 3))).__name__]
+line += accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+rows = torch.randint(50, (16, 8)).tolist()
+data = [{"input_ids": row, "labels": row} for row in rows]
+arguments = TrainingArguments(sys.argv[1], use_cpu=True, max_steps=2, save_strategy="no")
+trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
+trainer.train()
+line += [type(trainer.model_wrapped).__name__, dist.get_backend(), arguments.world_size]
+if dist.get_rank() == 0:
+    print("found:", *line)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@needs_torch_2_7
+def test_accelerate_and_trainer_take_the_group_that_they_find(
+    start: Callable[..., str], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(TRAIN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    printed = start(*torchrun, str(tmp_path), OMP_NUM_THREADS="1")
+    ddp = "DistributedDataParallel"
+    assert f"found: {ddp} 0 1 {ddp} pipekernels 2\n" in printed, printed

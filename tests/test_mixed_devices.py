@@ -1,0 +1,192 @@
+"""``cpu:pipekernels`` beside the backend of another device.
+
+The other device is torch's ``meta``, whose tensors have no elements, with torch's own backend for
+tests, ``fake``, whose collectives do nothing. What is tested is who is called, and what becomes of
+the groups; no test needs a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# This import registers the backend. It needs torch 2.7.
+pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
+pytest.importorskip("torch.testing._internal.distributed.fake_pg")  # Registers another.
+
+SIGNATURE = inspect.signature(dist.new_group)
+MIXED = "cpu:pipekernels,meta:fake"
+
+
+@pytest.fixture(params=[MIXED, "meta:fake,cpu:pipekernels"])
+def group(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The default group, of this process alone."""
+    dist.init_process_group(request.param, store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+    assert not dist.is_initialized() and not registered()
+
+
+def registered() -> list[Any]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+class Recorder:
+    """Stands in the place of the second group and notes the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **fields: Any) -> Any:
+            self.calls.append((name, args))
+            return SimpleNamespace(wait=lambda: True)
+
+        return call
+
+
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {  # Of two tensors and the group.
+    "allreduce": lambda x, y, group: dist.all_reduce(x),
+    "broadcast": lambda x, y, group: dist.broadcast(x, 0),
+    "allgather": lambda x, y, group: dist.all_gather([x], y),
+    "_allgather_base": lambda x, y, group: group._allgather_base(x, y),
+    "reduce_scatter": lambda x, y, group: dist.reduce_scatter(x, [y]),
+    "_reduce_scatter_base": lambda x, y, group: group._reduce_scatter_base(x, y),
+    "reduce": lambda x, y, group: dist.reduce(x, 0),
+    "gather": lambda x, y, group: dist.gather(x, [y], 0),
+    "scatter": lambda x, y, group: dist.scatter(x, [y], 0),
+    "alltoall": lambda x, y, group: dist.all_to_all([x], [y]),
+    "alltoall_base": lambda x, y, group: dist.all_to_all_single(x, y),
+    "recv_anysource": lambda x, y, group: group.recv_anysource([x], 0),
+    "send": lambda x, y, group: group.send([x], 0, 0),
+    "recv": lambda x, y, group: group.recv([x], 0, 0),
+}
+NOT_ON_META: dict[str, Callable[[Any, Any, Any], Any]] = {  # Torch does not have these there.
+    "allreduce_coalesced": lambda x, y, group: group.allreduce_coalesced([x]),
+    "allgather_into_tensor_coalesced": (
+        lambda x, y, group: group.allgather_into_tensor_coalesced([x], [y])
+    ),
+    "reduce_scatter_tensor_coalesced": (
+        lambda x, y, group: group.reduce_scatter_tensor_coalesced([x], [y])
+    ),
+    "allgather_coalesced": lambda x, y, group: group.allgather_coalesced([[x]], [y]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS | NOT_ON_META)
+def test_calls_with_tensors_of_another_device_are_handed_over(name: str, group: Any) -> None:
+    call = (CALLS | NOT_ON_META)[name]
+    x, y = (torch.empty(3, device="meta") for _ in range(2))
+    if name in CALLS:
+        call(x, y, group)
+        assert len(registered()) == 2  # Torch has made the second group, and takes the arguments.
+    recorder = group._others._made["meta"] = Recorder()
+    call(x, y, group)
+    del group._others._made["meta"]
+    [(called, args)] = recorder.calls
+    assert called == name
+    assert any(given is x for given in torch.utils._pytree.tree_leaves(args))
+
+
+def test_calls_that_torch_joins_are_handed_over(group: Any) -> None:
+    recorder = group._others._made["meta"] = Recorder()
+    x = torch.empty(3, device="meta")
+    with dist.distributed_c10d._coalescing_manager(device=torch.device("meta")):
+        dist.all_reduce(x)
+    del group._others._made["meta"]
+    assert [name for name, _ in recorder.calls] == [
+        "_start_coalescing",
+        "allreduce_coalesced",
+        "_end_coalescing",
+    ]
+
+
+def test_the_cpu_keeps_its_communicator(group: Any) -> None:
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.barrier()
+    objects = [None]
+    dist.all_gather_object(objects, {"rank": 0})
+    assert objects == [{"rank": 0}]
+    assert len(registered()) == 1  # There is no second group before it is needed.
+    with pytest.raises(RuntimeError, match="no backend for meta before.* takes no device_id"):
+        group._get_backend(torch.device("meta"))
+    dist.all_reduce(torch.empty(3, device="meta"))
+    assert group._get_backend(torch.device("meta")) is not None
+    assert dist.get_backend_config(registered()[1]) == "meta:fake"
+
+
+def test_calls_of_torch_in_cpp_are_handed_over(group: Any) -> None:
+    recorder = group._others._made["meta"] = Recorder()
+    tensors = [torch.empty(3, device="meta"), torch.empty(2, device="meta")]
+    with pytest.raises(RuntimeError):  # The recorder's works are not torch's.
+        dist._broadcast_coalesced(group, tensors, 1 << 20, 0)
+    del group._others._made["meta"]
+    assert [name for name, _ in recorder.calls] == ["broadcast"]
+
+
+def test_point_to_point_calls_that_might_wait_for_each_other_are_refused(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.empty(3, device="meta")
+    dist.all_reduce(x)
+
+    def joins(group: Any, device: torch.device) -> Any:
+        return SimpleNamespace(supports_coalescing=True)  # As NCCL says.
+
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", joins)
+    message = r"send of a tensor on meta over fake.*new_group\(backend='fake'\)"
+    with pytest.raises(NotImplementedError, match=message):
+        group.send([x], 0, 0)
+    for call in (lambda: group.recv([x], 0, 0), lambda: group.recv_anysource([x], 0)):
+        with pytest.raises(NotImplementedError, match="recv.* of a tensor on meta"):
+            call()
+
+
+@pytest.mark.parametrize("backend", ["pipekernels", "cpu:pipekernels,meta:pipekernels"])
+def test_a_device_without_a_backend_is_an_error(backend: str) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="takes tensors on meta: name one.*cuda:nccl"):
+            dist.all_reduce(torch.empty(3, device="meta"))
+        with pytest.raises(RuntimeError, match="does not implement"):  # Gloo's error.
+            dist.group.WORLD._start_coalescing(torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def form_mixed_groups(rank: int, store: str) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group(MIXED, init_method=f"file://{store}", rank=rank, world_size=3)
+    x = torch.empty(3, device="meta")
+    unsorted = {"sort_ranks": False} if "sort_ranks" in SIGNATURE.parameters else {}
+    order = [2, 0] if unsorted else [0, 2]
+    group = dist.new_group(order, **unsorted)
+    if rank in order:
+        dist.all_reduce(x, group=group)
+        other = group._others._made["meta"]
+        assert dist.get_process_group_ranks(other) == order
+        assert dist.get_rank(other) == order.index(rank) and other.size() == 2
+        assert len(registered()) == 3
+        dist.destroy_process_group(group)
+        assert len(registered()) == 1
+    dist.all_reduce(x)
+    assert len(registered()) == 2
+    whole = torch.ones(1)
+    dist.all_reduce(whole)
+    assert whole.item() == 3
+    dist.group.WORLD.abort()
+    dist.destroy_process_group()
+    assert not registered()
+
+
+@pytest.mark.processes
+def test_other_groups_come_and_go(run_group: Callable[..., list[Any]], tmp_path: Path) -> None:
+    run_group(3, form_mixed_groups, str(tmp_path / "other"))
