@@ -1,4 +1,4 @@
-"""The benchmarks of pipes: checks of gradients, and plots."""
+"""The benchmarks of pipes: checks of gradients, memory, recorded steps, and plots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bench import decode
-from bench.pipeline import pipe, train_step
+from bench.pipeline import memory, pipe, timeline, train_step
 
 pytestmark = pytest.mark.project
 
@@ -49,6 +49,32 @@ def test_a_schedule_is_not_timed_with_wrong_gradients(monkeypatch: pytest.Monkey
         torch.set_num_threads(threads)
 
 
+def test_a_peak_counts_what_was_freed_in_between() -> None:
+    found = memory.peak(lambda: torch.ones(16 << 20))
+    assert found > 60 << 20
+    assert memory.peak(lambda: None) < 8 << 20
+
+
+def test_a_recorded_step_has_every_action_inside_its_time(one_thread: None) -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    piped = train_step.piped(module, 3, checkpoint="never")
+    x = torch.randn(6, 8)
+    steps: list[timeline.Step] = []
+
+    def train() -> Any:
+        return piped.train_step(x, x, nn.functional.mse_loss, schedule="1f1b")
+
+    seconds = timeline.recorder(piped, train, steps)()
+    (step,) = steps
+    assert step.seconds == seconds
+    actions = {(lane, kind, micro_batch) for lane, kind, micro_batch, _, _ in step.events}
+    assert {action[0] for action in actions} == {0, 1}
+    assert {(lane, m) for lane, kind, m in actions if kind == "F"} == {
+        (lane, m) for lane in range(2) for m in range(3)
+    }
+    assert all(0 <= start <= end <= seconds for *_, start, end in step.events)
+
+
 def row(case: str, candidate: str, median: float, **more: Any) -> dict[str, Any]:
     return {"case": case, "candidate": candidate, "median": median, **more}
 
@@ -60,6 +86,11 @@ ROWS: dict[Any, list[dict[str, Any]]] = {
         for name in names[1:]
     ],
     decode: [row(case, name, 0.02) for case, names in decode.CANDIDATES.items() for name in names],
+    memory: [row(case, name, 2e8) for case, names in memory.CANDIDATES.items() for name in names],
+    timeline: [
+        row(timeline.CASE, "one thread", 0.02),
+        row(timeline.CASE, "pipekernels", 0.015, events=[[0, "F", 0, 0.0, 0.004]]),
+    ],
 }
 
 
