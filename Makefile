@@ -12,7 +12,9 @@
 #   make model      the device protocols under PTX's memory model, and all states of the models of the
 #                   signal protocol; the latter need SPIN (apt-get install spin)
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
-#   make bench      all benchmarks (ARGS='micro_batch --quick' for some), then the tables in README.md
+#   make bench      all benchmarks, then the tables of the pages and the plots (ARGS='micro_batch': some;
+#                   ARGS=--quick: a look in two minutes, with the peers that are there; ARGS='-k
+#                   all_reduce --benchmark-json=PATH': options of pytest and pytest-benchmark)
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make docs       the site, from docs/ and docstrings, into build/docs
@@ -119,9 +121,10 @@ model:
 soak: $(BUILT)
 	$(BIN)/python -m bench.soak $(ARGS)
 
-bench: peers
+# The quick form builds no peers and keeps nothing.
+bench: $(BUILT) $(if $(filter --quick,$(ARGS)),,peers)
 	$(BIN)/python -m bench $(ARGS)
-	$(BIN)/python -m bench.report
+	$(if $(filter --quick,$(ARGS)),,$(BIN)/python -m bench.report)
 
 lint: $(BUILT)
 	$(BIN)/ruff check

@@ -1,41 +1,40 @@
-"""``python -m bench [NAME ...] [--quick]``: run benchmarks, print tables, save the results."""
+"""``python -m bench [NAME ...] [OPTION ...]``: run benchmarks, print ratios, write result files.
+
+By default all of them. Options are those of pytest and pytest-benchmark, such as -k all_reduce,
+--benchmark-json=PATH or --benchmark-compare, and --quick: a look in two minutes, which keeps
+nothing.
+"""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-from pathlib import Path
+import sys
+from itertools import takewhile
 
-from bench import harness
+import pytest
 
-NOT_BENCHMARKS = {"__init__", "__main__", "harness", "processes", "report"}
-
-
-def names() -> list[str]:
-    """All benchmarks: the modules of this folder."""
-    files = {path.stem for path in Path(__file__).parent.glob("*.py")}
-    return sorted(files - NOT_BENCHMARKS)
+from bench import registry
 
 
-def main() -> None:
-    """Run the named benchmarks, by default all, one after another."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}; all")
-    parser.add_argument(
-        "--quick", action="store_true", help="few rounds, to see that it runs; nothing is kept"
-    )
-    args = parser.parse_args()
-    unknown = set(args.names) - set(names())
+def main() -> int:
+    """Run pytest on the named benchmarks; returns its exit status."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(f"{__doc__}\nBenchmarks: {', '.join(registry.names())}")
+        return 0
+    names = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
+    unknown = set(names) - set(registry.names())
     if unknown:
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names())}")
-    for name in args.names or names():
-        module = importlib.import_module(f"bench.{name}")
-        print(f"\n{name}: {module.__doc__.splitlines()[0]}\n", flush=True)
-        rows = module.run(args)
-        print(module.table(rows), flush=True)
-        if not args.quick:
-            print(f"\n{harness.save(name, rows, module.CONDITIONS)}", flush=True)
+        known = ", ".join(registry.names())
+        print(f"no benchmark {', '.join(sorted(unknown))}; there are {known}", file=sys.stderr)
+        return 2
+    file = str(registry.FOLDER / "test_benchmarks.py")
+    tests = [f"{file}::test_{registry.operation(name)}" for name in names] or [file]
+    return int(
+        pytest.main(
+            [*tests, "-q", "-rfE", "--tb=short", "--keep-results", *arguments[len(names) :]]
+        )
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

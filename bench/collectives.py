@@ -1,4 +1,4 @@
-"""All-reduce from Python: ours against every peer that is installed, all of them alternately.
+"""All-reduces from Python: ours against every peer that is installed, all of them alternately.
 
 Every system has long-lived ranks of its own (bench/peers/groups.py). In a system's turn each rank
 rewrites its whole tensor and waits for a common start, outside the timed region; a call's time ends
@@ -12,23 +12,24 @@ when its slowest rank is done. Sums are checked before and after.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import harness
+from bench.harness import Measured
 from bench.peers import groups
 from bench.peers.groups import Group, Session
 from bench.peers.systems import Pipekernels, elements
 from bench.report import duration, markdown, microseconds, spread, svg
 
+OPERATION = "all_reduce"
 RANKS = 2
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # bytes
-QUICK_SIZES = [1 << 10, 1 << 18, 1 << 22]
 DTYPES = ["float32", "bfloat16"]
 KINDS = ["ordinary", "symmetric"]
 PEERS = ["Gloo", "DeepSpeed", "MPICH", "Open MPI", "Intel MPI"]
@@ -43,6 +44,18 @@ CROWD_CALLS = 3000
 CROWD_TURN = 20
 CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's time slices.
 
+SUMS = [*KINDS, *(f"{kind} {name}" for kind in KINDS for name in Pipekernels.ALGORITHMS)]
+SIZE_CASES = {f"{dtype}, {size} bytes": (size, dtype) for dtype in DTYPES for size in SIZES}
+IN_A_ROW, CROWDED = f"back to back, {BACK_TO_BACK_SIZE} bytes", f"{CROWD} ranks, {CROWD_SIZE} bytes"
+CANDIDATES = {
+    **dict.fromkeys(SIZE_CASES, (*SUMS, *PEERS, *BOUNDS)),
+    **dict.fromkeys((IN_A_ROW, CROWDED), (*KINDS, *PEERS)),
+}
+QUICK = {
+    **{f"float32, {1 << bits} bytes": [*KINDS, *PEERS, *BOUNDS] for bits in (10, 18, 22)},
+    IN_A_ROW: [*KINDS, *PEERS],
+}
+BASE = "Gloo"
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
     "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors "
@@ -52,8 +65,8 @@ CONDITIONS = {
 Row = dict[str, Any]
 
 
-class Measured(NamedTuple):
-    """One candidate in one visit."""
+class Visit(NamedTuple):
+    """What one candidate did in one visit."""
 
     version: str
     times: list[float]  # Seconds of each call.
@@ -73,12 +86,13 @@ def turn_for(size: int) -> tuple[int, int, int]:
     return (4, 2, 10) if size <= 1 << 22 else (3, 3, 3)
 
 
-def prepare(session: Session, size: int, dtype: str) -> Calls:
-    """All candidates that there are for tensors of ``size`` bytes."""
+def prepare(session: Session, size: int, dtype: str, names: Sequence[str]) -> Calls:
+    """Those of ``names`` that there are for tensors of ``size`` bytes."""
     return {
         candidate: (group, version)
         for group, version in session.values()
         for candidate in group.call("prepare", size=size, dtype=dtype)[0]
+        if candidate in names
     }
 
 
@@ -127,71 +141,71 @@ def sample(calls: Calls, size: int, visit: int, quick: bool) -> dict[str, list[f
     return {name: samples[name] + more[name] for name in calls}
 
 
-def by_size(session: Session, sizes: list[int], quick: bool) -> list[Row]:
-    """Every candidate with every dtype and size; bandwidths in GB/s, as nccl-tests defines them."""
-    cases = [(size, dtype) for dtype in DTYPES for size in sizes]
-    visits: dict[tuple[int, str], list[dict[str, Measured]]] = {case: [] for case in cases}
+def by_size(session: Session, plan: Mapping[str, Sequence[str]], quick: bool) -> list[Measured]:
+    """Cases of :data:`SIZE_CASES`; bandwidths in GB/s, as nccl-tests defines them."""
+    visits: dict[str, list[dict[str, Visit]]] = {case: [] for case in plan}
     for visit in range(1 if quick else VISITS):
-        for size, dtype in cases:
-            print(f"{dtype}, {size} bytes, visit {visit + 1}", flush=True)
-            measured = groups.survived(session, partial(_visit, size, dtype, visit, quick))
-            visits[size, dtype].append(measured)
-    return [found for case in cases for found in _rows(*case, visits[case])]
+        for case, names in plan.items():
+            print(f"{case}, visit {visit + 1}", flush=True)
+            work = partial(_visit, *SIZE_CASES[case], names, visit, quick)
+            visits[case].append(groups.survived(session, work))
+    return [_measured(case, visits[case]) for case in plan]
 
 
-def _visit(size: int, dtype: str, visit: int, quick: bool, session: Session) -> dict[str, Measured]:
-    calls = prepare(session, size, dtype)
+def _visit(
+    size: int, dtype: str, names: Sequence[str], visit: int, quick: bool, session: Session
+) -> dict[str, Visit]:
+    calls = prepare(session, size, dtype, names)
     wrong = check(calls)
     samples = sample(calls, size, visit, quick)
     wrong_after = check(calls)
     return {
-        name: Measured(version, samples[name], wrong[name] + wrong_after[name])
+        name: Visit(version, samples[name], wrong[name] + wrong_after[name])
         for name, (_, version) in calls.items()
     }
 
 
-def _rows(size: int, dtype: str, visits: list[dict[str, Measured]]) -> list[Row]:
-    rows = []
+def _measured(case: str, visits: list[dict[str, Visit]]) -> Measured:
+    size, dtype = SIZE_CASES[case]
+    samples, rows = {}, []
     for name in visits[0]:
         found = [visit[name] for visit in visits if name in visit]
-        figures: dict[str, Any] = harness.summary([t for each in found for t in each.times])
+        samples[name] = [t for each in found for t in each.times]
+        figures: dict[str, Any] = harness.summary(samples[name])
         figures["algbw"] = size / figures["median"] / 1e9
         figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
         figures["wrong"] = sum(each.wrong for each in found)
         rows.append(row("sizes", name, found[0].version, size, dtype, **figures))
-    return rows
+    return Measured(case, samples, rows)
 
 
-def back_to_back(session: Session, quick: bool) -> list[Row]:
+def back_to_back(session: Session, quick: bool) -> Measured:
     """Seconds per call in a long row of calls."""
-    calls = prepare(session, BACK_TO_BACK_SIZE, "float32")
+    calls = prepare(session, BACK_TO_BACK_SIZE, "float32", CANDIDATES[IN_A_ROW])
 
     def turn(candidate: str) -> float:
         group, _ = calls[candidate]
         return max(group.call("measure_back_to_back", candidate=candidate, calls=1000)) * 1e-9
 
-    names = [name for name in calls if name in KINDS + PEERS]
     samples = harness.alternate(
-        {name: lambda name=name: turn(name) for name in names}, warmup=1, rounds=2 if quick else 15
+        {name: lambda name=name: turn(name) for name in calls}, warmup=1, rounds=2 if quick else 15
     )
-    return [
-        row(
-            *("back to back", name, calls[name][1], BACK_TO_BACK_SIZE, "float32"),
-            **harness.summary(times),
-        )
+    where = (BACK_TO_BACK_SIZE, "float32")
+    rows = [
+        row("back to back", name, calls[name][1], *where, **harness.summary(times))
         for name, times in samples.items()
     ]
+    return Measured(IN_A_ROW, samples, rows)
 
 
-def crowded(session: Session, quick: bool) -> list[Row]:
+def crowded(session: Session, quick: bool) -> Measured:
     """Seconds per call, its 99th percentile, and how many calls were made in the time there was."""
-    calls = prepare(session, CROWD_SIZE, "float32")
-    names = [name for name in calls if name in KINDS + PEERS]
+    calls = prepare(session, CROWD_SIZE, "float32", CANDIDATES[CROWDED])
     limit, seconds = (100, 1.0) if quick else (CROWD_CALLS, CROWD_SECONDS)
     wrong = check(calls)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    spent = dict.fromkeys(names, 0.0)
-    waiting = names
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    waiting = list(calls)
     while waiting:
         for name in waiting:
             begin = time.monotonic()
@@ -207,17 +221,20 @@ def crowded(session: Session, quick: bool) -> list[Row]:
         figures["p99"] = statistics.quantiles(times, n=100, method="inclusive")[-1]
         figures |= {"calls": len(times), "wrong": wrong[name] + wrong_after[name]}
         rows.append(row("crowded", name, calls[name][1], CROWD_SIZE, "float32", **figures))
-    return rows
+    return Measured(CROWDED, samples, rows)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    """A row per part, candidate, type and size."""
-    with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
-        rows = by_size(session, QUICK_SIZES if args.quick else SIZES, args.quick)
-        rows += groups.survived(session, partial(back_to_back, quick=args.quick))
-    with groups.session(["pipekernels", *PEERS], CROWD) as session:
-        rows += groups.survived(session, partial(crowded, quick=args.quick))
-    return rows
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """All sizes, then calls back to back, then more ranks than cores."""
+    sizes = {case: names for case, names in plan.items() if case in SIZE_CASES}
+    if sizes or IN_A_ROW in plan:
+        with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
+            yield from by_size(session, sizes, quick)
+            if IN_A_ROW in plan:
+                yield groups.survived(session, partial(back_to_back, quick=quick))
+    if CROWDED in plan:
+        with groups.session(["pipekernels", *PEERS], CROWD) as session:
+            yield groups.survived(session, partial(crowded, quick=quick))
 
 
 # ---- tables ----

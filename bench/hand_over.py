@@ -3,11 +3,10 @@
 Compared are an edge and :class:`ByTorch`, the same copies by torch's streams and ``copy_``, as
 edges issued them before the extension did. ``bench.gpu.p2p_copy`` measures both on a GPU.
 
-``python -m bench.hand_over`` measures here what needs none: the Python of both, and torch's own
-below it. Tensors are on the CPU, and what would call the driver returns at once: streams and events
-of ``torch.cuda``, and the compiled half of the edge. So neither the runtime's calls are in it, of
-which ``csrc/tests/p2p_copy_test times`` counts those of both, nor the extension's reading of the
-tensors.
+Here is measured what needs none: the Python of both, and torch's own below it. Tensors are on the
+CPU, and what would call the driver returns at once: streams and events of ``torch.cuda``, and the
+compiled half of the edge. So neither the runtime's calls are in it, of which
+``csrc/tests/p2p_copy_test times`` counts those of both, nor the extension's reading of the tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,12 +22,19 @@ import torch
 from torch import Tensor
 
 from bench import harness
+from bench.harness import Measured
+from bench.report import speed_ups
 from pipekernels.device import p2p, streams
 from pipekernels.device.edge import Edge
 
 COUNTS = (1, 8)  # tensors of a hand-over
 PER_SAMPLE = 20  # hand-overs
 CPU = torch.device("cpu")
+CASES = {f"{count} tensor{'s' * (count > 1)}": count for count in COUNTS}
+CANDIDATES = dict.fromkeys(CASES, ("torch", "edge"))
+QUICK = CANDIDATES
+BASE = "torch"
+CONDITIONS = {"timing": f"without a driver, samples of {PER_SAMPLE}, both in turn, medians"}
 
 
 class ByTorch:
@@ -141,30 +146,21 @@ def _without_driver() -> Iterator[None]:
         yield
 
 
-def measure(rounds: int) -> list[SimpleNamespace]:
-    """A row for each of :data:`COUNTS`: median microseconds of both ways, without a driver."""
-    rows = []
-    with _without_driver():
-        source, target = torch.device("cuda", 0), torch.device("cuda", 1)
-        ways = {"torch": ByTorch(source, target, CPU), "edge": by_edge(Edge(source, target))}
-        for count in COUNTS:
-            tensors = [torch.ones(1) for _ in range(count)]
-            samples = harness.alternate(
-                {
-                    name: functools.partial(seconds, way, tensors, lambda: None)
-                    for name, way in ways.items()
-                },
-                warmup=2,
-                rounds=rounds,
-            )
-            medians = {name: harness.summary(found)["median"] for name, found in samples.items()}
-            rows.append(SimpleNamespace(tensors=count, **medians))
-    return rows
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Both ways in turn, without a driver."""
+    source, target = torch.device("cuda", 0), torch.device("cuda", 1)
+    for case in plan:
+        with _without_driver():
+            ways = {"torch": ByTorch(source, target, CPU), "edge": by_edge(Edge(source, target))}
+            tensors = [torch.ones(1) for _ in range(CASES[case])]
+            turns = {
+                name: functools.partial(seconds, way, tensors, lambda: None)
+                for name, way in ways.items()
+            }
+            samples = harness.alternate(turns, warmup=2, rounds=20 if quick else 100)
+        yield harness.compared(case, samples, BASE)
 
 
-if __name__ == "__main__":
-    for row in measure(rounds=100):
-        print(
-            f"{row.tensors} tensors: torch {row.torch * 1e6:.1f} us, edge {row.edge * 1e6:.1f} us, "
-            f"ratio {row.edge / row.torch:.2f}"
-        )
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per way and number of tensors."""
+    return speed_ups(rows, BASE)

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,6 +79,33 @@ def against(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, dict
         name: {**figures, f"speed-up over {base}": found[base]["median"] / figures["median"]}
         for name, figures in found.items()
     }
+
+
+class Measured(NamedTuple):
+    """One case of a benchmark.
+
+    Attributes:
+        case: its name.
+        samples: of each candidate, in the order of its turns; seconds, unless the module has a
+            ``UNIT``.
+        rows: what the result file says about the case.
+    """
+
+    case: str
+    samples: Mapping[str, Sequence[float]]
+    rows: list[dict[str, Any]]
+
+
+def compared(case: str, samples: Mapping[str, Sequence[float]], base: str) -> Measured:
+    """A case whose rows are those of :func:`against`."""
+    found = against(samples, base).items()
+    rows = [{"case": case, "candidate": name, **figures} for name, figures in found]
+    return Measured(case, samples, rows)
+
+
+def ratios(samples: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """A :func:`summary` of ``base`` over ``samples``, turn by turn."""
+    return summary([theirs / ours for theirs, ours in zip(base, samples, strict=False)])
 
 
 def machine() -> dict[str, Any]:

@@ -7,16 +7,16 @@
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bench import harness
-from bench.processes import Processes
+from bench.harness import Measured
+from bench.processes import Processes, closing
 from bench.report import speed_ups
 
 RANKS = 2
@@ -32,6 +32,9 @@ CASES = {
     "bfloat16, 128 rows, forward": (torch.bfloat16, 128, False, 1),
     "bfloat16, 512 rows, forward": (torch.bfloat16, 512, False, 1),
 }
+CANDIDATES = dict.fromkeys(CASES, ("plain", "invariant"))
+QUICK = {"float32, 1 row, forward": ("plain", "invariant")}
+BASE = "plain"
 CONDITIONS = {
     "layer": f"RowParallelLinear({IN}, {OUT}, bias=False), the down projection of a 7B Llama",
     "ranks": f"{RANKS} processes of one thread",
@@ -84,24 +87,18 @@ def _layer(rank: int, port: int, serve: Serve, case: str, invariant: bool) -> No
         serve(turn)
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time both layers on every case, in turn."""
-    rows: list[dict[str, Any]] = []
-    for case in CASES:
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Both layers in turn."""
+    for case in plan:
         runners = {
             "plain": Processes(RANKS, _layer, case, False),
             "invariant": Processes(RANKS, _layer, case, True),
         }
-        try:
-            samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 9)
-        finally:
-            for runner in runners.values():
-                runner.close()
-        for candidate, figures in harness.against(samples, "plain").items():
-            rows.append({"case": case, "candidate": candidate, **figures})
-    return rows
+        with closing(runners):
+            samples = harness.alternate(runners, warmup=1, rounds=5 if quick else 9)
+        yield harness.compared(case, samples, BASE)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row per case and layer."""
-    return speed_ups(rows, "plain")
+    return speed_ups(rows, BASE)

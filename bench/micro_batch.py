@@ -6,19 +6,39 @@ returns views without a copy: that row shows the cost of a copy.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import harness
+from bench.harness import Measured
 from bench.report import duration, markdown, spread
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 CHUNKS = 8
+TENSORS: dict[str, Callable[[], tuple[list[Tensor], int]]] = {  # and their batch dimension
+    "1 MiB, batch first": lambda: ([make(256, 1024)], 0),
+    "1 MiB, batch last": lambda: ([make(1024, 256)], 1),
+    "3 x 64 KiB, batch second": lambda: ([make(64, 16, 16) for _ in range(3)], 1),
+    "16 MiB, sequence before batch": lambda: ([make(512, 64, 128)], 1),
+    "16 MiB, transposed": lambda: ([make(2048, 2048).t()], 0),
+    "8 MiB bfloat16, transposed": lambda: ([make(2048, 2048, dtype=torch.bfloat16).t()], 0),
+    "16 MiB, channels last to first": lambda: ([make(64, 32, 32, 64).permute(0, 3, 1, 2)], 0),
+}
+DIRECTIONS = ("split", "concat")
+CANDIDATES = {f"{name}: {way}": ("ours", "torch") for name in TENSORS for way in DIRECTIONS}
+QUICK = {
+    case: CANDIDATES[case]
+    for case in (
+        "1 MiB, batch last: split",
+        "1 MiB, batch last: concat",
+        "16 MiB, transposed: split",
+    )
+}
+BASE = "torch"
 CONDITIONS = {
     "micro-batches": CHUNKS,
     "threads": torch.get_num_threads(),
@@ -27,21 +47,9 @@ CONDITIONS = {
 SAMPLE = 2e-3  # seconds that a sample lasts at least; short calls are repeated
 
 
-def cases() -> dict[str, tuple[list[Tensor], int]]:
-    """Tensors and their batch dimension, by description."""
-
-    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape).to(dtype)
-
-    return {
-        "1 MiB, batch first": ([make(256, 1024)], 0),
-        "1 MiB, batch last": ([make(1024, 256)], 1),
-        "3 x 64 KiB, batch second": ([make(64, 16, 16) for _ in range(3)], 1),
-        "16 MiB, sequence before batch": ([make(512, 64, 128)], 1),
-        "16 MiB, transposed": ([make(2048, 2048).t()], 0),
-        "8 MiB bfloat16, transposed": ([make(2048, 2048, dtype=torch.bfloat16).t()], 0),
-        "16 MiB, channels last to first": ([make(64, 32, 32, 64).permute(0, 3, 1, 2)], 0),
-    }
+def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random values."""
+    return torch.randn(*shape).to(dtype)
 
 
 def sampler(function: Callable[[], Any]) -> Callable[[], float]:
@@ -58,38 +66,31 @@ def sampler(function: Callable[[], Any]) -> Callable[[], float]:
     return lambda: repeated(count) / count
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row per case and direction; seconds, and torch's median over ours."""
-    rows = []
-    for case, (tensors, dim) in cases().items():
-        parts = split_micro_batches(tensors, CHUNKS, dim)
+def functions(tensors: list[Tensor], dim: int, direction: str) -> dict[str, Callable[[], Any]]:
+    """What the candidates call."""
+    parts = split_micro_batches(tensors, CHUNKS, dim)
+    if direction == "concat":
+        return {
+            "ours": lambda: concat_micro_batches(parts, dim),
+            "torch": lambda: [torch.cat(group, dim) for group in zip(*parts, strict=True)],
+        }
+    return {
+        "ours": lambda: split_micro_batches(tensors, CHUNKS, dim),
+        "torch": lambda: [[part.contiguous() for part in t.chunk(CHUNKS, dim)] for t in tensors],
+    }
 
-        def split_by_torch(tensors: list[Tensor] = tensors, dim: int = dim) -> list[list[Tensor]]:
-            return [[part.contiguous() for part in t.chunk(CHUNKS, dim)] for t in tensors]
 
-        def cat(parts: Any = parts, dim: int = dim) -> list[Tensor]:
-            return [torch.cat(group, dim) for group in zip(*parts, strict=True)]
-
-        def split(tensors: list[Tensor] = tensors, dim: int = dim) -> Any:
-            return split_micro_batches(tensors, CHUNKS, dim)
-
-        def concat(parts: Any = parts, dim: int = dim) -> Any:
-            return concat_micro_batches(parts, dim)
-
-        for direction, ours, theirs in (("split", split, split_by_torch), ("concat", concat, cat)):
-            candidates = {"ours": sampler(ours), "torch": sampler(theirs)}
-            rounds = 5 if args.quick else 41
-            samples = harness.alternate(candidates, warmup=2, rounds=rounds)
-            summaries = {name: harness.summary(times) for name, times in samples.items()}
-            rows.append(
-                {
-                    "case": case,
-                    "direction": direction,
-                    **summaries,
-                    "ratio": summaries["torch"]["median"] / summaries["ours"]["median"],
-                }
-            )
-    return rows
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """A row per case; seconds, and torch's median over ours."""
+    for case in plan:
+        name, direction = case.split(": ")
+        calls = functions(*TENSORS[name](), direction)
+        candidates = {name: sampler(function) for name, function in calls.items()}
+        samples = harness.alternate(candidates, warmup=2, rounds=5 if quick else 41)
+        found: dict[str, Any] = {name: harness.summary(times) for name, times in samples.items()}
+        ratio = found["torch"]["median"] / found["ours"]["median"]
+        row = {"case": name, "direction": direction, **found, "ratio": ratio}
+        yield Measured(case, samples, [row])
 
 
 def table(rows: list[dict[str, Any]]) -> str:

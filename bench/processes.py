@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import socket
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
+Runners = TypeVar("Runners", bound=Mapping[str, Any])
 LIMIT = 120.0  # Seconds that a turn may take.
 
 
@@ -66,6 +68,17 @@ class Processes:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+@contextlib.contextmanager
+def closing(runners: Runners) -> Iterator[Runners]:
+    """Close those candidates that are :class:`Processes` in the end."""
+    try:
+        yield runners
+    finally:
+        for runner in runners.values():
+            if isinstance(runner, Processes):
+                runner.close()
 
 
 def _main(

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import registry
 from bench.harness import RESULTS
 
 UNMEASURED = "*Not measured on any GPU yet.*"
@@ -32,6 +32,11 @@ def duration(seconds: float) -> str:
         if rounded >= scale:
             return f"{rounded / scale:g} {unit}"
     return f"{rounded * 1e9:g} ns"
+
+
+def size(count: float) -> str:
+    """Three significant digits of a number of bytes, in MiB."""
+    return f"{count / 2**20:.3g} MiB"
 
 
 def microseconds(figures: Mapping[str, float] | None) -> str:
@@ -64,7 +69,7 @@ def speed_ups(rows: list[dict[str, Any]], base: str) -> str:
 
 def render(record: Mapping[str, Any]) -> str:
     """One result file as Markdown: machine, the benchmark's table, and conditions."""
-    module = importlib.import_module(f"bench.{record['name']}")
+    module = registry.find(record["name"])
     machine = record["machine"]
     gpu, cores, torch = machine.get("gpu"), f"{machine['cores']} cores", f"torch {machine['torch']}"
     where = ", ".join(part for part in (gpu, machine["cpu"], cores, torch) if part)
@@ -91,15 +96,18 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def svg(path: Path, count: int) -> Iterator[Any]:
-    """``count`` axes side by side, written to an SVG file that is identical for the same data."""
+def svg(path: Path, count: int = 1, *, width: float = 5.5, height: float = 4.5) -> Iterator[Any]:
+    """``count`` axes side by side, of ``width x height`` inches each, written to an SVG file that
+    is identical for the same data."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "pipekernels"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, count, figsize=(5.5 * count, 4.5), sharey=True, squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, count, figsize=(width * count, height), sharey=True, squeeze=False
+    )
     yield axes[0]
     for axis in axes[0]:
         axis.grid(alpha=0.3)
@@ -116,7 +124,7 @@ def main() -> None:
         if "rows" not in record:  # what a tuner measured
             continue
         bodies.setdefault(record["name"], []).append(render(record))
-        plot = getattr(importlib.import_module(f"bench.{record['name']}"), "plot", None)
+        plot = getattr(registry.find(record["name"]), "plot", None)
         if plot is not None:
             plot(record["rows"], path.with_suffix(".svg"))
     rendered = {name: "\n\n".join(parts) for name, parts in bodies.items()}

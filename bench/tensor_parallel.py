@@ -13,17 +13,17 @@ row-parallel: one all-reduce forward and one backward. Input and output are repl
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bench import harness
-from bench.processes import Processes
+from bench.harness import Measured
+from bench.processes import Processes, closing
 from bench.report import speed_ups
 
 RANKS = 2
@@ -34,6 +34,15 @@ CASES = {  # rows, whether there is a backward, steps per turn
     "256 rows, forward": (256, False, 3),
     "256 rows, forward and backward": (256, True, 2),
 }
+CANDIDATES = dict.fromkeys(
+    CASES,
+    (
+        *("one thread", "two threads", "pipekernels", "DTensor, Gloo"),
+        *("DTensor, backend pipekernels", "fairscale, Gloo"),
+    ),
+)
+QUICK = {"16 rows, forward": ("one thread", "two threads", "pipekernels", "DTensor, Gloo")}
+BASE = "one thread"
 CONDITIONS = {
     "model": f"Linear({WIDTH}, {HIDDEN}) + GELU + Linear({HIDDEN}, {WIDTH}), float32",
     "ranks": f"{RANKS} processes of one thread",
@@ -145,37 +154,36 @@ def _fairscale(rank: int, port: int, serve: Serve, case: str) -> None:
     serve_steps(nn.Sequential(column, nn.GELU(), row), case, serve)
 
 
-def candidates(case: str) -> dict[str, Processes]:
-    """Everything that is installed, by name."""
-    found = {
-        "one thread": Processes(1, _bare, case, 1),
-        "two threads": Processes(1, _bare, case, RANKS),
-        "pipekernels": Processes(RANKS, _pipekernels, case),
-        "DTensor, Gloo": Processes(RANKS, _dtensor, case, "gloo"),
-        "DTensor, backend pipekernels": Processes(RANKS, _dtensor, case, "pipekernels"),
-    }
-    if importlib.util.find_spec("fairscale") is None:
+WORKERS: dict[str, tuple[Any, ...]] = {  # ranks, worker, and its arguments after the case
+    "one thread": (1, _bare, 1),
+    "two threads": (1, _bare, RANKS),
+    "pipekernels": (RANKS, _pipekernels),
+    "DTensor, Gloo": (RANKS, _dtensor, "gloo"),
+    "DTensor, backend pipekernels": (RANKS, _dtensor, "pipekernels"),
+    "fairscale, Gloo": (RANKS, _fairscale),
+}
+
+
+def candidates(case: str, names: Sequence[str]) -> dict[str, Processes]:
+    """Those of ``names`` that are installed."""
+    if importlib.util.find_spec("fairscale") is None and "fairscale, Gloo" in names:
         print("fairscale is not installed: left out")
-    else:
-        found["fairscale, Gloo"] = Processes(RANKS, _fairscale, case)
+        names = [name for name in names if name != "fairscale, Gloo"]
+    found = {}
+    for name in names:
+        ranks, worker, *arguments = WORKERS[name]
+        found[name] = Processes(ranks, worker, case, *arguments)
     return found
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time every candidate on every case, in turn."""
-    rows: list[dict[str, Any]] = []
-    for case in CASES:
-        runners = candidates(case)
-        try:
-            samples = harness.alternate(runners, warmup=3, rounds=6 if args.quick else 60)
-        finally:
-            for runner in runners.values():
-                runner.close()
-        for name, figures in harness.against(samples, "one thread").items():
-            rows.append({"case": case, "candidate": name, **figures})
-    return rows
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Every candidate in turn."""
+    for case, names in plan.items():
+        with closing(candidates(case, names)) as runners:
+            samples = harness.alternate(runners, warmup=3, rounds=5 if quick else 60)
+        yield harness.compared(case, samples, BASE)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row per candidate and case."""
-    return speed_ups(rows, "one thread")
+    return speed_ups(rows, BASE)

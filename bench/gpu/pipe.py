@@ -22,8 +22,8 @@ from torch import nn
 
 from bench import harness
 from bench.gpu.timing import Row, attempt, call_seconds, errors
+from bench.pipeline.train_step import token_loss
 from bench.report import duration, markdown, spread
-from bench.train_step import token_loss
 from demo.gpt import VOCABULARY, gpt
 from pipekernels import Pipe
 

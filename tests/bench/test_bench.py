@@ -121,13 +121,14 @@ class LocalGroup:
 def test_rows_have_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> None:
     rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
     session: Any = {"fake": (LocalGroup(rank), "1.0")}
-    rows = collectives.by_size(session, [1024, 4096], quick=True)
+    cases = ["float32, 1024 bytes", "float32, 4096 bytes", "bfloat16, 1024 bytes"]
+    measured = collectives.by_size(session, {case: ["fake"] for case in cases}, quick=True)
+    rows = [row for case in measured for row in case.rows]
     found = [(row["type"], row["size"], row["count"], row["wrong"]) for row in rows]
     assert found == [  # Two elements are wrong, in checks before and after.
         ("float32", 1024, 256, 4),
         ("float32", 4096, 1024, 4),
         ("bfloat16", 1024, 512, 4),
-        ("bfloat16", 4096, 2048, 4),
     ]
     for row in rows:
         assert row["algbw"] == pytest.approx(row["size"] / row["median"] / 1e9)
@@ -138,7 +139,6 @@ def test_visits_to_a_size_are_spread_over_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(collectives, "VISITS", 2)
-    monkeypatch.setattr(collectives, "DTYPES", ["float32"])
     monkeypatch.setattr(collectives, "turn_for", lambda size: (1, 0, 3))
     seconds = iter(range(1, 13))
     monkeypatch.setattr(
@@ -146,7 +146,9 @@ def test_visits_to_a_size_are_spread_over_the_run(
     )
     rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
     session: Any = {"fake": (LocalGroup(rank), "1.0")}
-    small, large = collectives.by_size(session, [1024, 4096], quick=False)
+    cases = ["float32, 1024 bytes", "float32, 4096 bytes"]
+    measured = collectives.by_size(session, {case: ["fake"] for case in cases}, quick=False)
+    small, large = (row for case in measured for row in case.rows)
     visited = re.findall(r"(\d+) bytes", capsys.readouterr().out)
     assert visited == ["1024", "4096", "1024", "4096"]
     assert (small["median"], small["min"], small["wrong"]) == (5.0, 1.0, 8)  # 1 to 3 and 7 to 9 s.
@@ -158,7 +160,7 @@ def test_crowded_ranks_make_as_many_calls_as_asked_for(tmp_path: Path) -> None:
     session: Any = {
         "fake": (LocalGroup(Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))), "1.0")
     }
-    (row,) = collectives.crowded(session, quick=True)
+    (row,) = collectives.crowded(session, quick=True).rows
     assert (row["candidate"], row["calls"], row["wrong"]) == ("ordinary", 100, 4)
     assert row["median"] <= row["p99"]
 
@@ -251,10 +253,12 @@ def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
 
     ours, peer = LocalGroup(rank("ordinary")), FailingGroup(rank("MPICH"), "MPICH", "measure")
     session: Any = {"pipekernels": (ours, "1.0"), "MPICH": (peer, "5.0")}
-    rows = collectives.by_size(session, [1024], quick=True)
-    assert [(row["candidate"], row["type"]) for row in rows] == [
-        ("ordinary", "float32"),
-        ("ordinary", "bfloat16"),
+    cases = ["float32, 1024 bytes", "bfloat16, 1024 bytes"]
+    plan = {case: ["ordinary", "MPICH"] for case in cases}
+    measured = collectives.by_size(session, plan, quick=True)
+    assert [(case.case, list(case.samples)) for case in measured] == [
+        ("float32, 1024 bytes", ["ordinary"]),
+        ("bfloat16, 1024 bytes", ["ordinary"]),
     ]
     assert list(session) == ["pipekernels"] and peer.closed
     assert "MPICH: left out from here on" in capsys.readouterr().out
@@ -265,7 +269,7 @@ def test_a_failure_of_pipekernels_is_an_error(tmp_path: Path) -> None:
     rank = Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))
     session: Any = {"pipekernels": (FailingGroup(rank, "pipekernels", "check"), "1.0")}
     with pytest.raises(groups.GroupError, match="pipekernels: a rank has died or hangs"):
-        collectives.by_size(session, [1024], quick=True)
+        collectives.by_size(session, {"float32, 1024 bytes": ["ordinary"]}, quick=True)
 
 
 def test_a_session_without_pipekernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,8 +299,8 @@ def test_pipekernels_and_gloo_sum_correctly_in_both_dtypes() -> None:
     with groups.session(["pipekernels", "Gloo"], 2) as session:
         assert list(session) == ["pipekernels", "Gloo"]
         for dtype in collectives.DTYPES:
-            calls = collectives.prepare(session, 1 << 16, dtype)
-            assert {"ordinary", "symmetric", "symmetric ring", "Gloo"} <= set(calls)
+            calls = collectives.prepare(session, 1 << 16, dtype, collectives.SUMS + ["Gloo"])
+            assert set(calls) == {*collectives.SUMS, "Gloo"}
             assert set(collectives.check(calls).values()) == {0}
 
 

@@ -1,6 +1,7 @@
-"""Generation for eight prompts with a Llama of 110 M parameters in two stages on two CPU cores.
+"""Generation for eight prompts with a Llama in two stages on two CPU cores.
 
-Greedy ``generate`` of transformers with KV caches.
+The model has 110 M parameters, in the quick form 37 M. Greedy ``generate`` of transformers with KV
+caches.
 
 * ``in turn``: one micro-batch after the other, and so one stage after the other, on one thread; the
   base of ``speed-up``.
@@ -11,20 +12,30 @@ Greedy ``generate`` of transformers with KV caches.
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bench import harness
-from bench.decode import SHAPE
-from bench.processes import Processes
+from bench.decode import QUICK_LAYERS, SHAPE
+from bench.harness import Measured
+from bench.processes import Processes, closing
 from bench.report import speed_ups
 
 PROMPTS, LENGTH, NEW = 8, 32, 32
-MIDDLE = "model.layers.6"
+QUICK_NEW = 4
 CASES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CANDIDATES = dict.fromkeys(
+    CASES,
+    (
+        *("in turn", "whole batch, one thread", "whole batch, two threads"),
+        *("pipelined, 2", "pipelined, 4"),
+    ),
+)
+QUICK = {"float32": ("in turn", "whole batch, two threads", "pipelined, 2")}
+BASE = "in turn"
 CONDITIONS = {
     "model": "Llama, 12 layers of width 768, 12 heads, inner width 2048, 32000 tokens, tied: 110 M "
     "parameters; the second stage begins at the seventh layer",
@@ -34,22 +45,26 @@ CONDITIONS = {
 }
 
 
-def _worker(rank: int, port: int, serve: Any, dtype: torch.dtype, way: str) -> None:
+def _worker(
+    rank: int, port: int, serve: Any, dtype: torch.dtype, way: str, new: int, layers: int
+) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from pipekernels import generate_pipelined
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).to(dtype).eval()
+    shape = SHAPE | {"num_hidden_layers": layers}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape)).to(dtype).eval()
+    middle = [f"model.layers.{layers // 2}"]
     prompts = torch.randint(3, 32000, (PROMPTS, LENGTH))
-    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     kind, _, number = way.partition(", ")
 
     def generate() -> torch.Tensor:
         if kind == "pipelined":
             mask = torch.ones_like(prompts)
             return generate_pipelined(
-                model, prompts, [MIDDLE], chunks=int(number), attention_mask=mask, **options
+                model, prompts, middle, chunks=int(number), attention_mask=mask, **options
             )
         parts = prompts.chunk(2) if kind == "in turn" else [prompts]
         found = [model.generate(p, attention_mask=torch.ones_like(p), **options) for p in parts]
@@ -57,8 +72,8 @@ def _worker(rank: int, port: int, serve: Any, dtype: torch.dtype, way: str) -> N
 
     def turn() -> float:
         begin = time.perf_counter()
-        assert generate().shape == (PROMPTS, LENGTH + NEW)
-        return (time.perf_counter() - begin) / (PROMPTS * NEW)
+        assert generate().shape == (PROMPTS, LENGTH + new)
+        return (time.perf_counter() - begin) / (PROMPTS * new)
 
     torch.set_num_threads(1 if kind == "in turn" or number == "one thread" else 2)
     if dtype == torch.float32:
@@ -66,23 +81,15 @@ def _worker(rank: int, port: int, serve: Any, dtype: torch.dtype, way: str) -> N
     serve(turn)
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time every way with both dtypes, in turn."""
-    ways = ["in turn", "whole batch, one thread", "whole batch, two threads"]
-    ways += ["pipelined, 2", "pipelined, 4"]
-    rows: list[dict[str, Any]] = []
-    for case, dtype in CASES.items():
-        runners = {way: Processes(1, _worker, dtype, way) for way in ways}
-        try:
-            samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 5)
-        finally:
-            for runner in runners.values():
-                runner.close()
-        for candidate, figures in harness.against(samples, "in turn").items():
-            rows.append({"case": case, "candidate": candidate, **figures})
-    return rows
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Every way in turn."""
+    work = (QUICK_NEW, QUICK_LAYERS) if quick else (NEW, SHAPE["num_hidden_layers"])
+    for case, ways in plan.items():
+        with closing({w: Processes(1, _worker, CASES[case], w, *work) for w in ways}) as runners:
+            samples = harness.alternate(runners, warmup=1, rounds=3 if quick else 5)
+        yield harness.compared(case, samples, BASE)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row per way and dtype, in seconds per token."""
-    return speed_ups(rows, "in turn")
+    return speed_ups(rows, BASE)

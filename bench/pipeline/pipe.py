@@ -4,28 +4,32 @@ Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointin
 thread per worker:
 
 * ``sequential``: the bare module on the whole batch, one thread: the base of ``speed-up``.
+* ``two threads``: the same with as many threads as the pipes have.
 * ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
 * ``independent stages``: a thread per stage, each over its own 8 micro-batches without waiting:
   this machine's speed without a bubble. GPipe's ideal, with its bubble, is 8/9 of it.
 * ``pipekernels``: two lanes of one thread each.
 * ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker.
 * ``torch.distributed.pipelining``: one process per stage, ScheduleGPipe, Gloo; slower rank's time.
+
+Before they are timed, the gradients of all but the independent stages are compared with those of
+the bare module.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bench import harness
-from bench.processes import Processes
+from bench.harness import Measured
+from bench.processes import Processes, closing
 from bench.report import duration, markdown, spread
 from pipekernels import Pipe
 
@@ -33,6 +37,17 @@ STAGES, CHUNKS, LAYERS = 2, 8, 8
 BALANCE = [2 * LAYERS // STAGES] * STAGES
 OPTIONS: dict[str, Any] = {"devices": ["cpu"] * STAGES, "chunks": CHUNKS, "checkpoint": "never"}
 CASES = {"wide": (512, 2048), "narrow": (64, 256)}  # width, batch
+CANDIDATES = dict.fromkeys(
+    CASES,
+    (
+        *("sequential", "two threads", "loop", "independent stages", "pipekernels"),
+        *("fairscale", "torchgpipe", "torch.distributed.pipelining"),
+    ),
+)
+QUICK = {
+    "narrow": ("sequential", "two threads", "loop", "pipekernels", "torch.distributed.pipelining")
+}
+BASE = "sequential"
 CONDITIONS = {
     "model": f"{LAYERS} x (Linear + GELU), float32",
     "pipeline": f"{STAGES} stages, {CHUNKS} chunks, no checkpointing, one thread per worker",
@@ -55,6 +70,27 @@ def data(width: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, grad = (torch.randn(batch, width, generator=generator) for _ in range(2))
     return x, grad
+
+
+def gradients(module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Those of all parameters after one step of ``module``, which drops them."""
+    module.zero_grad()
+    module(x).backward(grad)
+    found = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    return [gradient for gradient in found if gradient is not None]
+
+
+def check(found: Iterable[nn.Parameter], wanted: Sequence[torch.Tensor]) -> None:
+    """Compare the gradients of ``found`` with ``wanted``.
+
+    Raises:
+        AssertionError: one differs by more than rounding can explain.
+    """
+    for parameter, gradient in zip(found, wanted, strict=True):
+        assert parameter.grad is not None, "a parameter has no gradient"
+        error = float((parameter.grad - gradient).norm() / gradient.norm())
+        assert error < 1e-4, f"gradients differ from the bare module's by {error:.1e} of their norm"
 
 
 def step(
@@ -83,11 +119,13 @@ def warmed(turn: Callable[[], float]) -> Callable[[], float]:
     return run
 
 
-def loop(module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], float]:
-    """A plain one-thread loop over the micro-batches."""
+def loop(
+    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int = 1
+) -> Callable[[], float]:
+    """A plain loop over the micro-batches."""
 
     def run() -> float:
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         module.zero_grad()
         begin = time.perf_counter()
         for part, part_grad in zip(x.chunk(CHUNKS), grad.chunk(CHUNKS), strict=True):
@@ -123,16 +161,25 @@ def independent(module: nn.Sequential, x: torch.Tensor, grad: torch.Tensor) -> C
     return run
 
 
+def _checked(module: nn.Module, width: int, batch: int, threads: int = 1) -> Callable[[], float]:
+    """A step of ``module``, whose gradients are right."""
+    x, grad = data(width, batch)
+    run = step(module, x, grad, threads=threads)
+    run()
+    check(module.parameters(), gradients(build(width), x, grad))
+    return run
+
+
 def _fairscale(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
     from fairscale.nn import Pipe
 
-    serve(step(Pipe(build(width), BALANCE, **OPTIONS), *data(width, batch), threads=1))
+    serve(_checked(Pipe(build(width), BALANCE, **OPTIONS), width, batch))
 
 
 def _torchgpipe(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
     from torchgpipe import GPipe
 
-    serve(step(GPipe(build(width), BALANCE, **OPTIONS), *data(width, batch), threads=1))
+    serve(_checked(GPipe(build(width), BALANCE, **OPTIONS), width, batch))
 
 
 def _pipelining(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
@@ -164,59 +211,66 @@ def _pipelining(rank: int, port: int, serve: Callable[..., None], width: int, ba
             schedule.step(target=grad)
         return time.perf_counter() - begin
 
+    wanted = gradients(module, x, grad)
+    run()
+    mine = len(wanted) // STAGES
+    check(part.parameters(), wanted[rank * mine : (rank + 1) * mine])
     serve(run)
 
 
-def candidates(width: int, batch: int) -> dict[str, Callable[[], float]]:
-    """Everything that is installed, by name."""
+def candidates(width: int, batch: int, names: Sequence[str]) -> dict[str, Callable[[], float]]:
+    """Those of ``names`` that are installed."""
     x, grad = data(width, batch)
-    found: dict[str, Callable[[], float]] = {
+    pipe = Pipe(build(width), BALANCE, **OPTIONS)
+    here: dict[str, Callable[[], float]] = {
         "sequential": step(build(width), x, grad, threads=1),
+        "two threads": step(build(width), x, grad, threads=STAGES),
         "loop": loop(build(width), x, grad),
         "independent stages": independent(build(width), x, grad),
-        "pipekernels": step(Pipe(build(width), BALANCE, **OPTIONS), x, grad, threads=STAGES),
+        "pipekernels": _checked(pipe, width, batch, threads=STAGES),
     }
-    for name, ranks, worker in (
-        ("fairscale", 1, _fairscale),
-        ("torchgpipe", 1, _torchgpipe),
-        ("torch.distributed.pipelining", STAGES, _pipelining),
-    ):
-        if importlib.util.find_spec(name.split(".")[0]) is None:
+    processes = {
+        "fairscale": (1, _fairscale),
+        "torchgpipe": (1, _torchgpipe),
+        "torch.distributed.pipelining": (STAGES, _pipelining),
+    }
+    found: dict[str, Callable[[], float]] = {}
+    for name in names:
+        if name in here:
+            found[name] = here[name]
+        elif importlib.util.find_spec(name.split(".")[0]) is None:
             print(f"{name} is not installed: left out")
         else:
+            ranks, worker = processes[name]
             found[name] = Processes(ranks, worker, width, batch)
     return found
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time every candidate on every case, in turn."""
-    rows: list[dict[str, Any]] = []
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Every candidate that is installed, in turn."""
     threads = torch.get_num_threads()
-    for case, (width, batch) in CASES.items():
-        rounds = (12 if args.quick else 42) * (1 if case == "wide" else 5)
-        runners = candidates(width, batch)
-        turns = {name: warmed(runner) for name, runner in runners.items()}
-        try:
-            # Pipe times its ways to run on its first passes, so the warm-up covers that too.
-            samples = harness.alternate(turns, warmup=7, rounds=rounds)
-        finally:
-            for runner in runners.values():
-                if isinstance(runner, Processes):
-                    runner.close()
-            torch.set_num_threads(threads)
-        found = harness.against(samples, "sequential")
-        for name, figures in found.items():
-            rows.append(
-                {
-                    "case": case,
-                    "width": width,
-                    "batch": batch,
-                    "candidate": name,
-                    **figures,
-                    "time over loop": figures["median"] / found["loop"]["median"],
-                }
-            )
-    return rows
+    for case, names in plan.items():
+        width, batch = CASES[case]
+        rounds = (5 if quick else 42) * (1 if case == "wide" else 5)
+        with closing(candidates(width, batch, names)) as runners:
+            turns = {name: warmed(runner) for name, runner in runners.items()}
+            try:
+                # Pipe times its ways to run on its first passes, so the warm-up covers that too.
+                samples = harness.alternate(turns, warmup=4 if quick else 7, rounds=rounds)
+            finally:
+                torch.set_num_threads(threads)
+        found = harness.against(samples, BASE)
+        shape = {"case": case, "width": width, "batch": batch}
+        rows = [
+            {
+                **shape,
+                "candidate": name,
+                **figures,
+                "time over loop": figures["median"] / found["loop"]["median"],
+            }
+            for name, figures in found.items()
+        ]
+        yield Measured(case, samples, rows)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,1 @@
+"""Benchmarks of pipes; those of everything else are one level up."""

@@ -1,0 +1,148 @@
+"""Memory that a training step takes beyond parameters and gradients, by schedule, on CPU stages.
+
+A byte-level GPT in 2 stages. Each candidate is a process of its own, in which every tensor of
+64 KiB or more has pages of its own, mapped and unmapped with it. A turn resets the process's peak
+of resident memory, makes a step, and counts how far above its start the peak was. The kernel counts
+in steps of some pages per thread: 0.3 MiB is no difference.
+
+* ``unpiped``: the bare module on the whole batch.
+* ``gpipe``, ``1f1b``, ``zb-h1``: ``pipe.train_step`` under that schedule, no checkpointing.
+* ``gpipe, checkpointed``: with ``checkpoint="always"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import harness
+from bench.harness import Measured
+from bench.pipeline.train_step import SCHEDULES, STAGES, byte_gpt, piped
+from bench.processes import Processes, closing
+from bench.report import markdown, size, svg
+
+CHUNKS = (4, 8)
+CHECKPOINTED = "gpipe, checkpointed"
+CANDIDATES = {f"gpt, {chunks} chunks": ("unpiped", CHECKPOINTED, *SCHEDULES) for chunks in CHUNKS}
+QUICK = {"gpt, 8 chunks": ("unpiped", "gpipe", "1f1b")}
+BASE = "unpiped"
+UNIT = "bytes"
+CONDITIONS = {
+    "model": "byte-level GPT, 8 blocks of width 256, 16 x 128 bytes, cross-entropy, float32",
+    "pipeline": f"{STAGES} stages, one thread per lane; unpiped: one thread",
+    "memory": "peak of resident memory in a step over that at its start, when gradients exist",
+}
+SEPARATE = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": "0"}
+
+
+def resident(field: str) -> int:
+    """Bytes: ``"VmRSS"``, those of this process now, or ``"VmHWM"``, their peak since the last
+    :func:`reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{field}:")[2].split()[0])
+
+
+def reset_peak() -> None:
+    """Let the peak be what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(work: Callable[[], Any]) -> float:
+    """Bytes by which ``work`` went above what was resident before, at its peak."""
+    reset_peak()
+    before = resident("VmRSS")
+    work()
+    return float(resident("VmHWM") - before)
+
+
+def _worker(rank: int, port: int, serve: Callable[..., None], candidate: str, chunks: int) -> None:
+    module, x, y, loss_fn = byte_gpt()
+    schedule = candidate.partition(",")[0]
+    checkpoint = "always" if candidate == CHECKPOINTED else "never"
+    pipe = piped(module, chunks, checkpoint=checkpoint)
+
+    def step() -> None:
+        if candidate == BASE:
+            loss_fn(module(x), y).backward()
+        else:
+            pipe.train_step(x, y, loss_fn, schedule=schedule)
+
+    def turn() -> float:
+        pipe.zero_grad(set_to_none=False)
+        return peak(step)
+
+    torch.set_num_threads(1 if candidate == BASE else STAGES)
+    serve(turn)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Every schedule in turn."""
+    for case, names in plan.items():
+        chunks = int(case.split()[1])
+        with _environment(SEPARATE):
+            runners = {name: Processes(1, _worker, name, chunks) for name in names}
+        with closing(runners):
+            # A pipe times its ways to run on its first passes.
+            samples = harness.alternate(
+                runners, warmup=1 if quick else 11, rounds=2 if quick else 9
+            )
+        summaries = {name: harness.summary(found) for name, found in samples.items()}
+        yield Measured(
+            case,
+            samples,
+            [
+                {
+                    "case": case,
+                    "candidate": name,
+                    **found,
+                    "share": found["median"] / summaries[BASE]["median"],
+                }
+                for name, found in summaries.items()
+            ],
+        )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per schedule and number of chunks."""
+    return markdown(
+        ["case", "candidate", "median", "p10 to p90", f"of {BASE}"],
+        [
+            [
+                row["case"],
+                row["candidate"],
+                size(row["median"]),
+                f"{size(row['p10'])} to {size(row['p90'])}",
+                f"{row['share']:.0%}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A bar per schedule, an axis per number of chunks, as an SVG file."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    with svg(path, len(cases)) as axes:
+        for axis, case in zip(axes, cases, strict=True):
+            found = [row for row in rows if row["case"] == case]
+            names = [row["candidate"].replace(", ", ",\n") for row in found]
+            bars = axis.bar(names, [row["median"] / 2**20 for row in found], color="C0")
+            bars[0].set_color("C7")
+            axis.set(title=f"training step, {case}, {STAGES} stages")
+        axes[0].set_ylabel("MiB beyond parameters and gradients")

@@ -1,0 +1,134 @@
+"""What the stages of a pipe do during a training step, recorded, beside the unpiped step.
+
+* ``pipekernels``: ``pipe.train_step`` under 1F1B, 2 stages, 8 chunks, one thread per lane, in
+  ``pipe.timeline()``; kept is the step whose time is the median.
+* ``one thread``, ``two threads``: the bare module on the whole batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench import harness
+from bench.harness import Measured
+from bench.pipeline.pipe import check
+from bench.pipeline.train_step import STAGES, byte_gpt, piped, timed
+from bench.report import speed_ups, svg
+
+CHUNKS, SCHEDULE = 8, "1f1b"
+CASE = f"gpt, {CHUNKS} chunks, {SCHEDULE}"
+CANDIDATES = {CASE: ("one thread", "two threads", "pipekernels")}
+QUICK = CANDIDATES
+BASE = "one thread"
+CONDITIONS = {
+    "model": "byte-level GPT, 8 blocks of width 256, 16 x 128 bytes, cross-entropy, float32",
+    "pipeline": f"{STAGES} stages, {CHUNKS} chunks, {SCHEDULE}, no checkpointing, one thread per "
+    "lane, recorded",
+    "timing": "forward, loss and backward, candidates in turn, medians",
+}
+COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
+NAMES = {"F": "forward", "B": "backward"}
+
+
+class Step(NamedTuple):
+    """A recorded step: its seconds, and ``[lane, kind, micro-batch, start, end]`` of each action,
+    in seconds from its start."""
+
+    seconds: float
+    events: list[list[Any]]
+
+
+def recorder(pipe: Any, step: Callable[[], Any], steps: list[Step]) -> Callable[[], float]:
+    """A turn that adds its step to ``steps``."""
+
+    def run() -> float:
+        torch.set_num_threads(STAGES)
+        pipe.zero_grad()
+        with pipe.timeline() as timeline:
+            begin = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - begin
+        (phase,) = timeline.phases
+        events = [
+            [phase.program.lane_of[e.action.stage], e.action.kind, e.action.micro_batch]
+            + [round(t - begin, 7) for t in (e.start, e.end)]
+            for e in sorted(phase.events, key=lambda e: e.start)
+        ]
+        steps.append(Step(seconds, events))
+        return seconds
+
+    return run
+
+
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """The pipe and the bare model in turn."""
+    threads = torch.get_num_threads()
+    module, x, y, loss_fn = byte_gpt()
+    pipe = piped(byte_gpt()[0], CHUNKS, checkpoint="never")
+    steps: list[Step] = []
+
+    def bare() -> None:
+        loss_fn(module(x), y).backward()
+
+    def train() -> None:
+        pipe.train_step(x, y, loss_fn, schedule=SCHEDULE)
+
+    turns = {
+        "one thread": timed(module, 1, bare),
+        "two threads": timed(module, STAGES, bare),
+        "pipekernels": recorder(pipe, train, steps),
+    }
+    rounds = 2 if quick else 21
+    for case in plan:
+        try:
+            turns["one thread"]()
+            turns["pipekernels"]()
+            check(pipe.parameters(), [p.grad for p in module.parameters() if p.grad is not None])
+            # A pipe times its ways to run on its first passes; the warm-up covers that.
+            samples = harness.alternate(turns, warmup=1 if quick else 11, rounds=rounds)
+        finally:
+            torch.set_num_threads(threads)
+        found = harness.compared(case, samples, BASE)
+        middle = statistics.median_low(samples["pipekernels"])
+        for row in found.rows:
+            if row["candidate"] == "pipekernels":
+                row["events"] = next(s.events for s in steps[-rounds:] if s.seconds == middle)
+        yield found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per candidate."""
+    return speed_ups(rows, BASE)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """The recorded step, a bar per lane, above bars of the unpiped steps, as an SVG file."""
+    from matplotlib.patches import Patch
+
+    found = {row["candidate"]: row for row in rows}
+    events = found["pipekernels"]["events"]
+    lanes = 1 + max(lane for lane, *_ in events)
+    unpiped = [name for name in found if name != "pipekernels"]
+    with svg(path, width=11, height=0.9 + 0.55 * (lanes + len(unpiped))) as (axis,):
+        for lane, kind, micro_batch, start, end in events:
+            box = [(start * 1e3, (end - start) * 1e3)]
+            axis.broken_barh(box, (lane - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor="white")
+            middle = (start + end) * 500
+            style = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+            axis.text(middle, lane, str(micro_batch), **style)
+        for y, name in enumerate(unpiped, lanes):
+            axis.broken_barh([(0, found[name]["median"] * 1e3)], (y - 0.4, 0.8), color="#bab0ac")
+        names = [f"stage {lane}" for lane in range(lanes)]
+        axis.set_yticks(range(lanes + len(unpiped)), names + [f"unpiped, {n}" for n in unpiped])
+        axis.invert_yaxis()
+        axis.set_xlim(left=0)
+        axis.set_xlabel("milliseconds of a training step; numbers are micro-batches")
+        patches = [Patch(color=COLOURS[kind], label=name) for kind, name in NAMES.items()]
+        patches.append(Patch(color="#bab0ac", label="both, whole batch"))
+        axis.legend(handles=patches, loc="lower right", fontsize=8)

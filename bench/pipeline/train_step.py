@@ -1,0 +1,154 @@
+"""Training steps through ``Pipe`` under each schedule against the bare model, on CPU stages.
+
+2 stages, no checkpointing, one intra-op thread per lane. The time is that of forward, loss and
+backward; ``sequential`` is the bare module on the whole batch with one thread, ``two threads`` the
+same with two. ``autograd`` is ``loss_fn(pipe(x), y).backward()``, the others are
+``pipe.train_step`` under the schedule of that name. Gradients are compared with those of the bare
+module before they are timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from bench import harness
+from bench.harness import Measured
+from bench.pipeline.pipe import build, check
+from bench.report import speed_ups, svg
+from demo.gpt import VOCABULARY, gpt
+from pipekernels import Pipe
+
+STAGES = 2
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+WIDTH, BATCH = 512, 2048
+BLOCKS, HEADS, GPT_WIDTH, CONTEXT, SEQUENCES = 8, 4, 256, 128, 16
+CHUNKS = (2, 4, 8, 16)
+CANDIDATES = {
+    f"{model}, {chunks} chunks": ("sequential", "two threads", "autograd", *SCHEDULES)
+    for model in ("wide", "gpt")
+    for chunks in CHUNKS
+}
+QUICK = {"wide, 8 chunks": CANDIDATES["wide, 8 chunks"]}
+BASE = "sequential"
+CONDITIONS = {
+    "wide": f"8 x (Linear({WIDTH}) + GELU), batch {BATCH}, mean squared error, float32",
+    "gpt": f"byte-level GPT, {BLOCKS} blocks of width {GPT_WIDTH}, {SEQUENCES} x {CONTEXT} bytes, "
+    "cross-entropy, float32",
+    "pipeline": f"{STAGES} stages, no checkpointing, one thread per lane",
+    "timing": "forward, loss and backward, candidates in turn, medians",
+}
+Task = tuple[nn.Sequential, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
+
+
+def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean over all bytes of ``[batch, time, vocabulary]`` logits."""
+    return cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def wide() -> Task:
+    """Model, input, target and loss function."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
+    return build(WIDTH), x, y, mse_loss
+
+
+def byte_gpt() -> Task:
+    """Model, input, target and loss function."""
+    torch.manual_seed(0)
+    x, y = (torch.randint(VOCABULARY, (SEQUENCES, CONTEXT)) for _ in range(2))
+    return gpt(GPT_WIDTH, BLOCKS, HEADS, CONTEXT), x, y, token_loss
+
+
+MODELS: dict[str, Callable[[], Task]] = {"wide": wide, "gpt": byte_gpt}
+
+
+def piped(layers: nn.Sequential, chunks: int, **options: Any) -> Pipe:
+    """``layers`` in stages of as many layers, on the CPU."""
+    balance = [len(layers) // 2, len(layers) - len(layers) // 2]
+    return Pipe(layers, balance, devices=["cpu"] * STAGES, chunks=chunks, **options)
+
+
+def timed(module: nn.Module, threads: int, step: Callable[[], Any]) -> Callable[[], float]:
+    """``step`` with gradients dropped before the clock starts."""
+
+    def run() -> float:
+        torch.set_num_threads(threads)
+        module.zero_grad()
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def candidates(make: Callable[[], Task], chunks: int) -> dict[str, Callable[[], float]]:
+    """The bare model, the pipe under autograd, and every schedule; each pipe has a model of its
+    own, and the right gradients."""
+    module, x, y, loss_fn = make()
+
+    def bare() -> None:
+        loss_fn(module(x), y).backward()
+
+    found = {"sequential": timed(module, 1, bare), "two threads": timed(module, STAGES, bare)}
+    found["sequential"]()
+    wanted = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+    def add(name: str, step: Callable[[Pipe], Any]) -> None:
+        pipe = piped(make()[0], chunks, checkpoint="never")
+        found[name] = timed(pipe, STAGES, lambda: step(pipe))
+        found[name]()
+        check(pipe.parameters(), wanted)
+
+    add("autograd", lambda pipe: loss_fn(pipe(x), y).backward())
+    for schedule in SCHEDULES:
+        add(schedule, lambda pipe, s=schedule: pipe.train_step(x, y, loss_fn, schedule=s))
+    return found
+
+
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Every candidate in turn."""
+    threads = torch.get_num_threads()
+    for case in plan:
+        model, _, chunks = case.partition(", ")
+        try:
+            turns = candidates(MODELS[model], int(chunks.split()[0]))
+            # A pipe times its ways to run on its first passes; the warm-up covers that.
+            warmup, rounds = (2, 4) if quick else (11, 40 if model == "wide" else 24)
+            samples = harness.alternate(turns, warmup=warmup, rounds=rounds)
+        finally:
+            torch.set_num_threads(threads)
+        found = harness.compared(case, samples, BASE)
+        yield found._replace(rows=[{"chunks": int(chunks.split()[0]), **r} for r in found.rows])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per candidate and case."""
+    return speed_ups(rows, BASE)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up over the number of chunks for every candidate, an axis per model, as an SVG file."""
+    with svg(path, len(MODELS)) as axes:
+        for axis, model in zip(axes, MODELS, strict=True):
+            for index, name in enumerate(CANDIDATES[f"{model}, {CHUNKS[0]} chunks"]):
+                found = sorted(
+                    (r["chunks"], r[f"speed-up over {BASE}"])
+                    for r in rows
+                    if r["case"].startswith(f"{model}, ") and r["candidate"] == name
+                )
+                style = {"linestyle": "--"} if index < 2 else {}
+                label = {"sequential": "unpiped", "two threads": "unpiped, two threads"}.get(name)
+                if found:
+                    axis.plot(*zip(*found, strict=True), marker=".", label=label or name, **style)
+            axis.set(title=f"training step, {model}, {STAGES} stages", xlabel="chunks")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(CHUNKS, map(str, CHUNKS))
+        axes[0].set_ylabel("speed-up over one thread, unpiped")
+        axes[0].legend()
