@@ -10,21 +10,24 @@ gradients, one all-reduce per bucket, while the backward goes on.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bench import harness
-from bench.processes import Processes
+from bench.harness import Measured
+from bench.processes import Processes, closing
 from bench.report import speed_ups
 
 RANKS = 2
 BLOCKS, HEADS, WIDTH, CONTEXT = 4, 4, 256, 32
 CASES = {"4 sequences": (4, 2), "16 sequences": (16, 1)}  # Of the whole batch; steps per turn.
+CANDIDATES = dict.fromkeys(CASES, ("one thread", "two threads", "DDP, pipekernels", "DDP, Gloo"))
+QUICK = {"4 sequences": CANDIDATES["4 sequences"]}
+BASE = "DDP, Gloo"
 CHECKED = 3  # Steps whose losses are compared.
 CONDITIONS = {
     "model": f"byte-level GPT, {BLOCKS} blocks of width {WIDTH}, sequences of {CONTEXT} bytes, "
@@ -124,21 +127,14 @@ def candidates(case: str) -> dict[str, Processes]:
     }
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time every candidate on every case, with ``--quick`` on the first, in turn."""
-    rows: list[dict[str, Any]] = []
-    for case in list(CASES)[:1] if args.quick else CASES:
-        runners = candidates(case)
-        try:
-            samples = harness.alternate(runners, warmup=1, rounds=2 if args.quick else 60)
-        finally:
-            for runner in runners.values():
-                runner.close()
-        for name, figures in harness.against(samples, "DDP, Gloo").items():
-            rows.append({"case": case, "candidate": name, **figures})
-    return rows
+def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+    """Every candidate in turn."""
+    for case in plan:
+        with closing(candidates(case)) as runners:
+            samples = harness.alternate(runners, warmup=1, rounds=2 if quick else 40)
+        yield harness.compared(case, samples, BASE)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row per candidate and case."""
-    return speed_ups(rows, "DDP, Gloo")
+    return speed_ups(rows, BASE)
