@@ -118,6 +118,8 @@ def svg(path: Path, count: int = 1, *, width: float = 5.5, height: float = 4.5) 
 
 def main() -> None:
     """Rewrite every page, and every plot, from the result files of all machines."""
+    from bench import summary  # It formats with the functions above.
+
     bodies: dict[str, list[str]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         record = json.loads(path.read_text())
@@ -128,6 +130,7 @@ def main() -> None:
         if plot is not None:
             plot(record["rows"], path.with_suffix(".svg"))
     rendered = {name: "\n\n".join(parts) for name, parts in bodies.items()}
+    rendered["summary"] = summary.table()
     for page in PAGES:
         if page.exists():
             page.write_text(update(page.read_text(), rendered))

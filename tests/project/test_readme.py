@@ -1,47 +1,69 @@
-"""README's programs, links, commands and names."""
+"""README's length, programs, links, commands and names."""
 
 from __future__ import annotations
 
 import os
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import pipekernels
-from pipekernels import Communicator
+from pipekernels import Pipe
 
 pytestmark = pytest.mark.project
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text()
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_programs_run_one_after_the_other() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)]
-    x, target = torch.randn(16, 512), torch.randn(16, 512)
-    names: dict[str, Any] = {name: getattr(pipekernels, name) for name in pipekernels.__all__}
-    names |= {"x": x, "target": target, "loss_fn": nn.functional.mse_loss, "tensor": torch.ones(3)}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for program in PROGRAMS:
-            if "plan_pipeline" in program:
-                names |= {"model": nn.Sequential(*layers), "sample": x}
-            exec(program, names)  # noqa: S102
-            # The following programs use this pipe.
-            names["pipe"] = names.get("pipe", names["model"])
-    finally:
-        dist.destroy_process_group()
-    assert isinstance(names["comm"], Communicator)
-    expected = nn.functional.mse_loss(nn.Sequential(*layers)(x), target)
-    torch.testing.assert_close(names["loss"], expected.detach())
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_it_is_one_page() -> None:
+    assert len(PAGE.splitlines()) <= 150
+
+
+def test_the_diff_makes_a_pipe_with_the_same_loss_and_gradients() -> None:
+    (diff,) = blocks("diff")
+    results: list[tuple[Any, ...]] = []
+    for dropped in "+-":
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(dropped)]
+        names: dict[str, Any] = {}
+        torch.manual_seed(0)
+        exec("\n".join(lines), names)  # noqa: S102
+        gradients = [p.grad for p in names["model"].parameters()]
+        results.append((names["loss"].detach(), *gradients))
+    assert not isinstance(names["model"], nn.Sequential) and isinstance(names["model"], Pipe)
+    torch.testing.assert_close(*results)
+    (step,) = re.findall(r"`(loss = model\.train_step\(.*?\))`", PAGE)
+    names["model"].zero_grad()
+    exec(step, names)  # noqa: S102
+    torch.testing.assert_close(names["loss"].detach(), results[0][0])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_program_generates_the_same_tokens_on_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (program,) = blocks("python")
+    (line,) = re.findall(r"^# torchrun (.*) program\.py$", program, re.MULTILINE)
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()]
+    done = subprocess.run(
+        [*command, str(path)], check=False, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    tokens = re.findall(r"tensor\(\[\[([\d,\s]+)\]\]\)", done.stdout)
+    assert len(tokens) == 2 and len(set(tokens)) == 1
+    assert len(tokens[0].split(",")) == 19
 
 
 def test_links_exist() -> None:
