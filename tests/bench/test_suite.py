@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -186,6 +187,7 @@ def test_all_reduce_alone_gives_groups_and_ratios_in_json(tmp_path: Path) -> Non
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "bench", *options, "-k", "all_reduce and back"],
         cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+        env={name: value for name, value in os.environ.items() if "XDIST" not in name},
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert "collectives: All-reduces from Python" in run.stdout and "Gloo / it" in run.stdout
