@@ -196,7 +196,7 @@ BLOCKS |= {(g, "float16"): BLOCKS[g, "bfloat16"] for g in (80, 90, 100)}
 SLAB_BLOCKS = {
     "bfloat16": Blocks(64, 32, 32, 4, 4),
     "float16": Blocks(64, 32, 32, 4, 4),
-    "tfloat32": Blocks(64, 32, 32, 4, 3),
+    "tfloat32": Blocks(64, 32, 32, 8, 3),
     "float32": Blocks(64, 32, 16, 8, 2),
 }
 

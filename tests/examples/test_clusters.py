@@ -99,7 +99,8 @@ def test_ranks_need_no_room_in_dev_shm() -> None:
         "tensor = comm.empty(4 << 20).fill_(1); comm.all_reduce(tensor);"
         "assert torch.equal(tensor, torch.full((4 << 20,), 2.0));"
         "assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_bsize == 4096;"
-        "comm.barrier(); print('in /dev/shm:', os.listdir('/dev/shm')); comm.close()"
+        "comm.barrier(); os.write(1, f'in /dev/shm: {os.listdir(\"/dev/shm\")}\\n'.encode());"
+        "comm.close()"
     )
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
     run = f'{mount} && exec "{sys.executable}" {torchrun} "{sys.executable}" -c "$0"'
