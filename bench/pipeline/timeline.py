@@ -91,7 +91,7 @@ def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured
             turns["pipekernels"]()
             check(pipe.parameters(), [p.grad for p in module.parameters() if p.grad is not None])
             # A pipe times its ways to run on its first passes; the warm-up covers that.
-            samples = harness.alternate(turns, warmup=1 if quick else 11, rounds=rounds)
+            samples = harness.alternate(turns, warmup=0 if quick else 11, rounds=rounds)
         finally:
             torch.set_num_threads(threads)
         found = harness.compared(case, samples, BASE)
