@@ -50,7 +50,7 @@ LINES = [
         "ddp",
         {"case": "4 sequences"},
         "DDP, pipekernels",
-        {"DDP, Gloo": "Gloo", "two threads": "no DDP, two threads"},
+        {"DDP, Gloo": "Gloo", "two threads": "no DDP but two threads"},
     ),
     Line(
         "MLP on 16 rows, 2 ranks",
