@@ -147,8 +147,8 @@ def are_slabs_loaded(product: Product, slabs: int) -> bool:
 
 
 def _slab_kernel(product: Product, slabs: int) -> tuple[Any, ...]:
-    """The key of the compiled kernel."""
-    return product.kind, "slabs", slabs, *signature(product[1:])
+    """The key of the compiled kernel, which depends on the size of a slab as well."""
+    return product.kind, "slabs", slabs, product.a.shape[1], *signature(product[1:])
 
 
 def is_loaded(product: Product, config: Config) -> bool:

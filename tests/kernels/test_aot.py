@@ -85,6 +85,22 @@ def name(value: str | aot.Case) -> str:
     return f"sm{value.architecture}-{value.kind}-{blocks}-{value.variant}" + "-split" * value.split
 
 
+def built(
+    version: str, case: aot.Case | aot.SlabCase, compiling: Callable[[str], Compiled]
+) -> aot.Kernel:
+    """The compiled kernel, which has all in registers and keeps the limits of descriptors."""
+    if version == "oldest" and not OLDEST.exists():
+        pytest.skip("`make oldest-triton` fetches the Triton to compile with")
+    kernel = compiling(version)[case].result(timeout=LIMIT)
+    assert isinstance(kernel, aot.Kernel), kernel
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", kernel.report) == [("0", "0")]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
+    assert kernel.scratch == 0  # Each thread that launches would have to set an allocator.
+    for box in kernel.boxes:  # The limits of cuTensorMapEncodeTiled().
+        assert box.rows <= 256 and box.width % 16 == 0 and box.width <= box.span
+    return kernel
+
+
 @pytest.mark.parametrize(
     ("version", "case"),
     [("installed", case) for case in aot.cases()]
@@ -94,19 +110,11 @@ def name(value: str | aot.Case) -> str:
 def test_compiles_without_spills(
     version: str, case: aot.Case, compiling: Callable[[str], Compiled]
 ) -> None:
-    if version == "oldest" and not OLDEST.exists():
-        pytest.skip("`make oldest-triton` fetches the Triton to compile with")
-    kernel = compiling(version)[case].result(timeout=LIMIT)
-    assert isinstance(kernel, aot.Kernel), kernel
-    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", kernel.report) == [("0", "0")]
-    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
+    kernel = built(version, case, compiling)
     limit = SHARED_MEMORY[case.architecture]
     if case.generation == 80:
         limit = SHARED_MEMORY[89]  # The smallest of all GPUs that use these blocks.
     assert kernel.shared <= limit
-    assert kernel.scratch == 0  # Each thread that launches would have to set an allocator.
-    for box in kernel.boxes:  # The limits of cuTensorMapEncodeTiled().
-        assert box.rows <= 256 and box.width % 16 == 0 and box.width <= box.span
     tma = case.generation > 80 and case.variant != "odd"
     assert ("cp.async.bulk.tensor" in kernel.ptx) == tma
     if tma and not case.split and case.variant in LAYOUTS and case.blocks.flatten:
@@ -132,13 +140,8 @@ def test_compiles_without_spills(
 def test_products_by_slabs_compile_without_spills(
     version: str, case: aot.SlabCase, compiling: Callable[[str], Compiled]
 ) -> None:
-    if version == "oldest" and not OLDEST.exists():
-        pytest.skip("`make oldest-triton` fetches the Triton to compile with")
-    kernel = compiling(version)[case].result(timeout=LIMIT)
-    assert isinstance(kernel, aot.Kernel), kernel
-    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", kernel.report) == [("0", "0")]
-    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
-    assert kernel.shared <= SHARED_MEMORY[89] and kernel.scratch == 0
+    kernel = built(version, case, compiling)
+    assert kernel.shared <= SHARED_MEMORY[89]
     assert ("cp.async.bulk.tensor" in kernel.ptx) == (case.architecture >= 90 and not case.odd)
     if case.architecture == 90 and case.kind != "float32":
         assert early_uses(parse_ptx(kernel.ptx)) == [] and SERIALIZED not in kernel.report

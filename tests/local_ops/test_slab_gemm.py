@@ -59,3 +59,17 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
     out = slab_gemm(a, b, slabs=2, out_dtype=torch.float64)
     assert len(launched) == 1 and out is not None
     assert out.shape == (2, 3) and out.dtype == torch.float64
+
+
+@pytest.mark.slow  # Imports Triton.
+def test_slabs_of_other_sizes_are_another_kernel() -> None:
+    """Triton specialises on a slab's size, and descriptors are for multiples of a block only."""
+    pytest.importorskip("triton", minversion="3.6")
+    from pipekernels.kernels import launch
+
+    rows, out = torch.empty(16, 512), torch.empty(16, 16)
+    keys = {
+        launch._slab_kernel(launch.Product("float32", part, part, out), 8)
+        for part in (rows[:, :64], rows[:, :128], rows[:, :256])
+    }
+    assert len(keys) == 3

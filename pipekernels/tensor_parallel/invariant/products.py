@@ -33,12 +33,6 @@ def tree_product(a: Tensor, b: Tensor, slabs: int) -> Tensor:
     return tree_sum(_wide_product(x, y.t()) for x, y in parts)
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in float32 or float64."""
-    found = slab_gemm(a, b.t(), out_dtype=torch.float32)
-    return _wide_product(a, b) if found is None else found
-
-
 def product_by_rows(
     a: Tensor, b: Tensor, parts: Iterable[slice], bias: Tensor | None = None
 ) -> Tensor:

@@ -17,7 +17,6 @@ from pipekernels.tensor_parallel.invariant.products import (
     product_by_rows,
     tree_product,
     tree_sum,
-    wide_product,
 )
 
 SLABS = 8
@@ -299,7 +298,7 @@ def _parts(blocks: Sequence[int], comm: Communicator) -> Iterator[list[slice]]:
 
 def _sum_of_blocks(slab: Sequence[tuple[slice, Tensor]], weight: Tensor) -> Tensor:
     """What one slab of all fused layers adds to the gradient of their input."""
-    first, *others = (wide_product(piece, weight[part]) for part, piece in slab)
+    first, *others = (tree_product(piece, weight[part].t(), 1) for part, piece in slab)
     for other in others:
         first += other
     return first
