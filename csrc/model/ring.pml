@@ -7,14 +7,17 @@
  *   reduce(), gather(), send_result()   the lambdas of ring() in all_reduce.cpp
  *   ring()                     ring(), ring_schedule(), and finish_chunks()
  *
- * In tree order a slot holds several partial results of a chunk; steps and slots are the same.
+ * A partial result is the set of ranks whose terms are in it. In rank order a slot holds one; with
+ * TREE it holds the stack of tree_order.h, which the next rank takes over, and whose top entries it
+ * combines with its own term: combine() is ring_total(), and the loop after it copies the rest.
  *
  * A step of the model is a reduce() or gather() with its wait() and its raise(). Mailboxes hold the
  * numbers of their chunks. Numbers are kept modulo CYCLE, which is far more than ranks can be
  * apart, so the search covers endless runs.
  *
  * Switches that break the model: SLOTS=LAG (one slot too few), BREAK_RAISE (reduce() raises before
- * it writes), BREAK_SCHEDULE (rank 0 waits for a result before it has begun the chunk).
+ * it writes), BREAK_SCHEDULE (rank 0 waits for a result before it has begun the chunk), BREAK_TREE
+ * (a rank does not pass on the entries of the stack that it leaves as they are).
  */
 
 #ifndef RANKS
@@ -31,15 +34,24 @@
 #endif
 #define CYCLE (4 * SLOTS)
 
+#define MOST 2 /* Partial results in a slot. */
+#ifdef TREE
+#define PARTIALS(terms) (((terms) & 1) + ((terms) >> 1 & 1) + ((terms) >> 2 & 1))
+#else
+#define PARTIALS(terms) ((terms) > 0)
+#endif
+#define KEPT (me == LAST -> 0 : PARTIALS(me + 1) - 1)
+
 typedef Rank {
   byte arrivals;
   byte reduce_sent, gather_sent; /* How many chunks are sent, modulo CYCLE. */
   byte reduce_mailbox[SLOTS], gather_mailbox[SLOTS];
+  byte partials[SLOTS * MOST]; /* Bit r: the term of rank r. */
 };
 Rank rank[RANKS];
 byte entered, length; /* Of the call that ranks are entering. */
 
-hidden byte p, q;
+hidden byte p, q, total, size;
 
 #define LAST (RANKS - 1)
 #define BEFORE ((me + LAST) % RANKS)
@@ -74,6 +86,25 @@ inline send_result(i) {
   rank[me].gather_sent = NUMBER(i + 1)
 }
 
+#define PARTIAL(peer, i, p) rank[peer].partials[(NUMBER(i) % SLOTS) * MOST + (p)]
+
+inline combine(i) {
+  total = 1 << me;
+  size = 1;
+  p = PARTIALS(me);
+  do
+  :: p > KEPT ->
+    p--;
+    assert((PARTIAL(BEFORE, i, p) & total) == 0);
+#ifdef TREE /* Subtrees of one size; only the last rank combines others, if they are no power of 2. */
+    assert(me == LAST || PARTIAL(BEFORE, i, p) << size == total);
+    size = 2 * size;
+#endif
+    total = total | PARTIAL(BEFORE, i, p)
+  :: else -> break
+  od
+}
+
 inline reduce(i) {
 #ifdef BREAK_RAISE
   d_step {
@@ -88,9 +119,16 @@ inline reduce(i) {
   d_step {
     me == 0 || SENT(rank[BEFORE].reduce_sent, i);
     assert(me == 0 || rank[BEFORE].reduce_mailbox[NUMBER(i) % SLOTS] == NUMBER(i) + 1);
+    combine(i);
     if
-    :: me == LAST -> send_result(i)
+    :: me == LAST ->
+      assert(total == (1 << RANKS) - 1);
+      send_result(i)
     :: else ->
+#ifndef BREAK_TREE
+      for (p : 0 .. KEPT - 1) { PARTIAL(me, i, p) = PARTIAL(BEFORE, i, p) }
+#endif
+      PARTIAL(me, i, KEPT) = total;
       rank[me].reduce_mailbox[NUMBER(i) % SLOTS] = NUMBER(i) + 1;
       rank[me].reduce_sent = NUMBER(i + 1)
     fi;

@@ -17,21 +17,26 @@ namespace {
 using namespace pipekernels;
 
 void all_reduce_kernel(CpuTeam& team, const DeviceLaunch& launch, Algorithm algorithm) {
-  with_element(launch.descriptor.call.dtype, [&](auto element) {
+  const Call& call = launch.descriptor.call;
+  const Order of_kernel = kernel_order(call, algorithm, launch.ranks.layout.ranks);
+  with_element_and_order(call.dtype, of_kernel, [&](auto element, auto order) {
     using Type = decltype(element);
     if (algorithm == Algorithm::kOneShot) {
-      all_reduce_block<Algorithm::kOneShot, Type>(team, launch);
+      all_reduce_block<Algorithm::kOneShot, order, Type>(team, launch);
     } else if (algorithm == Algorithm::kTwoShot) {
-      all_reduce_block<Algorithm::kTwoShot, Type>(team, launch);
+      all_reduce_block<Algorithm::kTwoShot, order, Type>(team, launch);
     } else {
-      all_reduce_block<Algorithm::kRing, Type>(team, launch);
+      all_reduce_block<Algorithm::kRing, Order::kRank, Type>(team, launch);
     }
   });
 }
 
 void reduce_scatter_kernel(CpuTeam& team, const DeviceLaunch& launch) {
-  with_element(launch.descriptor.call.dtype,
-               [&](auto element) { reduce_scatter_block<decltype(element)>(team, launch); });
+  const Call& call = launch.descriptor.call;
+  const Order of_kernel = order_of(call.reduction, launch.ranks.layout.ranks);
+  with_element_and_order(call.dtype, of_kernel, [&](auto element, auto order) {
+    reduce_scatter_block<order, decltype(element)>(team, launch);
+  });
 }
 
 // Memory of one rank in one call, symmetric or not, `shift` bytes after an aligned address.
@@ -144,7 +149,7 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   if (call.operation == Operation::kAllReduce) {
     // A ring needs two ranks; all_reduce_cuda() launches nothing for one.
     call.algorithm = static_cast<Algorithm>(1 + random() % (ranks == 1 ? 2 : 3));
-    made.algorithm = device_kernel_for(call, call.algorithm);
+    made.algorithm = call.algorithm;
   }
   const int symmetric_ranks = random() % 3;  // 0: none, 1: some, 2: all.
   const uint64_t seed = random();

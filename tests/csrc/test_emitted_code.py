@@ -56,8 +56,8 @@ def broken(kernels: list[Emitted], rule: Callable[[Emitted], object]) -> dict[st
 
 
 def pushes(kernel: Emitted) -> bool:
-    """Whether it is the all-reduce in one step."""
-    return "all_reduce_kernel" in kernel.name and "AlgorithmE1E" in kernel.name
+    """Whether it is the all-reduce in one step, in rank order."""
+    return re.search(r"all_reduce_kernel.*AlgorithmE1E.*OrderE0E", kernel.name) is not None
 
 
 def test_collectives_load_no_data_through_the_non_coherent_cache(

@@ -6,36 +6,37 @@
 namespace pipekernels {
 namespace {
 
-template <Algorithm algorithm, class Type>
+template <Algorithm algorithm, Order order, class Type>
 __global__ void __launch_bounds__(kDeviceThreads, 1)
     all_reduce_kernel(const __grid_constant__ DeviceLaunch launch) {
   __shared__ DeviceScratch scratch;
   CudaTeam team(scratch);
-  all_reduce_block<algorithm, Type>(team, launch);
+  all_reduce_block<algorithm, order, Type>(team, launch);
 }
 
-const void* kernel_for(DType dtype, Algorithm algorithm) {
-  const void* kernel = nullptr;
-  with_element(dtype, [&](auto element) {
+const void* kernel_for(DType dtype, Order kernel_order, Algorithm algorithm) {
+  using Kernel = void (*)(DeviceLaunch);
+  Kernel kernel = nullptr;
+  with_element_and_order(dtype, kernel_order, [&](auto element, auto order) {
     using Type = decltype(element);
     if (algorithm == Algorithm::kOneShot) {
-      kernel = reinterpret_cast<const void*>(all_reduce_kernel<Algorithm::kOneShot, Type>);
+      kernel = all_reduce_kernel<Algorithm::kOneShot, order, Type>;
     } else if (algorithm == Algorithm::kTwoShot) {
-      kernel = reinterpret_cast<const void*>(all_reduce_kernel<Algorithm::kTwoShot, Type>);
+      kernel = all_reduce_kernel<Algorithm::kTwoShot, order, Type>;
     } else {
-      kernel = reinterpret_cast<const void*>(all_reduce_kernel<Algorithm::kRing, Type>);
+      kernel = all_reduce_kernel<Algorithm::kRing, Order::kRank, Type>;
     }
   });
-  return kernel;
+  return reinterpret_cast<const void*>(kernel);
 }
 
 void reduce(CudaCommunicator& communicator, const Call& call, Algorithm algorithm, void* data,
             const Gates& gates, const CudaCaller& caller) {
   check_reducible(call.dtype, call.reduction);
   if (communicator.world_size() == 1 && gates.ready == nullptr) return communicator.check();
-  algorithm = device_kernel_for(call, algorithm);
+  const Order order = kernel_order(call, algorithm, communicator.world_size());
   const uint64_t location = communicator.location_of(data, call.count * size_of(call.dtype));
-  communicator.launch(kernel_for(call.dtype, algorithm),
+  communicator.launch(kernel_for(call.dtype, order, algorithm),
                       plan_all_reduce(communicator.ranks(), call, algorithm, data, location, gates),
                       caller);
 }
@@ -44,8 +45,13 @@ void reduce(CudaCommunicator& communicator, const Call& call, Algorithm algorith
 
 void add_all_reduce_kernels(KernelList& kernels) {
   for (int dtype = 0; dtype < kReducibleDTypes; ++dtype) {
+    const auto type = static_cast<DType>(dtype);
     for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
-      kernels.push_back(kernel_for(static_cast<DType>(dtype), algorithm));
+      kernels.push_back(kernel_for(type, Order::kRank, algorithm));
+    }
+    if (!is_floating(type)) continue;
+    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot}) {
+      kernels.push_back(kernel_for(type, Order::kTree, algorithm));
     }
   }
 }

@@ -33,10 +33,12 @@ inline Kernel kernel_of(void (*body)(CpuTeam&, const DeviceLaunch&)) {
           }};
 }
 
-inline Kernel one_shot = kernel_of(all_reduce_block<Algorithm::kOneShot, Float, CpuTeam>);
-inline Kernel two_shot = kernel_of(all_reduce_block<Algorithm::kTwoShot, Float, CpuTeam>);
-inline Kernel ring = kernel_of(all_reduce_block<Algorithm::kRing, Float, CpuTeam>);
-inline Kernel scatter = kernel_of(reduce_scatter_block<Float, CpuTeam>);
+inline Kernel one_shot =
+    kernel_of(all_reduce_block<Algorithm::kOneShot, Order::kRank, Float, CpuTeam>);
+inline Kernel two_shot =
+    kernel_of(all_reduce_block<Algorithm::kTwoShot, Order::kRank, Float, CpuTeam>);
+inline Kernel ring = kernel_of(all_reduce_block<Algorithm::kRing, Order::kRank, Float, CpuTeam>);
+inline Kernel scatter = kernel_of(reduce_scatter_block<Order::kRank, Float, CpuTeam>);
 inline Kernel gather = kernel_of(all_gather_block<CpuTeam>);
 inline Kernel send = kernel_of(broadcast_block<CpuTeam>);
 

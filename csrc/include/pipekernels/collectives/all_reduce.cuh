@@ -16,7 +16,7 @@
 namespace pipekernels {
 
 // One block's share of an all-reduce of this rank's tensor.
-template <class Type, class Team>
+template <Order order, class Type, class Team>
 class AllReduceBlock {
  public:
   static constexpr size_t kSize = sizeof(typename Type::Element);
@@ -40,7 +40,7 @@ class AllReduceBlock {
       set_sources(
           [&](int rank) { return rank == me_ ? at(chunk.begin) : meeting_.input(rank, k); });
       std::byte* data = at(chunk.begin);
-      reduce<true>(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
+      reduce(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
     }
     meeting_.finish_rounds(rounds_);
     return true;
@@ -229,9 +229,9 @@ class AllReduceBlock {
     }
     team_.sync();
   }
-  template <bool kTree, class Store>
+  template <class Store>
   PK_HOST_DEVICE PK_FORCE_INLINE void reduce(const ChunkRange& range, Store store) {
-    reduce_block<Type, kTree>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
+    reduce_block<Type, order>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
                               nullptr, store);
   }
 
@@ -259,7 +259,7 @@ class AllReduceBlock {
     });
     std::byte* result = meeting_.result(me_, k);
     std::byte* data = at(own.begin);
-    reduce<false>(own, [&](size_t offset, auto unit) {
+    reduce(own, [&](size_t offset, auto unit) {
       store_unit(data + offset, unit);
       store_unit(result + offset, unit);
     });
@@ -286,7 +286,7 @@ class AllReduceBlock {
       const ChunkRange own = part_of(chunks_(k), me_, terms_, kSize);
       const size_t begin = own.begin * kSize;
       set_sources([&](int rank) { return meeting_.data_of(rank) + begin; });
-      reduce<false>(own, [&](size_t offset, auto unit) {
+      reduce(own, [&](size_t offset, auto unit) {
         for (int rank = 0; rank < terms_; ++rank) {
           store_unit(meeting_.data_of(rank) + begin + offset, unit);
         }
@@ -359,13 +359,16 @@ class AllReduceBlock {
 };
 
 // One block's share of an all-reduce of launch.count elements at launch.output, in place.
-template <Algorithm algorithm, class Type, class Team>
+// `order` is that of kernel_order().
+template <Algorithm algorithm, Order order, class Type, class Team>
 PK_HOST_DEVICE void all_reduce_block(Team& team, const DeviceLaunch& launch) {
   Meeting<Team> meeting(team, launch);
-  AllReduceBlock<Type, Team> block(meeting);
+  AllReduceBlock<order, Type, Team> block(meeting);
   bool done = meeting.begin();
-  if constexpr (algorithm == Algorithm::kOneShot) {
+  if constexpr (algorithm == Algorithm::kOneShot && order == Order::kRank) {
     done = done && (launch.pushed ? block.pushed_one_shot() : block.one_shot());
+  } else if constexpr (algorithm == Algorithm::kOneShot) {
+    done = done && block.one_shot();
   }
   if constexpr (algorithm == Algorithm::kTwoShot) done = done && block.two_shot();
   if constexpr (algorithm == Algorithm::kRing) done = done && block.ring();
@@ -380,11 +383,10 @@ inline Algorithm choose_device_algorithm(size_t bytes, int ranks) {
   return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
-// The algorithm whose kernel runs `call`. Sums in tree order take one step in place of two: with a
-// tree in the loops of two_shot(), registers would be spilled on some architectures.
-inline Algorithm device_kernel_for(const Call& call, Algorithm algorithm) {
-  const bool one_step = algorithm == Algorithm::kTwoShot && is_tree(call.reduction);
-  return one_step ? Algorithm::kOneShot : algorithm;
+// The order of the kernel that runs `call`. The ring's knows both: partial results differ only in
+// number.
+inline Order kernel_order(const Call& call, Algorithm algorithm, int ranks) {
+  return algorithm == Algorithm::kRing ? Order::kRank : order_of(call.reduction, ranks);
 }
 
 // The launch for `call`. `algorithm` must not be kAuto.
@@ -403,7 +405,8 @@ inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, 
     blocks = static_cast<int>(call.root);
   }
   size_t least = ranks.layout.min_chunk_bytes;
-  const bool pushed = algorithm == Algorithm::kOneShot && !is_tree(call.reduction) &&
+  const bool pushed = algorithm == Algorithm::kOneShot &&
+                      order_of(call.reduction, ranks.layout.ranks) == Order::kRank &&
                       call.count * size <= ranks.layout.push_limit;
   if (pushed) {
     limit = ranks.layout.inbox_bytes;

@@ -5,12 +5,13 @@
 #include "pipekernels/collectives/device_chunks.h"
 #include "pipekernels/collectives/device_meeting.h"
 #include "pipekernels/elements/device_elements.h"
+#include "pipekernels/elements/tree_order.h"
 
 namespace pipekernels {
 
 // One block's share of reducing this rank's slice of launch.count elements into launch.output.
-// launch.input holds one slice per rank.
-template <class Type, class Team>
+// launch.input holds one slice per rank. `order` is order_of() the call.
+template <Order order, class Type, class Team>
 PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch) {
   constexpr size_t kSize = sizeof(typename Type::Element);
   Meeting<Team> meeting(team, launch);
@@ -38,9 +39,9 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
     }
     team.sync();
     std::byte* output = launch.output + chunk.begin * kSize;
-    reduce_block<Type, true>(team, team.shared().source, terms, chunk.count * kSize,
-                             launch.descriptor.call.reduction, output,
-                             [&](size_t at, auto unit) { store_unit(output + at, unit); });
+    reduce_block<Type, order>(team, team.shared().source, terms, chunk.count * kSize,
+                              launch.descriptor.call.reduction, output,
+                              [&](size_t at, auto unit) { store_unit(output + at, unit); });
   };
   const auto body = [&] {
     copy_in(0);

@@ -252,7 +252,7 @@ PK_HOST_DEVICE void reduce_units(const Team& team, const std::byte* const* sourc
   }
 }
 
-// The same in tree order (tree_order.h), for 4 to 32 terms, a unit at a time. The stack is in
+// The same in tree order (tree_order.h), for up to 32 terms, a unit at a time. The stack is in
 // registers: if bit l of the number of complete groups of four is 1, stack[l] is the sum of 2^l
 // groups.
 template <class Type, class Unit, class Team, class Store>
@@ -303,8 +303,8 @@ PK_HOST_DEVICE void reduce_units_as_tree(const Team& team, const std::byte* cons
 // Reduces `bytes`, less than 4 GiB, of sources[0], ..., sources[terms - 1], in this order, with all
 // threads of a block, and passes each unit to store(offset, unit), which may overwrite the sources.
 // `target` is where store() writes if that is none of the sources, else null; its alignment limits
-// the units. `kTree`: whether sums in tree order are possible.
-template <class Type, bool kTree, class Team, class Store>
+// the units. `order` is order_of(reduction, terms).
+template <class Type, Order order, class Team, class Store>
 PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sources, int terms,
                                  size_t bytes, Reduction reduction, const std::byte* target,
                                  Store store) {
@@ -312,19 +312,32 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
   bool aligned = is_aligned(target, target, 16);
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
   const size_t packs = aligned ? bytes / 16 : 0;
-  if constexpr (kTree && std::is_floating_point_v<typename Type::Accumulator>) {
-    if (is_tree(reduction) && terms > 3) {
-      reduce_units_as_tree<Type, Pack>(team, sources, terms, 0, packs, reduction, store);
-      return reduce_units_as_tree<Type, Element>(team, sources, terms, packs * 16 / sizeof(Element),
-                                                 bytes / sizeof(Element), reduction, store);
-    }
+  const uint32_t first = packs * 16 / sizeof(Element), end = bytes / sizeof(Element);
+  if constexpr (order == Order::kTree) {
+    reduce_units_as_tree<Type, Pack>(team, sources, terms, 0, packs, reduction, store);
+    reduce_units_as_tree<Type, Element>(team, sources, terms, first, end, reduction, store);
+  } else {
+    // Registers allow three; for float16, whose conversions branch, convergence barriers run out.
+    constexpr bool kLong = sizeof(typename Type::Accumulator) == 8 || sizeof(Element) == 2;
+    constexpr int kPacks = kLong ? 2 : 3;
+    reduce_units<Type, Pack, kPacks>(team, sources, terms, 0, packs, reduction, store);
+    reduce_units<Type, Element, 2>(team, sources, terms, first, end, reduction, store);
   }
-  // Registers allow three; for float16, whose conversions branch, convergence barriers run out.
-  constexpr bool kLong = sizeof(typename Type::Accumulator) == 8 || sizeof(Element) == 2;
-  constexpr int kPacks = kLong ? 2 : 3;
-  reduce_units<Type, Pack, kPacks>(team, sources, terms, 0, packs, reduction, store);
-  reduce_units<Type, Element, 2>(team, sources, terms, packs * 16 / sizeof(Element),
-                                 bytes / sizeof(Element), reduction, store);
+}
+
+// Calls body(ElementOf<dtype>(), std::integral_constant<Order, order>()). Sums of integers are the
+// same in all orders, and get Order::kRank.
+template <class Body>
+void with_element_and_order(DType dtype, Order order, Body body) {
+  with_element(dtype, [&](auto element) {
+    using Type = decltype(element);
+    if constexpr (std::is_floating_point_v<typename Type::Accumulator>) {
+      if (order == Order::kTree) {
+        return body(element, std::integral_constant<Order, Order::kTree>());
+      }
+    }
+    body(element, std::integral_constant<Order, Order::kRank>());
+  });
 }
 
 }  // namespace pipekernels

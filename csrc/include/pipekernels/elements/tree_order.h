@@ -20,6 +20,11 @@
 
 namespace pipekernels {
 
+// The order in which `terms` terms are combined; kRank where both are the same.
+PK_HOST_DEVICE constexpr Order order_of(Reduction reduction, int terms) {
+  return is_tree(reduction) && terms > 3 ? Order::kTree : Order::kRank;
+}
+
 // How many partial results a chain has after `terms` terms: one, or in tree order the stack.
 PK_HOST_DEVICE constexpr int partials_after(int terms, Reduction reduction) {
   if (!is_tree(reduction)) return terms > 0 ? 1 : 0;
