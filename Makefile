@@ -3,7 +3,8 @@
 #
 #   make demo       train, generate and draw, on CPUs or GPUs
 #   make check      ruff, mypy and the quick tests: no processes, no compiler, in under a minute
-#   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some)
+#   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some;
+#                   ARGS='-n 0': in one process)
 #   make oldest-triton
 #                   a Triton in build/, with which make test also compiles the Triton kernels
 #   make test-oldest, make test-newest
@@ -83,14 +84,17 @@ demo: $(BUILT)
 	$(BIN)/python -m demo $(ARGS)
 
 # Tests share the cores among themselves, not each its own.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
 check: $(BUILT)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m '$(QUICK)' $(ARGS)
+	$(PYTEST) --maxprocesses 8 -m '$(QUICK)' $(ARGS)
 
+# Some tests start eight ranks or compile on two cores.
 test: $(BUILT) $(OLDEST_TRITON)
-	$(BIN)/python -m pytest --durations=15 $(ARGS)
+	$(PYTEST) --maxprocesses 4 --dist loadgroup --durations=15 $(ARGS)
 
 oldest-triton: $(OLDEST_TRITON)
 

@@ -34,6 +34,7 @@ os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(256 << 20))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARKERS_OF_PROCESSES = ("processes", "native", "compile", "project", "cuda")
+FILES_OF_ONE_WORKER = ("test_aot", "test_emitted_code")
 
 
 def _why_no_cuda() -> str | None:
@@ -44,6 +45,15 @@ def _why_no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let one worker of pytest-xdist, if it is there, run all tests that share a costly fixture."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.path.stem in FILES_OF_ONE_WORKER:
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

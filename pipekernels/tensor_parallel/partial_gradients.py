@@ -18,6 +18,7 @@ from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.functional import shard_sizes
+from pipekernels.tensor_parallel.invariant.shared_parameters import ExactGradients
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's aliases share.
@@ -25,28 +26,32 @@ _SUMMED = "_pipekernels_gradient_is_summed"
 _SHARDED = "_pipekernels_is_sharded"
 
 
-def sum_gradients(module: nn.Module, comm: Communicator, *, refuse: bool = False) -> None:
-    """Sum the gradients of the parameters of ``module`` over the ranks, in every backward; or, with
-    ``refuse``, raise there, since the sum depends on the number of ranks."""
-    hook = _SumGradients(comm, refuse)
+def sum_gradients(module: nn.Module, comm: Communicator, *, invariant: bool = False) -> None:
+    """Sum the gradients of the parameters of ``module`` over the ranks, in every backward; with
+    ``invariant`` with the same bits on any number of ranks."""
+    hook = _SumGradients(comm, invariant)
     hook(module)
     add_forward_pre_hook(module, hook)
+    if invariant:
+        add_forward_hook(module, ExactGradients(comm))
 
 
 class _SumGradients:
     """Forward pre-hook: parameters may have been replaced since the last forward, by ``deepcopy``
     or ``load_state_dict(assign=True)``, and these lose hooks."""
 
-    def __init__(self, comm: Communicator, refuse: bool) -> None:
+    def __init__(self, comm: Communicator, are_summed: bool) -> None:
         self._comm = comm
-        self._refuse = refuse
+        self._are_summed = are_summed
 
     def __call__(self, module: nn.Module, *args: object) -> None:
         if torch.compiler.is_compiling():
             return
         for parameter in module.parameters():
             if parameter.requires_grad and _SUMMED not in parameter.__dict__:
-                parameter.__dict__[_SUMMED] = parameter.register_hook(self._sum)
+                parameter.__dict__[_SUMMED] = (
+                    None if self._are_summed else parameter.register_hook(self._sum)
+                )
 
     def release(self, module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -55,12 +60,6 @@ class _SumGradients:
                 handle.remove()
 
     def _sum(self, grad: Tensor) -> Tensor:
-        if self._refuse:
-            raise RuntimeError(
-                "invariant=True: a parameter between column- and row-parallel layers gets a sum "
-                "over heads as its gradient, whose bits depend on the number of ranks; freeze it, "
-                ".requires_grad_(False), or do without invariant"
-            )
         return self._comm.all_reduce(grad.clone())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SumGradients:

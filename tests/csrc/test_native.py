@@ -55,7 +55,7 @@ def run(command: list[str | Path], env: Mapping[str, str] | None = None) -> None
 def test_cpp_tests_under(sanitizers: str) -> None:
     folder = ROOT / "build" / f"native-{sanitizers.replace(',', '-')}"
     build(folder, PIPEKERNELS_SANITIZE=sanitizers)
-    run([tool("ctest"), "--test-dir", folder, "--output-on-failure"])
+    run([tool("ctest"), "--test-dir", folder, "--output-on-failure", "-j2"])
 
 
 @pytest.mark.timeout(600)

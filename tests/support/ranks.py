@@ -209,7 +209,9 @@ def leakable_resources() -> list[str]:
         r"(\d+) (@pipekernels\S*)$", Path("/proc/net/unix").read_text(), re.MULTILINE
     )
     known = {f"socket:[{inode}]": name for inode, name in sockets}
-    found = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")]
+    others = ("sem.", "torch_")  # Of processes that are not ours.
+    names = [name for name in os.listdir("/dev/shm") if not name.startswith(others)]
+    found = [f"/dev/shm/{name}" for name in names]
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing is closed.
             target = os.readlink(f"/proc/self/fd/{fd}")

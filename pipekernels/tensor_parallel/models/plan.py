@@ -117,9 +117,8 @@ def tensor_parallelize(
             ranks hold each. :func:`plan_for` shows it.
         comm: the communicator.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.invariant`). Gradients of parameters that are
-            ``'replicated_with_grad_allreduce'`` then raise a RuntimeError. ``"auto"`` leaves an
-            embedding and a head whole whose vocabulary is no multiple of 64.
+            (:mod:`pipekernels.tensor_parallel.invariant`). ``"auto"`` leaves an embedding and a
+            head whole whose vocabulary is no multiple of 64.
 
     Returns:
         ``model``. Its ``state_dict()`` holds this rank's shards;
@@ -162,7 +161,7 @@ def tensor_parallelize(
         if kind == ALIBI:
             split_alibi(module, comm)
         else:
-            sum_gradients(module, comm, refuse=invariant and kind == SUMMED)
+            sum_gradients(module, comm, invariant=invariant and kind == SUMMED)
         if kind == SPLIT:
             split_output(module, comm)
     divide(base, divided)

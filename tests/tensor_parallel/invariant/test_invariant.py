@@ -21,6 +21,7 @@ from pipekernels.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from pipekernels.tensor_parallel.invariant.check import check_invariance
+from pipekernels.tensor_parallel.invariant.shared_parameters import exact_sum
 
 
 @pytest.mark.slow
@@ -120,6 +121,9 @@ def whole_model(name: str, dtype: torch.dtype) -> nn.Module:
     }  # fmt: skip
     if name == "Llama":
         config = transformers.LlamaConfig(**sizes, intermediate_size=512, num_key_value_heads=8)
+    elif name in ("Qwen3", "Gemma3Text"):  # With norms of queries and keys.
+        more = {"intermediate_size": 512, "num_key_value_heads": 8, "head_dim": 32}
+        config = getattr(transformers, f"{name}Config")(**sizes, **more)
     else:
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(**sizes, n_positions=128, **off)
@@ -131,7 +135,7 @@ def whole_model(name: str, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Qwen3"])
 def test_training_and_generation(name: str, dtype: torch.dtype, one_thread: None) -> None:
     model = whole_model(name, dtype)
     ids = torch.randint(3, 128, (3, 17), generator=torch.Generator().manual_seed(1))
@@ -159,6 +163,102 @@ def test_training_and_generation(name: str, dtype: torch.dtype, one_thread: None
 
     found = assert_same_bits(body)
     assert found["loss 9"] < found["loss 0"] and found["tokens"].shape == (2, 69)
+
+
+def norms_of_heads(norm: type[nn.Module]) -> nn.Module:
+    """A layer per rank of heads, a norm that all heads share, and a layer that joins them."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(24, 256), nn.Unflatten(-1, (-1, 32)), norm(32), nn.Flatten(-2)]
+    return nn.Sequential(*parts, nn.Linear(256, 24))
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bias + self.weight * nn.functional.rms_norm(x, x.shape[-1:])
+
+
+NORMS_PLAN = {"0": "column", "2": "replicated_with_grad_allreduce", "4": "row"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_norms_that_all_heads_share(dtype: torch.dtype) -> None:
+    model = norms_of_heads(Norm).to(dtype)
+    x = torch.randn(5, 7, 24).to(dtype)
+
+    def body(comm: Communicator) -> Results:
+        sharded: Any = tensor_parallelize(copy.deepcopy(model), NORMS_PLAN, comm, invariant=True)
+        hooked = copy.deepcopy(sharded)  # A copy, whose parameters have lost their hooks.
+        hooked(x).add_(1).square().sum().backward()
+        return {name: p.grad for name, p in hooked[2].named_parameters()}
+
+    found = assert_same_bits(body)
+    exact = copy.deepcopy(model).double()
+    exact(x.double()).add(1).square().sum().backward()
+    for name, p in exact[2].named_parameters():
+        bound = 40 * torch.finfo(dtype).eps  # Of the layers before and after; the sum has none.
+        torch.testing.assert_close(
+            found[name].double(), p.grad, rtol=bound, atol=bound * p.grad.abs().max().item()
+        )
+
+
+def test_a_norm_whose_gradients_cannot_be_taken_by_rows_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        model = norms_of_heads(nn.RMSNorm)
+        sharded: Any = tensor_parallelize(model, NORMS_PLAN, comm, invariant=True)
+        y = sharded(torch.ones(3, 24))
+        with pytest.raises(RuntimeError, match=r"gradients of RMSNorm.*freeze them by .requires"):
+            y.sum().backward()
+        sharded[2].requires_grad_(False)
+        sharded(torch.ones(3, 24)).sum().backward()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_exact_sums(dtype: torch.dtype) -> None:
+    """The same bits in any order, and closer than sums in the terms' dtype."""
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.randn(512, 9, generator=generator).mul(4).exp2()
+    terms = (torch.randn(512, 9, generator=generator) * spread).to(dtype)
+    tiny = torch.finfo(dtype).tiny
+
+    def body(comm: Communicator) -> Results:
+        def own(x: Tensor) -> Tensor:
+            return x.chunk(comm.world_size)[comm.rank]
+
+        shuffled = terms[torch.randperm(512, generator=torch.Generator().manual_seed(2))]
+        found = {"terms": exact_sum(own(terms), comm)}
+        assert torch.equal(exact_sum(own(shuffled), comm), found["terms"])
+        found["zeros"] = exact_sum(torch.zeros(2, 3, dtype=dtype), comm)
+        found["nothing"] = exact_sum(torch.zeros(0, 3, dtype=dtype), comm)
+        found["tiny"] = exact_sum(own(torch.full((8, 1), tiny, dtype=dtype)), comm)
+        for value in (float("nan"), float("inf")):
+            wrong = terms.clone()
+            wrong[3, 5] = value
+            assert exact_sum(own(wrong), comm).isnan().all()
+        return found
+
+    found = assert_same_bits(body)
+    error = (found["terms"] - terms.double().sum(0)).abs().max()
+    assert error <= 512 * 2.0**-50 * terms.abs().max().double()
+    assert not found["zeros"].any() and not found["nothing"].any()
+    assert found["tiny"].item() == 8 * tiny
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text"])
+def test_the_check_passes_with_norms_of_queries_and_keys(name: str, one_thread: None) -> None:
+    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = check_invariance(
+        whole_model(name, torch.float32), {"input_ids": ids, "labels": ids},
+        world_sizes=(2, 8), loss=lambda output: output.loss,
+    )  # fmt: skip
+    assert found is None
 
 
 @pytest.mark.slow
@@ -221,24 +321,3 @@ def test_errors() -> None:
             RowParallelLinear(192, 4, comm=comm, invariant=True)
 
     run_threads(3, uneven)
-
-
-@pytest.mark.slow
-def test_gradients_of_norms_between_the_layers_are_refused() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3Config(
-        hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=32, vocab_size=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    ids = torch.arange(6)[None]
-
-    def body(comm: Communicator) -> Results:
-        sharded: Any = tensor_parallelize(copy.deepcopy(model), "auto", comm, invariant=True)
-        loss = sharded(input_ids=ids, labels=ids).loss
-        with pytest.raises(RuntimeError, match="gets a sum over heads as its gradient"):
-            loss.backward()
-        return {"loss": loss.detach()}
-
-    assert_same_bits(body, (1, 2))

@@ -296,58 +296,97 @@ class AllReduceBlock {
     return meeting_.wait();
   }
 
-  // The place of partial result `index` of the unit at `offset` of a chunk's elements.
-  template <class W>
-  PK_HOST_DEVICE size_t partial_at(int index, size_t offset) const {
-    const size_t stride = partial_stride(meeting_.launch().ranks.layout.slot_bytes,
-                                         most_partials(terms_, reduction_), W::kPartialSize);
-    return (index * stride + offset / kSize) * W::kPartialSize;
+  using Accumulator = typename Type::Accumulator;
+  // The distance in bytes between the partial results of an element.
+  PK_HOST_DEVICE size_t partials_apart() const {
+    return sizeof(Accumulator) * partial_stride(meeting_.launch().ranks.layout.slot_bytes,
+                                                most_partials(terms_, reduction_),
+                                                sizeof(Accumulator));
   }
-  // This rank's unit, combined with partial results [kept, arrived).
-  template <class Unit>
-  PK_HOST_DEVICE Wide<Type, Unit> ring_total(const std::byte* data, const std::byte* partials,
-                                             int kept, int arrived, size_t offset) const {
-    using W = Wide<Type, Unit>;
-    W total(load_unit<Unit>(data + offset));
-    PK_ROLLED
-    for (int p = arrived - 1; p >= kept; --p) {
-      const W right = total;
-      total = W::load_partial(partials + partial_at<W>(p, offset));
-      total.combine(right, reduction_);
-    }
-    return total;
+  // Where in a slot the partial results of the unit at `offset` of a chunk's elements begin.
+  PK_HOST_DEVICE static size_t partials_at(size_t offset) {
+    return offset / kSize * sizeof(Accumulator);
   }
   PK_HOST_DEVICE void ring_accumulate(const ChunkRange& chunk, const std::byte* partials,
                                       std::byte* to) {
-    const std::byte* data = at(chunk.begin);
-    const int arrived = partials_after(me_, reduction_);
     const int kept = partials_after(me_ + 1, reduction_) - 1;
-    ring_units(chunk, data, [&](size_t offset, auto unit) {
-      using W = Wide<Type, decltype(unit)>;
-      const W total = ring_total<decltype(unit)>(data, partials, kept, arrived, offset);
+    const size_t apart = partials_apart();
+    ring_reduce(chunk, partials, kept, [&](size_t offset, const auto& total) {
+      using W = std::decay_t<decltype(total)>;
+      size_t place = partials_at(offset);
       PK_ROLLED
-      for (int p = 0; p < kept; ++p) {
-        const size_t place = partial_at<W>(p, offset);
+      for (int p = 0; p < kept; ++p, place += apart) {
         W::load_partial(partials + place).store_partial(to + place);
       }
-      total.store_partial(to + partial_at<W>(kept, offset));
+      total.store_partial(to + place);
     });
   }
   PK_HOST_DEVICE void ring_finish(const ChunkRange& chunk, const std::byte* partials,
                                   std::byte* to) {
     std::byte* data = at(chunk.begin);
-    const int arrived = partials_after(me_, reduction_);
-    ring_units(chunk, data, [&](size_t offset, auto unit) {
-      const auto total = ring_total<decltype(unit)>(data, partials, 0, arrived, offset);
-      unit = total.finish(reduction_, terms_);
+    ring_reduce(chunk, partials, 0, [&](size_t offset, const auto& total) {
+      const auto unit = total.finish(reduction_, terms_);
       store_unit(data + offset, unit);
       store_unit(to + offset, unit);
     });
   }
-  template <class Step>
-  PK_HOST_DEVICE void ring_units(const ChunkRange& chunk, const std::byte* data, Step step) {
-    for_each_unit<typename Type::Element>(team_, chunk.count * kSize, is_aligned(data, data, 16),
-                                          step);
+  // Combines this rank's elements with the partial results from number `kept` on, and passes each
+  // unit to store(offset, total).
+  template <class Store>
+  PK_HOST_DEVICE void ring_reduce(const ChunkRange& chunk, const std::byte* partials, int kept,
+                                  Store store) {
+    const std::byte* data = at(chunk.begin);
+    const size_t bytes = chunk.count * kSize, packs = is_aligned(data, data, 16) ? bytes / 16 : 0;
+    constexpr int kPacks = kSize == 2 ? 2 : 3;  // Registers allow no more.
+    ring_units<Pack, kPacks>(data, partials, kept, 0, packs, store);
+    ring_units<Element, 2>(data, partials, kept, packs * 16 / kSize, chunk.count, store);
+  }
+  // The same for units [begin, end). A thread issues the loads of kUnits units, and of the partial
+  // results that it combines with them first, before it uses one.
+  template <class Unit, int kUnits, class Store>
+  PK_HOST_DEVICE void ring_units(const std::byte* data, const std::byte* partials, int kept,
+                                 uint32_t begin, uint32_t end, Store store) {
+    using W = Wide<Type, Unit>;
+    const int arrived = partials_after(me_, reduction_);
+    const size_t apart = partials_apart();
+    const uint32_t stride = team_.threads();
+    PK_ROLLED
+    for (uint32_t i = begin + team_.thread(); i < end; i += kUnits * stride) {
+      const uint32_t left = end - i;
+      const auto offset = [&](int u) { return size_t{sizeof(Unit)} * (i + u * stride); };
+      Unit own[kUnits];
+      W lower[kUnits], totals[kUnits];
+      const auto load_lower = [&](int p) {
+        const std::byte* place = partials + p * apart;
+        PK_UNROLL
+        for (int u = 0; u < kUnits; ++u) {
+          if (u * stride < left) lower[u] = W::load_partial(place + partials_at(offset(u)));
+        }
+      };
+      PK_UNROLL
+      for (int u = 0; u < kUnits; ++u) {
+        if (u * stride < left) own[u] = load_unit<Unit>(data + offset(u));
+      }
+      if (arrived > kept) load_lower(arrived - 1);
+      PK_UNROLL
+      for (int u = 0; u < kUnits; ++u) {
+        if (u * stride < left) totals[u] = W(own[u]);
+      }
+      PK_ROLLED
+      for (int p = arrived - 1; p >= kept; --p) {
+        PK_UNROLL
+        for (int u = 0; u < kUnits; ++u) {
+          if (u * stride >= left) break;
+          lower[u].combine(totals[u], reduction_);
+          totals[u] = lower[u];
+        }
+        if (p > kept) load_lower(p - 1);
+      }
+      PK_UNROLL
+      for (int u = 0; u < kUnits; ++u) {
+        if (u * stride < left) store(offset(u), totals[u]);
+      }
+    }
   }
 
   Meeting<Team>& meeting_;

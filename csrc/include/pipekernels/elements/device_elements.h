@@ -191,19 +191,6 @@ struct Wide {
   }
 };
 
-// Calls step(offset, unit) for this thread's units of `bytes`. If `aligned`, these are whole packs
-// and then the remaining elements, else all are elements. `unit` is a dummy value that carries the
-// unit's type.
-template <class Element, class Team, class Step>
-PK_HOST_DEVICE void for_each_unit(const Team& team, size_t bytes, bool aligned, Step step) {
-  const size_t packs = aligned ? bytes / 16 : 0;
-  for (size_t i = team.thread(); i < packs; i += team.threads()) step(i * 16, Pack{});
-  for (size_t i = packs * 16 / sizeof(Element) + team.thread(); i < bytes / sizeof(Element);
-       i += team.threads()) {
-    step(i * sizeof(Element), Element{});
-  }
-}
-
 // Reduces units [begin, end) of sources[0], ..., sources[terms - 1], in this order. A thread issues
 // the loads of four terms of kUnits units before it uses the first: with packs, 16 loads fill 64 of
 // its registers.
