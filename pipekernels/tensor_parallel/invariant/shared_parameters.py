@@ -43,6 +43,17 @@ def exact_sum(terms: Tensor, comm: Communicator) -> Tensor:
     return total.where(largest.isfinite(), torch.nan)
 
 
+def check_own_parameters(module: nn.Module, name: str) -> None:
+    """Raise ValueError if :class:`ExactGradients` would miss parameters of ``module``."""
+    own = sum(p is not None for p in module._parameters.values())
+    if own < sum(1 for _ in module.parameters()):
+        raise ValueError(
+            f"invariant=True: {name!r} ({type(module).__name__}), between column- and row-parallel "
+            "layers, has modules with parameters in it, whose gradients could not be summed in "
+            "every order alike; name these modules in the plan instead"
+        )
+
+
 class ExactGradients:
     """Forward hook of a module that computes every element of its output by itself, given its
     input's rows: the gradients of its parameters are summed over rows and ranks by
@@ -55,6 +66,12 @@ class ExactGradients:
         named = {name: p for name, p in module._parameters.items() if p is not None}
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in named.values())):
             return output
+        if len(args) != 1:
+            raise RuntimeError(
+                f"invariant=True: {type(module).__name__}, between column- and row-parallel "
+                f"layers, must take one positional argument, its rows, but got {len(args)}; wrap "
+                "it in a module that does, or freeze it by .requires_grad_(False)"
+            )
         (x,) = args
         result: Tensor = _Rows.apply([output.detach()], module, self._comm, x, *named.values())
         return result
@@ -87,13 +104,13 @@ class _Rows(torch.autograd.Function):
         check_differentiated_once("a module with invariant=True")
         x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_()
-        rows = [p.detach().expand(x.shape).requires_grad_() for p in parameters]
         enabled, dtype = ctx.autocast
         module = copy.copy(ctx.module)
         names = [name for name, p in module._parameters.items() if p is not None]
-        module._parameters = module._parameters | dict(zip(names, rows, strict=True))
         with torch.enable_grad(), torch.autocast(x.device.type, dtype, enabled):
             try:
+                rows = [p.detach().expand(x.shape).requires_grad_() for p in parameters]
+                module._parameters = module._parameters | dict(zip(names, rows, strict=True))
                 output = type(module).forward(module, x)
             except RuntimeError as error:
                 raise RuntimeError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import features_of
+from pipekernels.tensor_parallel.invariant.shared_parameters import check_own_parameters
 from pipekernels.tensor_parallel.invariant.steps import has_slabs
 from pipekernels.tensor_parallel.models.adapters import adapted_base
 from pipekernels.tensor_parallel.models.agreement import check_equal_on_ranks
@@ -145,6 +146,9 @@ def tensor_parallelize(
     if invariant and plan == "auto":
         kinds = {layer: kind for layer, kind in kinds.items() if _has_slabs(layer, kind[1])}
         tied = [layers for layers in tied if layers[0] in kinds]
+    for module, (name, kind) in others.items():
+        if invariant and kind == SUMMED:
+            check_own_parameters(module, name)
     sharded = {
         layer: shard(layer, *kind, comm, invariant=invariant) for layer, kind in kinds.items()
     }

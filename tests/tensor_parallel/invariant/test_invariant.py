@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_training_and_generation(name: str, dtype: torch.dtype, one_thread: None
     assert found["loss 9"] < found["loss 0"] and found["tokens"].shape == (2, 69)
 
 
-def norms_of_heads(norm: type[nn.Module]) -> nn.Module:
+def norms_of_heads(norm: Callable[[int], nn.Module]) -> nn.Sequential:
     """A layer per rank of heads, a norm that all heads share, and a layer that joins them."""
     torch.manual_seed(0)
     parts = [nn.Linear(24, 256), nn.Unflatten(-1, (-1, 32)), norm(32), nn.Flatten(-2)]
@@ -207,14 +208,21 @@ def test_gradients_of_norms_that_all_heads_share(dtype: torch.dtype) -> None:
 
 
 def test_a_norm_whose_gradients_cannot_be_taken_by_rows_is_refused() -> None:
+    model = norms_of_heads(nn.RMSNorm)
+    nested = norms_of_heads(lambda width: nn.Sequential(Norm(width)))
+
     def body(comm: Communicator) -> None:
-        model = norms_of_heads(nn.RMSNorm)
-        sharded: Any = tensor_parallelize(model, NORMS_PLAN, comm, invariant=True)
+        sharded: Any = tensor_parallelize(copy.deepcopy(model), NORMS_PLAN, comm, invariant=True)
         y = sharded(torch.ones(3, 24))
         with pytest.raises(RuntimeError, match=r"gradients of RMSNorm.*freeze them by .requires"):
             y.sum().backward()
+        with pytest.raises(RuntimeError, match=r"RMSNorm, .*one positional argument.*but got 0"):
+            sharded[2](x=torch.ones(3, 32))
         sharded[2].requires_grad_(False)
         sharded(torch.ones(3, 24)).sum().backward()
+        with pytest.raises(ValueError, match=r"'2' \(Sequential\).*name these modules in the plan"):
+            tensor_parallelize(nested, NORMS_PLAN, comm, invariant=True)
+        assert isinstance(nested[0], nn.Linear)
 
     run_threads(2, body)
 
