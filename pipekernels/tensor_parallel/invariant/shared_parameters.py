@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.tensor_parallel.invariant.steps import check_eager
 
 _BITS = 62  # Of the largest sum.
 
@@ -55,9 +56,11 @@ def check_own_parameters(module: nn.Module, name: str) -> None:
 
 
 class ExactGradients:
-    """Forward hook of a module that computes every element of its output by itself, given its
-    input's rows: the gradients of its parameters are summed over rows and ranks by
-    :func:`exact_sum`."""
+    """Forward hook: the gradients of the module's parameters are summed over its input's rows and
+    over the ranks by :func:`exact_sum`. Each row of its output must depend on one row of its input.
+
+    RuntimeError under ``torch.compile``, for inputs other than one positional argument, and in a
+    backward if the module cannot take parameters of its input's shape."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -66,6 +69,7 @@ class ExactGradients:
         named = {name: p for name, p in module._parameters.items() if p is not None}
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in named.values())):
             return output
+        check_eager()
         if len(args) != 1:
             raise RuntimeError(
                 f"invariant=True: {type(module).__name__}, between column- and row-parallel "
@@ -116,7 +120,7 @@ class _Rows(torch.autograd.Function):
                 raise RuntimeError(
                     f"invariant=True: the gradients of {type(module).__name__}, between column- "
                     "and row-parallel layers, need it to take parameters that are repeated for "
-                    f"every row, but: {error}; multiply by them in an operation of its own, freeze "
+                    f"every row, but: {error}; apply them in an operation of their own, freeze "
                     "them by .requires_grad_(False), or do without invariant"
                 ) from error
         grad_x, *terms = torch.autograd.grad(output, [x, *rows], grad)

@@ -80,7 +80,7 @@ def invariant_row_linear(
     Raises:
         RuntimeError: under ``torch.compile``, or ``torch.func``'s transforms.
     """
-    _check_eager()
+    check_eager()
     x, weight = _as_autocast([x, weight])
     result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
     return result
@@ -104,7 +104,7 @@ def invariant_column_linear(
     Raises:
         RuntimeError: under ``torch.compile``, or ``torch.func``'s transforms.
     """
-    _check_eager()
+    check_eager()
     x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
     result: Tensor = _ColumnLinear.apply(x, weight, biases[0] if biases else None, comm, blocks)
     return result
@@ -162,7 +162,8 @@ def slab_norms(
     )
 
 
-def _check_eager() -> None:
+def check_eager() -> None:
+    """Raise RuntimeError under ``torch.compile``."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "torch.compile chooses kernels by their shapes, so the bits of a compiled model depend "
