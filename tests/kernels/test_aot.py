@@ -1,6 +1,7 @@
 """All configurations in the sharded GEMM's tables compile, for GPUs that need not be present.
 
-With the installed Triton, and each once with the oldest that is supported, where `make` has put it.
+In the gate each configuration in one of its variants, with the installed Triton; at the full level
+in all of them, and each once with the oldest Triton that is supported, where `make` has put it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,22 +37,25 @@ pytest.importorskip("triton", minversion=OLDEST_TRITON)
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per block.
 BULK_STORE = "cp.async.bulk.tensor.2d.global.shared"
-OLDEST = Path(__file__).parents[2] / "build" / "oldest-triton"  # See the Makefile.
 
 Compiled = dict[aot.Case | aot.SlabCase, Future[aot.Kernel | str]]
 
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ProcessPoolExecutor]]:
-    """For each Triton a process per core, at most 8, which start when they are needed."""
+    """For each Triton at most 8 processes on the cores that other workers leave.
+
+    They start when they are needed.
+    """
     context = multiprocessing.get_context("spawn")  # The server of forks has imported Triton.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     pools = {}
-    for name, folder in (("installed", None), ("oldest", str(OLDEST))):
+    for name in ("installed", "oldest"):
         cache = str(tmp_path_factory.mktemp(name))
         pools[name] = ProcessPoolExecutor(
-            min(8, os.cpu_count() or 1),
+            min(8, max(1, len(os.sched_getaffinity(0)) - workers + 1)),
             mp_context=context,
-            initializer=functools.partial(aot.use, folder, cache),
+            initializer=functools.partial(aot.use, name, cache),
         )
     yield pools
     for pool in pools.values():
@@ -63,7 +66,16 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Proces
 def compiling(
     request: pytest.FixtureRequest, pools: dict[str, ProcessPoolExecutor]
 ) -> Callable[[str], Compiled]:
-    """For a Triton all compilations that the selected tests ask for, begun by the first of them."""
+    """For a Triton all compilations that the selected tests ask for, begun by the first of them,
+    but for what earlier sessions have kept."""
+
+    def begun_or_kept(version: str, case: aot.Case | aot.SlabCase) -> Future[aot.Kernel | str]:
+        path = aot.path_of(version, case)
+        if not path.exists():
+            return pools[version].submit(aot.build_and_keep, version, case)
+        kept: Future[aot.Kernel | str] = Future()
+        kept.set_result(aot.read(path))
+        return kept
 
     @functools.cache
     def begun(version: str) -> Compiled:
@@ -73,7 +85,7 @@ def compiling(
             if isinstance(item, pytest.Function) and hasattr(item, "callspec")
         ]
         cases = [each["case"] for each in asked if each.get("version") == version]
-        return {case: pools[version].submit(aot.build, case) for case in cases}
+        return {case: begun_or_kept(version, case) for case in cases}
 
     return begun
 
@@ -89,7 +101,7 @@ def built(
     version: str, case: aot.Case | aot.SlabCase, compiling: Callable[[str], Compiled]
 ) -> aot.Kernel:
     """The compiled kernel, which has all in registers and keeps the limits of descriptors."""
-    if version == "oldest" and not OLDEST.exists():
+    if version == "oldest" and not aot.OLDEST.exists():
         pytest.skip("`make oldest-triton` fetches the Triton to compile with")
     kernel = compiling(version)[case].result(timeout=LIMIT)
     assert isinstance(kernel, aot.Kernel), kernel
@@ -101,10 +113,17 @@ def built(
     return kernel
 
 
+def levels(gate: Sequence[Any], installed: Sequence[Any], oldest: Sequence[Any]) -> list[Any]:
+    """Parameters: what is compiled in the gate, and at the full level the rest of both Tritons."""
+    found = [pytest.param("installed", case) for case in gate]
+    rest = [("installed", case) for case in installed if case not in gate]
+    rest += [("oldest", case) for case in oldest]
+    return found + [pytest.param(*each, marks=pytest.mark.full) for each in rest]
+
+
 @pytest.mark.parametrize(
     ("version", "case"),
-    [("installed", case) for case in aot.cases()]
-    + [("oldest", case) for case in aot.one_per_configuration()],
+    levels(aot.one_per_configuration(), aot.cases(), aot.one_per_configuration()),
     ids=name,
 )
 def test_compiles_without_spills(
@@ -134,7 +153,7 @@ def test_compiles_without_spills(
 
 @pytest.mark.parametrize(
     ("version", "case"),
-    [(version, case) for version in ("installed", "oldest") for case in aot.slab_cases(version)],
+    levels(aot.slab_cases("oldest"), aot.slab_cases("installed"), aot.slab_cases("oldest")),
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )
 def test_products_by_slabs_compile_without_spills(
@@ -163,18 +182,20 @@ def check_asynchronous_products(case: aot.Case, kernel: aot.Kernel) -> None:
         assert overlaps_steps(ptx) and overlaps_steps(sass)
 
 
-def test_the_oldest_triton_is_the_one_that_the_package_names(
-    pools: dict[str, ProcessPoolExecutor],
-) -> None:
-    root = OLDEST.parents[1]
-    pinned = re.search(r"triton==(\S+)", (root / "constraints-oldest.txt").read_text())
-    named = re.search(r"triton>=([\d.]+)", (root / "pyproject.toml").read_text())
-    assert pinned and named and named[1] == OLDEST_TRITON
-    assert pinned[1].startswith(f"{OLDEST_TRITON}.")
-    if OLDEST.exists():
-        assert pools["oldest"].submit(aot.version).result(timeout=LIMIT) == pinned[1]
+def test_the_oldest_triton_is_the_one_that_the_package_names() -> None:
+    named = re.search(r"triton>=([\d.]+)", (aot.ROOT / "pyproject.toml").read_text())
+    assert named and named[1] == OLDEST_TRITON
+    assert aot.oldest_version().startswith(f"{OLDEST_TRITON}.")
 
 
+@pytest.mark.full
+def test_the_oldest_triton_is_the_pinned_one(pools: dict[str, ProcessPoolExecutor]) -> None:
+    if not aot.OLDEST.exists():
+        pytest.skip("`make oldest-triton` fetches the Triton to compile with")
+    assert pools["oldest"].submit(aot.version).result(timeout=LIMIT) == aot.oldest_version()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_equal_signatures_have_the_same_kernel(
     architecture: int, pools: dict[str, ProcessPoolExecutor]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gemm_cases import CONFIG, SHAPE, measured
+from support.kernels.gemm_cases import CONFIG, SHAPE, measured
 
 from pipekernels import _cache
 from pipekernels.kernels import table

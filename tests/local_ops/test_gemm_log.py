@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gemm_cases import OnGpu, measured, pretend_gpu
+from support.kernels.gemm_cases import OnGpu, measured, pretend_gpu
 
 from pipekernels import _log
 from pipekernels.comm import links

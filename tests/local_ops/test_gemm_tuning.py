@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemm_cases import Case, check, on_gpu
+from support.kernels.gemm_cases import Case, check, on_gpu
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config

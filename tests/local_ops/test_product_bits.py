@@ -13,7 +13,7 @@ from support import bit_questions
 from support.bit_questions import QUESTIONS
 from torch import Tensor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.weekly]
 
 # Sharded layers compute parts of what the full layers do, with the same bits if these hold.
 SAME_BITS = [

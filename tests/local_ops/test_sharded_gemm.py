@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemm_cases import (
+from support.kernels.gemm_cases import (
     CONFIG,
     FLOAT8,
     Case,
@@ -139,8 +139,10 @@ def test_errors_state_value_limit_and_remedy() -> None:
 
 @pytest.mark.compile
 @pytest.mark.processes
-def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted("interpreted_gemm.py")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
+def test_the_kernel_in_the_interpreter(level: str) -> None:
+    run_interpreted("interpreted_gemm.py", level)
 
 
 # ---- the choice of the algorithm ----

@@ -16,8 +16,9 @@ from pipekernels.local_ops.slab_gemm import slab_gemm
 @pytest.mark.compile
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted("interpreted_slabs.py", limit=280)
+@pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
+def test_the_kernel_in_the_interpreter(level: str) -> None:
+    run_interpreted("interpreted_slabs.py", level)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])

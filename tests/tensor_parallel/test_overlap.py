@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gemm_cases import CONFIG, measured, pretend_gpu
+from support.kernels.gemm_cases import CONFIG, measured, pretend_gpu
 
 from pipekernels.comm import links
 from pipekernels.kernels.config import Blocks

@@ -1,11 +1,20 @@
-"""Compiles the sharded GEMM for GPUs that need not be present, with the package's launcher."""
+"""Compiles the sharded GEMM for GPUs that need not be present, with the package's launcher.
+
+What was compiled is kept in ``build/aot``, by a hash of all that it depends on.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gzip
+import hashlib
+import importlib.metadata
 import io
 import itertools
 import os
+import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +27,11 @@ import torch
 from pipekernels.kernels.config import BLOCKS, SLAB_BLOCKS, Blocks, Config
 from pipekernels.kernels.layout import signature
 
+ROOT = Path(__file__).parents[3]
+KEPT = ROOT / "build" / "aot"
+OLDEST = ROOT / "build" / "oldest-triton"  # See the Makefile.
+PINNED = ROOT / "constraints-oldest.txt"
+SOURCES = (*(ROOT / "pipekernels" / "kernels").glob("*.py"), ROOT / "bench/gpu/precompile.py")
 DTYPES = {"tfloat32": torch.float32}  # Every other kind is named as its dtype.
 
 
@@ -80,15 +94,15 @@ class Kernel(NamedTuple):
     boxes: list[Box]
 
 
-def use(folder: str | None, cache: str) -> None:
-    """Let this process compile with the Triton in ``folder``, or else the installed one.
+def use(version: str, cache: str) -> None:
+    """Let this process compile with the ``installed`` Triton or with the ``oldest`` one.
 
     ``cache`` is a folder for what it compiles; ptxas reports only on what is not there yet.
     """
     assert "triton" not in sys.modules
     os.environ["TRITON_CACHE_DIR"] = cache
-    if folder is not None:
-        sys.path.insert(0, folder)
+    if version == "oldest":
+        sys.path.insert(0, str(OLDEST))
 
 
 def version() -> str:
@@ -96,6 +110,36 @@ def version() -> str:
     import triton
 
     return triton.__version__
+
+
+def oldest_version() -> str:
+    """That of the oldest Triton, as it is pinned."""
+    pinned = re.search(r"triton==(\S+)", PINNED.read_text())
+    assert pinned is not None
+    return pinned[1]
+
+
+@functools.cache
+def _sources(version: str) -> str:
+    """Hash of the sources and the Triton that kernels are compiled from."""
+    triton = oldest_version() if version == "oldest" else importlib.metadata.version("triton")
+    digest = hashlib.sha256(f"{triton} {sys.version_info[:2]}".encode())
+    for path in sorted([*SOURCES, Path(__file__)]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def path_of(version: str, case: Case | SlabCase) -> Path:
+    """The file that keeps what :func:`build_and_keep` has compiled."""
+    name = f"{_sources(version)} {case}"
+    return KEPT / f"{hashlib.sha256(name.encode()).hexdigest()}.pickle.gz"
+
+
+def read(path: Path) -> Kernel:
+    """What :func:`build_and_keep` has written."""
+    kernel = pickle.loads(gzip.decompress(path.read_bytes()))
+    assert isinstance(kernel, Kernel)
+    return kernel
 
 
 def cases() -> list[Case]:
@@ -174,6 +218,18 @@ def build(case: Case | SlabCase) -> Kernel | str:
     sass = _disassembled(kernel.asm["cubin"])
     report, scratch = log.getvalue(), found.global_scratch_size
     return Kernel(kernel.asm["ptx"], sass, report, found.shared, scratch, boxes)
+
+
+def build_and_keep(version: str, case: Case | SlabCase) -> Kernel | str:
+    """As :func:`build`; a kernel is kept for later sessions. Any number of processes may do so."""
+    kernel = build(case)
+    if isinstance(kernel, Kernel):
+        path = path_of(version, case)
+        KEPT.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(gzip.compress(pickle.dumps(kernel), compresslevel=1))
+        part.replace(path)
+    return kernel
 
 
 def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:

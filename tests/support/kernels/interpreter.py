@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent
 
 
-def run_interpreted(file: str, limit: float = 110) -> None:
-    """Run the tests in ``file`` of tests/support, for at most ``limit`` seconds; skip if the
-    interpreter does not work here."""
+def run_interpreted(file: str, level: str) -> None:
+    """Run the tests in ``file`` of this folder that have the markers of ``level``, in at most 280
+    seconds; skip if the interpreter does not work here."""
     pytest.importorskip("triton", minversion="3.6")
-    paths = [str(SUPPORT.parents[1]), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]
+    tests = FOLDER.parents[1]
+    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        cwd=SUPPORT, capture_output=True, text=True, timeout=limit, check=False,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", level, file],
+        cwd=FOLDER, capture_output=True, text=True, timeout=280, check=False,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(paths)},
     )  # fmt: skip
     reason = re.search(r"SKIPPED .*: (.* does not work .*)", result.stdout)

@@ -23,6 +23,7 @@ from pipekernels.kernels import launch
 from pipekernels.kernels.launch import Product, launch_slabs
 from pipekernels.local_ops import slab_gemm
 from support.error_bounds import gamma
+from support.levels import pairwise
 from support.ranks import run_threads
 
 DTYPES = [torch.float32, torch.float16]
@@ -69,14 +70,17 @@ def _setup(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("depth", [32, 40])  # Of slabs; a multiple of blocks, and not.
 @pytest.mark.parametrize(
-    ("generation", "dtype"), [(80, torch.float32), (90, torch.float32), (90, torch.float16)]
+    *pairwise(
+        layout=LAYOUTS,
+        operands=[(80, torch.float32), (90, torch.float32), (90, torch.float16)],
+        depth=[32, 40],  # Columns of a slab; a multiple of blocks, and not.
+    )
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_slabs_are_the_leaves_of_a_tree(
-    layout: str, generation: int, dtype: torch.dtype, depth: int
+    layout: str, operands: tuple[int, torch.dtype], depth: int
 ) -> None:
+    generation, dtype = operands
     m, n, k = 9, 40, 8 * depth
     a = operand(m, k, dtype, layout == "grad_weight")
     b = operand(n, k, dtype, layout != "forward")
@@ -109,7 +113,9 @@ def test_slabs_keep_to_themselves(generation: int) -> None:
     assert multiply(a, b, 2, generation).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)]
+)
 def test_layers_have_the_same_bits_on_any_number_of_ranks(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from pipekernels.kernels.table import Shape, shape_class
 from pipekernels.tensor_parallel import functional as tensor_parallel
 from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
+from support.levels import pairwise
 
 # ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
 sharded_gemm = importlib.import_module("pipekernels.local_ops.sharded_gemm")
@@ -100,10 +101,9 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("split_k", [1, 3])
-@pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    *pairwise(layout=list(LAYOUTS), generation=GENERATIONS, split_k=[1, 3], dtype=DTYPES)
+)
 def test_products_with_bias_and_residual(
     layout: str, generation: int, split_k: int, dtype: torch.dtype
 ) -> None:
@@ -159,9 +159,20 @@ def views(draw: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype) 
     return view.t() if by_columns else view
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_strides_are_correct_and_no_other_memory_is_used(data: st.DataObject) -> None:
+    check_strides(data)
+
+
+@pytest.mark.full
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.data())
+def test_more_strides_are_correct_and_no_other_memory_is_used(data: st.DataObject) -> None:
+    check_strides(data)
+
+
+def check_strides(data: st.DataObject) -> None:
     m, n, k = data.draw(sizes), data.draw(sizes), data.draw(sizes)
     dtype = data.draw(st.sampled_from(DTYPES))
     a, b, out, residual = (
