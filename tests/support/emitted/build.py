@@ -1,16 +1,12 @@
-"""The CUDA kernels as machine code and PTX, built at most once per session."""
+"""The CUDA kernels as machine code and PTX, from what `make cuda-check` has compiled."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -20,10 +16,8 @@ from support.emitted.sass import Kernel, kernels
 
 ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
-CHECKED = ROOT / "build" / "cuda-check"  # of `make cuda-check`, for all architectures
-OWN = ROOT / "build" / "emitted"
+CHECKED = ROOT / "build" / "cuda-check"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-DEFAULT = "sm_90"  # built here where `make cuda-check` has not built the sources as they are
 
 ENTRY = re.compile(r"\.entry (\w+)\(.*?(?=\.entry |\Z)", re.DOTALL)
 RESOURCES = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
@@ -42,21 +36,10 @@ class Emitted:
     stack_bytes: int  # per thread
 
 
-def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=cwd, env=os.environ | environment
-    )
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
-
-
-def tool(name: str) -> str:
-    """Path of a tool in the folder of the Python executable, or else on PATH."""
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which(name, path=beside) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed: pip install {name}")
-    return found
 
 
 def disassembler(name: str) -> Path:
@@ -71,44 +54,24 @@ def disassembler(name: str) -> Path:
     pytest.skip(f"{name} is neither in {places[0]} nor in Triton: pip install triton")
 
 
-@cache
-def configured() -> Path:
-    """A build folder for CUDA: that of `make cuda-check` if its objects are up to date."""
+def built_objects() -> list[Path]:
+    """The objects of all CUDA files; skips the test unless they are those of the sources."""
     sources = [path for name in ("cuda", "include") for path in (CSRC / name).rglob("*.*")]
     newest = max(path.stat().st_mtime for path in sources)
-    built = [path.stat().st_mtime for path in CHECKED.rglob("*.cu.o")]
-    if len(built) == sum(path.suffix == ".cu" for path in sources) and min(built) > newest:
-        return CHECKED
-    options = {
-        "CMAKE_MAKE_PROGRAM": tool("ninja"),
-        "PIPEKERNELS_CUDA": "auto",
-        "PIPEKERNELS_PYTHON": "OFF",
-    }
-    run(
-        tool("cmake"), "-G", "Ninja", "-S", CSRC, "-B", OWN,
-        *(f"-D{name}={value}" for name, value in options.items()),
-        CUDAARCHS=DEFAULT.removeprefix("sm_"),
-    )  # fmt: skip
-    return OWN
+    built = sorted(CHECKED.rglob("*.cu.o"))
+    enough = len(built) == sum(path.suffix == ".cu" for path in sources)
+    if not enough or min(path.stat().st_mtime for path in built) < newest:
+        pytest.skip("`make cuda-check` has not compiled the CUDA files as they are")
+    return built
 
 
 def compiler() -> Path:
-    """nvcc."""
-    for file in configured().glob("CMakeFiles/*/CMakeCUDACompiler.cmake"):
+    """The nvcc that `make cuda-check` has used."""
+    for file in CHECKED.glob("CMakeFiles/*/CMakeCUDACompiler.cmake"):
         match = re.search(r'set\(CMAKE_CUDA_COMPILER "(.+)"\)', file.read_text())
         if match is not None:
             return Path(match[1])
-    pytest.skip("there is no CUDA toolkit; set CUDA_HOME to its root")
-
-
-def built_objects() -> list[Path]:
-    """The objects of all CUDA files."""
-    compiler()
-    folder = configured()
-    if folder == OWN:
-        jobs = str(len(os.sched_getaffinity(0)))
-        run(tool("cmake"), "--build", OWN, "-j", jobs, "--target", "pipekernels_cuda")
-    return sorted(folder.rglob("*.cu.o"))
+    pytest.skip("`make cuda-check` has not run, which finds the CUDA toolkit")
 
 
 def read(objects: list[Path], folder: Path) -> list[Emitted]:
