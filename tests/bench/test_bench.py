@@ -55,6 +55,7 @@ def start_file(folder: Path, ranks: int) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_expected_sum_equals_the_sum_of_the_contents(dtype: str, ranks: int) -> None:
@@ -68,6 +69,7 @@ def test_the_expected_sum_equals_the_sum_of_the_contents(dtype: str, ranks: int)
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(inputs))
 
 
+@pytest.mark.full
 def test_wrong_elements_are_counted(tmp_path: Path) -> None:
     start = Start(start_file(tmp_path, 1), 0, 1)
     for missing in (0, 7):
@@ -76,6 +78,7 @@ def test_wrong_elements_are_counted(tmp_path: Path) -> None:
         assert rank.check("fake") == missing
 
 
+@pytest.mark.full
 def test_every_measurement_gives_one_time_per_call(tmp_path: Path) -> None:
     rank = Rank(FakeSystem(0, 1), 1, Start(start_file(tmp_path, 1), 0, 1))
     rank.prepare(1024, "float32")
@@ -84,6 +87,7 @@ def test_every_measurement_gives_one_time_per_call(tmp_path: Path) -> None:
     assert min(*aligned, *crowded, rank.measure_back_to_back("fake", 4)) > 0
 
 
+@pytest.mark.full
 def test_ranks_start_together_after_the_last_has_come(tmp_path: Path) -> None:
     path = start_file(tmp_path, 3)
     begins: list[list[int]] = [[] for _ in range(3)]
@@ -118,6 +122,7 @@ class LocalGroup:
         return [getattr(self._rank, method)(**arguments)]
 
 
+@pytest.mark.full
 def test_rows_have_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> None:
     rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
     session: Any = {"fake": (LocalGroup(rank), "1.0")}
@@ -135,6 +140,7 @@ def test_rows_have_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> No
         assert row["busbw"] == pytest.approx(row["algbw"])  # They are equal for two ranks.
 
 
+@pytest.mark.full
 def test_visits_to_a_size_are_spread_over_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +161,7 @@ def test_visits_to_a_size_are_spread_over_the_run(
     assert (large["median"], large["min"], large["wrong"]) == (8.0, 4.0, 8)
 
 
+@pytest.mark.full
 def test_crowded_ranks_make_as_many_calls_as_asked_for(tmp_path: Path) -> None:
     system = FakeSystem(0, 3, missing=2, name="ordinary")
     session: Any = {
@@ -179,6 +186,7 @@ def streaming(tmp_path: Path) -> Iterator[groups.Group]:
         group.close()
 
 
+@pytest.mark.full
 def test_all_ranks_of_a_group_answer(streaming: groups.Group) -> None:
     assert streaming.call("prepare", size=4096, dtype="float32") == [["copy", "in place"]] * 2
     answers = streaming.call("measure", candidate="copy", warmup=1, calls=3)
@@ -186,6 +194,7 @@ def test_all_ranks_of_a_group_answer(streaming: groups.Group) -> None:
     assert [answer["rank"] for answer in streaming.call("describe")] == [0, 1]
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_or_fails_is_an_error_that_names_the_system(
     streaming: groups.Group,
 ) -> None:
@@ -195,6 +204,7 @@ def test_a_rank_that_dies_or_fails_is_an_error_that_names_the_system(
         streaming.call("describe")
 
 
+@pytest.mark.full
 def test_closing_ends_all_ranks_even_a_stopped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +219,7 @@ def test_closing_ends_all_ranks_even_a_stopped_one(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.full
 def test_a_session_leaves_out_systems_that_are_missing_or_do_not_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -244,6 +255,7 @@ class FailingGroup(LocalGroup):
         self.closed = True
 
 
+@pytest.mark.full
 def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +276,7 @@ def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
     assert "MPICH: left out from here on" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_failure_of_pipekernels_is_an_error(tmp_path: Path) -> None:
     system = FakeSystem(0, 3, name="ordinary")
     rank = Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))
@@ -272,6 +285,7 @@ def test_a_failure_of_pipekernels_is_an_error(tmp_path: Path) -> None:
         collectives.by_size(session, {"float32, 1024 bytes": ["ordinary"]}, quick=True)
 
 
+@pytest.mark.full
 def test_a_session_without_pipekernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(groups.PYTHONS, "nonsense", groups.OURS)
     with (
@@ -281,6 +295,7 @@ def test_a_session_without_pipekernels_is_an_error(monkeypatch: pytest.MonkeyPat
         pass
 
 
+@pytest.mark.full
 def test_a_system_that_is_busy_while_it_waits_is_detected() -> None:
     class Fake:
         ranks = 2
@@ -295,6 +310,7 @@ def test_a_system_that_is_busy_while_it_waits_is_detected() -> None:
     assert groups.busy_while_idle(fakes) == ["spinning"]
 
 
+@pytest.mark.full
 def test_pipekernels_and_gloo_sum_correctly_in_both_dtypes() -> None:
     with groups.session(["pipekernels", "Gloo"], 2) as session:
         assert list(session) == ["pipekernels", "Gloo"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bench import ddp
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.full, pytest.mark.project]
 CASE = "4 sequences"
 
 

@@ -19,7 +19,7 @@ from bench import harness, report
 from bench.gpu import __main__ as gpu
 from bench.gpu import all_reduce, sanitized, sharded_gemm, steps, timing
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.full, pytest.mark.project]
 
 
 def rendered(name: str, rows: list[timing.Row]) -> str:

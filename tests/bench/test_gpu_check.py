@@ -16,7 +16,7 @@ import torch
 from bench.gpu import __main__ as gpu
 from bench.gpu import check, cuda_tests, smoke, steps
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.full, pytest.mark.project]
 
 
 @pytest.fixture

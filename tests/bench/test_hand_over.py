@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench import hand_over
+
+pytestmark = pytest.mark.full
 
 
 def test_it_times_both_ways() -> None:

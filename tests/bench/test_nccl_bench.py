@@ -22,7 +22,7 @@ from bench.nccl.collectives import Case, Row
 from bench.nccl.ranks import Ranks
 from pipekernels import Communicator
 
-pytestmark = [pytest.mark.project, leaves_the_group]
+pytestmark = [pytest.mark.full, pytest.mark.project, leaves_the_group]
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")

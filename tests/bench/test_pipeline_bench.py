@@ -14,7 +14,7 @@ from torch import nn
 from bench import decode
 from bench.pipeline import memory, pipe, timeline, train_step
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.full, pytest.mark.project]
 
 ROOT = Path(__file__).parents[2]
 

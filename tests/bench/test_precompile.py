@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.full, pytest.mark.project]
 
 pytest.importorskip("triton", minversion="3.6")
 

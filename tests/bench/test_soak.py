@@ -10,7 +10,7 @@ import torch
 from bench.soak import mismatches
 from bench.soak.calls import Call, WrongResult, bits, check, contents
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.full, pytest.mark.project]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -181,6 +181,7 @@ def test_a_candidate_with_wrong_results_fails(found: Any, request: pytest.Fixtur
         test(marked, suite_of(found, []), benchmark, "small", "absent")
 
 
+@pytest.mark.full
 def test_all_reduce_alone_gives_groups_and_ratios_in_json(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     options = ["--quick", "--benchmark-only", f"--benchmark-json={path}", "-p", "no:cacheprovider"]
@@ -204,6 +205,7 @@ def test_all_reduce_alone_gives_groups_and_ratios_in_json(tmp_path: Path) -> Non
 # ---- the command ----
 
 
+@pytest.mark.full
 def test_the_command_runs_the_tests_of_the_named_benchmarks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,8 @@ from pipekernels.pipeline.cuda_graphs import stage_graphs as graphs
 from pipekernels.pipeline.stage.task import Activation
 from pipekernels.pipeline.values.structure import LONE, Structure
 
+pytestmark = pytest.mark.full
+
 
 class Item(nn.Module):
     def forward(self, x):

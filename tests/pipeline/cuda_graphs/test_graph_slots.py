@@ -38,6 +38,8 @@ from pipekernels.pipeline.cuda_graphs import stage_graphs as graphs
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.pipeline.stage.checkpoint import MODES
 
+pytestmark = pytest.mark.full
+
 # ---- when graphs and their memory may be used ----
 
 

@@ -34,6 +34,8 @@ from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.context import default_device
 from pipekernels.skip import pop, skippable, stash
 
+pytestmark = pytest.mark.full
+
 # ---- results and captures ----
 
 

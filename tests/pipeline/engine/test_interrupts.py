@@ -22,7 +22,7 @@ OPERATIONS = 10
 SECONDS = 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments", [*interrupts.cases(), *interrupts.cases_of_devices()], ids=str
 )
@@ -42,6 +42,7 @@ def test_an_interrupt_while_a_step_releases_its_lock(one_thread: None) -> None:
         interrupts.interrupt_at(case, places[0])
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_signals_at_any_time() -> None:
     done = subprocess.run(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.levels import pairwise
 from support.pipes import Pipe
 from torch import nn
 from torch.nn import functional as F
@@ -39,11 +40,13 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "batch", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (5, 8)), 11]
+    *pairwise(
+        schedule=list(SCHEDULES),
+        checkpoint=["never", "except_last", "always"],
+        chunks=[1, 2, 3, 5],
+        batch=[1, 5, 8, 11],
+    )
 )
-@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_the_unwrapped_model(
     schedule: str, checkpoint: str, chunks: int, batch: int, place: torch.device
 ) -> None:
