@@ -97,9 +97,11 @@ class Slot:
 
     def forget_grads(self) -> None:
         assert self.tape is not None
-        for leaf in (*self._leaves, *self.tape.leaves):
+        for parameter in self._leaves:
+            parameter.grad = None
+        for leaf in self.tape.leaves:
             if leaf is not None:
-                leaf.grad = None
+                leaf.take()
 
 
 class Lease:

@@ -1,11 +1,12 @@
-"""The autograd node at the beginning of a stage's graph."""
+"""The beginning of a stage's graph: the input, its autograd node, and the gradient there."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pipekernels._torch_private import function_of
 
@@ -21,6 +22,50 @@ class Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
+
+
+class Leaf:
+    """An input of a stage's graph, and the gradient that arrives there.
+
+    The gradient is taken on its way to ``tensor.grad``: there autograd would lay it out like the
+    tensor, and with other strides earlier stages would take other kernels, with other bits, than in
+    one graph of all stages.
+
+    Args:
+        tensor: the input; the leaf shares its memory.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach().requires_grad_()
+        # The tensor refers to this node weakly; its hook must not refer to the node or the leaf.
+        self._accumulator = get_gradient_edge(self.tensor).node
+        self._grads: list[torch.Tensor | None] = [None]
+        self._accumulator.register_prehook(partial(_keep, self._grads))
+
+    def take(self) -> torch.Tensor | None:
+        """The gradient of the last backward; None if it had none, or if it has been taken."""
+        grad, self._grads[0] = self._grads[0], None
+        return grad
+
+
+def _keep(place: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+    place[:] = grads
+    return (None,)  # Nothing is left to accumulate.
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of ``tensor``, and as far from a multiple of 64 bytes: kernels choose
+    by both. Contiguous where elements overlap, and for subclasses and other layouts."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or not tensor.numel():
+        return tensor.detach().clone()
+    extent = 1
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride < extent:
+            return tensor.detach().clone()
+        extent += (n - 1) * stride
+    offset = tensor.data_ptr() % 64 // tensor.element_size()
+    memory = torch.empty(offset + extent, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor.detach())
 
 
 def is_custom(node: Node) -> bool:

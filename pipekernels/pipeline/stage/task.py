@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels._torch_private import is_node_of_python, run_backward
 from pipekernels.pipeline.stage import checkpoint
-from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.stage.entry import Entry, Leaf, copy_of
 from pipekernels.pipeline.stage.parameters import replaced
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.recomputation import FoundBuffer, versions
@@ -70,12 +70,14 @@ class Tape:
 
     ``roots`` are graph edges, not tensors, so that an output's memory can be freed before the
     backward. If the stage returns an input unchanged, its root is that leaf tensor. A checkpointed
-    forward has ``inputs`` instead of leaves and roots.
+    forward has ``inputs`` and ``nodes`` instead of leaves and roots.
     """
 
-    leaves: Sequence[torch.Tensor | None] = ()
+    leaves: Sequence[Leaf | None] = ()
     roots: Sequence[Root | None] = ()
     inputs: Activation | None = None
+    nodes: Sequence[str] = ()
+    """Names of the nodes of a checkpointed forward's graph, which its recomputation must have."""
     received: tuple[Key, ...] = ()
     """Keys of the skips among the inputs, the last of ``leaves``."""
     sent: tuple[Key, ...] = ()
@@ -99,11 +101,22 @@ def _root(tensor: torch.Tensor) -> Root | None:
     return GradientEdge(node, tensor.output_nr)
 
 
-def _take_grad(leaf: torch.Tensor | None) -> torch.Tensor | None:
-    if leaf is None:
-        return None
-    grad, leaf.grad = leaf.grad, None
-    return grad
+def _names(roots: Sequence[Root | None]) -> list[str]:
+    """The names of all nodes that ``roots`` lead to, in one order for equal graphs."""
+    stack = [root.node for root in reversed(roots) if isinstance(root, GradientEdge)]
+    seen = set()
+    names = []
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            stack.extend(child for child, _ in node.next_functions if child is not None)
+    return names
+
+
+def _taken(leaves: Sequence[Leaf | None]) -> Grads:
+    return tuple([None if leaf is None else leaf.take() for leaf in leaves])
 
 
 def _may_modify_inputs(module: nn.Module) -> bool:
@@ -191,25 +204,41 @@ class Task:
             with torch.no_grad():
                 outputs = self._call(inputs, inputs.tensors, randomness)
             return outputs, None
-        if drop:
-            with torch.no_grad(), checkpoint.checkpointing():
-                outputs = self._call_preserving(inputs, randomness)
-            outputs.wants_grad = tuple(differentiable(tensor) for tensor in outputs.tensors)
-            return outputs, self._tape(inputs, outputs, inputs=inputs)
         # Micro-batches are views of the caller's tensors, which layers must not modify in place:
         # autograd would not know, and the views share one version counter.
         is_first = self.stages[0][0] == 0
-        outputs, tape = self._record(inputs, randomness, preserve=is_first)
+        with checkpoint.checkpointing() if drop else nullcontext():
+            outputs, tape = self._record(inputs, randomness, preserve=drop or is_first)
         outputs.tensors = tuple([tensor.detach() for tensor in outputs.tensors])
+        if drop:
+            # The graph is made all the same: it says which outputs want gradients, and torch has
+            # other kernels without one, whose bits differ (of LSTMs, of attention).
+            nodes = _names(tape.roots)
+            tape = replace(tape, leaves=(), roots=(), inputs=inputs, nodes=nodes)
         return outputs, tape
 
     def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
         """Run the stages a second time on the tape's inputs, now with a graph. Buffers and inputs
         keep their values: the previous stage's inputs may share memory with these, and another
-        recomputation may follow."""
+        recomputation may follow.
+
+        Raises:
+            RuntimeError: the graph is not that of the forward.
+        """
         assert tape.inputs is not None
         with checkpoint.recomputing(), _copied_buffers([stage for _, stage in self.stages]):
-            return self._record(tape.inputs, randomness, preserve=True)[1]
+            recomputed = self._record(tape.inputs, randomness, preserve=True)[1]
+        again = _names(recomputed.roots)
+        if again != tape.nodes:
+            first, last = self.stages[0][0], self.stages[-1][0]
+            name = f"stage {first}" if first == last else f"stages {first} to {last}"
+            raise RuntimeError(
+                f"the recomputation of {name} made a graph of {len(again)} nodes that differs "
+                f"from that of its forward, of {len(tape.nodes)}: a layer "
+                "chooses what it computes by something that changes between the two; choose by "
+                "the inputs or by torch's random numbers, or use checkpoint='never'"
+            )
+        return recomputed
 
     def backward(
         self, tapes: Sequence[Tape], grads: Sequence[Grads], *, keep_graph: bool
@@ -232,11 +261,9 @@ class Task:
                 run_backward(roots, root_grads, keep_graph=keep_graph)
             except BaseException:
                 for tape in tapes:  # Another backward may use their graphs again.
-                    for leaf in tape.leaves:
-                        if leaf is not None:
-                            leaf.grad = None
+                    _taken(tape.leaves)
                 raise
-        return [tuple([_take_grad(leaf) for leaf in tape.leaves]) for tape in tapes]
+        return [_taken(tape.leaves) for tape in tapes]
 
     def backward_of_inputs(
         self, tape: Tape, grads: Grads, *, keep_graph: bool
@@ -244,7 +271,7 @@ class Task:
         """Run the backward's first part; returns the gradients of the inputs and the second part,
         which accumulates into the parameters' aliases. It is None if the whole backward was run."""
         rooted = self._rooted(tape, grads)
-        leaves = [leaf for leaf in tape.leaves if leaf is not None]
+        leaves = [leaf.tensor for leaf in tape.leaves if leaf is not None]
         second_part = None
         edges = [(root, grad) for root, grad in rooted if isinstance(root, GradientEdge)]
         if edges and leaves and len(edges) == len(rooted):
@@ -252,7 +279,7 @@ class Task:
             second_part = backward_of_inputs(roots, root_grads, leaves)
         if second_part is None:
             return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
-        return tuple([_take_grad(leaf) for leaf in tape.leaves]), second_part
+        return _taken(tape.leaves), second_part
 
     def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
         return [
@@ -265,18 +292,16 @@ class Task:
         self, inputs: Activation, randomness: Randomness, *, preserve: bool
     ) -> tuple[Activation, Tape]:
         """Run with a graph that begins at detached inputs; ``preserve`` their values."""
-        leaves: list[torch.Tensor | None] = []
+        leaves: list[Leaf | None] = []
         args = []
         copies = preserve and self._overwrites_input is not False
         with torch.enable_grad():
             for tensor, wants in zip(inputs.tensors, inputs.wants_grad, strict=True):
-                leaf = tensor.detach().requires_grad_() if wants else None
+                arg = copy_of(tensor) if copies else tensor
+                leaf = Leaf(arg) if wants else None
                 leaves.append(leaf)
-                arg = tensor if leaf is None else leaf
-                if copies:
-                    arg = arg.clone()
-                elif leaf is not None and self._needs_entry:
-                    arg = Entry.apply(leaf)
+                if leaf is not None:
+                    arg = Entry.apply(leaf.tensor) if self._needs_entry else leaf.tensor
                 args.append(arg)
             versions = [arg._version for arg in args] if copies else []
             outputs = self._call(inputs, args, randomness)
@@ -326,16 +351,6 @@ class Task:
                     value = stage(value)
             result = take_apart(value, "the output of stage", index)
         return result
-
-    def _call_preserving(self, inputs: Activation, randomness: Randomness) -> Activation:
-        """Run on copies of the inputs if layers overwrite them: the recomputation needs them."""
-        if self._overwrites_input is False:
-            return self._call(inputs, inputs.tensors, randomness)
-        copies = tuple(tensor.clone() for tensor in inputs.tensors)
-        versions = [copy._version for copy in copies]
-        outputs = self._call(inputs, copies, randomness)
-        self._overwrites_input = versions != [copy._version for copy in copies]
-        return outputs
 
 
 def _copied_buffers(stages: Sequence[nn.Module]) -> AbstractContextManager[None]:

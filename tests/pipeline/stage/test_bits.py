@@ -1,0 +1,144 @@
+"""In float32 a pipe has the bits of a loop over its micro-batches, whatever layouts meet at the
+boundaries of stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.pipes import Pipe
+from torch import nn
+
+from pipekernels.pipeline.stage.entry import copy_of
+
+
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+def transposed() -> nn.Sequential:
+    """Gradients of the convolution's input have other strides than the input."""
+    swap = Apply(lambda x: x.transpose(1, 2))
+    conv = nn.Conv1d(64, 64, 3, padding=1)
+    return nn.Sequential(nn.Linear(64, 64), swap, conv, swap, nn.GELU(), nn.LayerNorm(64))
+
+
+def recurrent() -> nn.Sequential:
+    return nn.Sequential(Recurrent(64), Apply(lambda x: x[:, -1]), nn.Linear(64, 64), nn.GELU())
+
+
+MODELS = {
+    "transposed": (transposed, lambda: torch.randn(16, 40, 64), [3, 1, 2]),
+    "recurrent": (recurrent, lambda: torch.randn(40, 16, 64).transpose(0, 1), [1, 1, 2]),
+    "columns": (
+        lambda: nn.Sequential(nn.GELU(), Apply(torch.Tensor.sigmoid), nn.Linear(64, 64)),
+        lambda: torch.randn(64, 16).t(),
+        [1, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pipe_has_the_bits_of_the_loop(
+    name: str, checkpoint: str, execution: str, one_thread: None
+) -> None:
+    make, data, balance = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), data()
+    loop = copy.deepcopy(model)
+    pipe = Pipe(model, balance, devices=["cpu"] * len(balance), chunks=4, checkpoint=checkpoint)
+    a, b = x.detach().requires_grad_(), x.detach().requires_grad_()
+    output = pipe(a)
+    expected = torch.cat([loop(part) for part in b.tensor_split(4)])
+    assert torch.equal(output, expected)
+    weight = torch.randn_like(expected)
+    (output * weight).sum().backward()
+    # The latest micro-batch first, as autograd does.
+    (expected * weight).sum().backward()
+    assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+    for ours, theirs in zip(model.parameters(), loop.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: str, execution: str) -> None:
+    def read(value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden, mask = value
+        return hidden * torch.from_numpy(mask.numpy().copy())  # Refused if it required one.
+
+    layers = [nn.Linear(4, 4), Apply(lambda x: (x.relu(), (x[:, :1] > 0).float())), Apply(read)]
+    pipe = Pipe(
+        nn.Sequential(*layers, Apply(lambda x: (x, (x > 0).float()))),
+        [2, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint,
+    )  # fmt: skip
+    output, mask = pipe(torch.randn(8, 4))
+    assert output.requires_grad and not mask.requires_grad
+    output.sum().backward()
+
+
+def test_a_recomputation_with_another_graph_is_an_error(execution: str) -> None:
+    calls: list[int] = []
+
+    def alternate(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.tanh() if len(calls) <= 4 else x.sigmoid()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Apply(alternate))
+    pipe = Pipe(model, [1, 2], devices=["cpu"] * 2, chunks=4, checkpoint="always")
+    output = pipe(torch.randn(8, 4))
+    with pytest.raises(RuntimeError, match=r"recomputation of stages? .* made a graph .* differs"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.randn(6, 8).t(), torch.randn(6, 8)[1::2, 1:7:3], torch.randn(5)[3:], torch.randn(())],
+    ids=["transposed", "strided", "offset", "scalar"],
+)
+def test_copies_keep_strides_and_alignment(view: torch.Tensor) -> None:
+    copied = copy_of(view)
+    assert torch.equal(copied, view) and copied.stride() == view.stride()
+    assert copied.data_ptr() % 64 == view.data_ptr() % 64
+    before = view.clone()
+    copied.fill_(7)
+    assert torch.equal(view, before)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.empty(0, 3),
+        torch.randn(1, 4).expand(3, 4),
+        torch.randn(9).unfold(0, 4, 2),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["empty", "expanded", "windows", "sparse"],
+)
+def test_copies_of_what_overlaps_can_be_overwritten(view: torch.Tensor) -> None:
+    before = view.clone()
+    copied = copy_of(view)
+    torch.testing.assert_close(copied, view, rtol=0, atol=0)
+    copied.mul_(3)
+    torch.testing.assert_close(copied, 3 * before, rtol=0, atol=0)
+    torch.testing.assert_close(view, before, rtol=0, atol=0)
