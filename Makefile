@@ -53,6 +53,7 @@ QUICK := not processes and not native and not compile and not project and not sl
   and not weekly
 GATE := not full and not weekly
 ALL := not weekly
+CACHE_TAG := import sys; print(sys.implementation.cache_tag)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
@@ -72,8 +73,11 @@ $(TOOLS): constraints.txt
 
 # One core installs while the other compiles.
 $(BUILT): $(TOOLS) constraints.txt pyproject.toml setup.py pipekernels/_version.py $(CSRC)
-	$(BIN)/python csrc/cmake/build_extension.py & build=$$!; $(PIP) torch; wait $$build
+	mkdir -p build
+	$(BIN)/python csrc/cmake/build_extension.py > build/extension.log 2>&1 & build=$$!; $(PIP) torch; \
+	  wait $$build || { cat build/extension.log; exit 1; }
 	$(PIP) --no-build-isolation -e .
+	@cat "build/cmake-$$($(BIN)/python -c '$(CACHE_TAG)')/cuda.txt"
 	touch $@
 
 # The extras of pyproject.toml, each for the targets that need it.
@@ -171,8 +175,8 @@ lint: $(LINT)
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -n -W --keep-going -E -q -b html docs build/docs
 
-# Compiled from scratch, as only then ptxas reports; linked into a module of its own, and loaded, as
-# only then a missing symbol is found.
+# Compiled from scratch, as only then ptxas and compile_seconds.py report; linked into a module of
+# its own, and loaded, as only then a missing symbol is found.
 cuda-check: $(TESTS)
 	CUDAARCHS='80;90;100' $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -S csrc -B build/cuda-check \

@@ -17,7 +17,10 @@ class CMakeBuild(build_ext):
     """The extension has no sources that setuptools would know what to do with."""
 
     def build_extension(self, ext: Extension) -> None:
-        build(Path(self.get_ext_fullpath(ext.name)).resolve().parent)
+        try:
+            build(Path(self.get_ext_fullpath(ext.name)).resolve().parent)
+        except RuntimeError as error:  # setuptools would print a traceback after it.
+            sys.exit(f"pipekernels: {error}")
 
 
 setup(ext_modules=[Extension("pipekernels._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

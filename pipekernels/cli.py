@@ -89,7 +89,7 @@ def _gpu_indices() -> range:
 
 def _cuda_backend(built: dict[str, str | bool]) -> str:
     if not built["cuda"]:
-        return "not built (no CUDA toolkit was found, or PIPEKERNELS_CUDA=0)"
+        return "not built (no GPU or no CUDA toolkit was found, or PIPEKERNELS_CUDA=0)"
     architectures = str(built["cuda_architectures"]).replace("-real", "").split()
     return f"built with CUDA {built['cuda_version']} for sm_{', sm_'.join(architectures)}"
 

@@ -1,12 +1,12 @@
-# Finds a CUDA toolkit and enables the CUDA language. No device is needed.
+# Decides whether the CUDA part is built, finds a toolkit and enables the CUDA language.
 #
-# In:  PIPEKERNELS_CUDA = auto | 0 | 1 (auto: use a toolkit if there is one; 1: fail without one),
+# In:  PIPEKERNELS_CUDA = auto | 0 | 1 (auto: if there is a toolkit, and a GPU is visible or
+#      architectures are named, for these; 1: for all unless some are named, fail without a toolkit),
 #      and the environment variables CUDACXX, CUDA_HOME, CUDA_PATH, CUDAARCHS and
 #      TORCH_CUDA_ARCH_LIST.
 # Out: PIPEKERNELS_WITH_CUDA. If it is ON, the CUDA language is enabled, and
-#      CMAKE_CUDA_ARCHITECTURES is set.
-
-include(CheckLanguage)
+#      CMAKE_CUDA_ARCHITECTURES is set. The file cuda.txt of the build folder has the decision in
+#      words, for build_extension.py and the Makefile.
 
 # Sets `out` to the root of the toolkit of `nvcc`, or to an empty string. An nvcc on PATH may be a
 # wrapper script outside its toolkit, so this asks it for its TOP instead of using its folder.
@@ -62,41 +62,76 @@ function(pipekernels_torch_architectures text out)
   set(${out} "${architectures}" PARENT_SCOPE)
 endfunction()
 
-set(PIPEKERNELS_WITH_CUDA OFF)
+# Sets `out` to the architectures of this machine's GPUs, or to an empty string if there are none.
+# The newest one also gets PTX, which later GPUs compile at load time.
+function(pipekernels_visible_architectures out)
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader TIMEOUT 60
+    OUTPUT_VARIABLE text ERROR_QUIET RESULT_VARIABLE status)
+  set(architectures)
+  if(status EQUAL 0)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" architectures "${text}")
+    list(TRANSFORM architectures REPLACE "\\." "")
+    list(REMOVE_DUPLICATES architectures)
+    list(SORT architectures COMPARE NATURAL)
+    list(TRANSFORM architectures APPEND "-real")
+    string(REGEX REPLACE "-real$" "" architectures "${architectures}")
+  endif()
+  set(${out} "${architectures}" PARENT_SCOPE)
+endfunction()
+
+# Says what is built, here and in cuda.txt.
+function(pipekernels_decide decision)
+  message(STATUS "${decision}")
+  file(WRITE "${CMAKE_BINARY_DIR}/cuda.txt" "${decision}\n")
+endfunction()
+
 if(NOT PIPEKERNELS_CUDA MATCHES "^(auto|0|1)$")
   message(FATAL_ERROR "PIPEKERNELS_CUDA is '${PIPEKERNELS_CUDA}'; it must be auto, 0 or 1.")
 endif()
+set(PIPEKERNELS_WITH_CUDA OFF)
+set(architectures)
 if(NOT PIPEKERNELS_CUDA STREQUAL "0")
-  if(NOT CMAKE_CUDA_COMPILER)
-    unset(CMAKE_CUDA_COMPILER CACHE)  # discard a NOTFOUND of an earlier configuration
-    pipekernels_find_nvcc(nvcc)
-    if(nvcc)
-      set(CMAKE_CUDA_COMPILER "${nvcc}")
-      check_language(CUDA)
-    endif()
+  if(NOT "$ENV{CUDAARCHS}" STREQUAL "")
+    set(architectures "$ENV{CUDAARCHS}")
+  elseif(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
+    pipekernels_torch_architectures("$ENV{TORCH_CUDA_ARCH_LIST}" architectures)
+  elseif(PIPEKERNELS_CUDA STREQUAL "auto")
+    pipekernels_visible_architectures(architectures)
   endif()
-  if(CMAKE_CUDA_COMPILER)
-    get_filename_component(root "${CMAKE_CUDA_COMPILER}" DIRECTORY)
-    get_filename_component(CUDAToolkit_ROOT "${root}" DIRECTORY)
-    enable_language(CUDA)
-    find_package(CUDAToolkit REQUIRED)
-    set(PIPEKERNELS_WITH_CUDA ON)
-  elseif(PIPEKERNELS_CUDA STREQUAL "1")
-    message(FATAL_ERROR "PIPEKERNELS_CUDA=1, but no working CUDA toolkit was found in CUDACXX, "
-      "CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda*. Install one, or set CUDA_HOME to its root; "
-      "PIPEKERNELS_CUDA=0 builds for CPUs only.")
+  set(nvcc "${CMAKE_CUDA_COMPILER}")
+  if(NOT nvcc)
+    pipekernels_find_nvcc(nvcc)
   endif()
 endif()
 
-# The newest architecture also gets PTX, which later GPUs compile at load time.
-if(PIPEKERNELS_WITH_CUDA)
-  if(NOT "$ENV{CUDAARCHS}" STREQUAL "")
-    set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}")
-  elseif(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
-    pipekernels_torch_architectures("$ENV{TORCH_CUDA_ARCH_LIST}" CMAKE_CUDA_ARCHITECTURES)
-  elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)  # knows no sm_100
-    set(CMAKE_CUDA_ARCHITECTURES "80-real;90")
+if(PIPEKERNELS_CUDA STREQUAL "0")
+  pipekernels_decide("PIPEKERNELS_CUDA=0: building for CPUs only")
+elseif(PIPEKERNELS_CUDA STREQUAL "auto" AND NOT architectures)
+  pipekernels_decide("no GPU is visible: building for CPUs only; \
+PIPEKERNELS_CUDA=1 builds the CUDA part")
+elseif(nvcc)
+  get_filename_component(root "${nvcc}" DIRECTORY)
+  get_filename_component(CUDAToolkit_ROOT "${root}" DIRECTORY)
+  set(PIPEKERNELS_WITH_CUDA ON)
+  set(CMAKE_CUDA_COMPILER "${nvcc}")
+  if(architectures)
+    set(CMAKE_CUDA_ARCHITECTURES "${architectures}")
+    pipekernels_decide("CUDA toolkit ${CUDAToolkit_ROOT}, architectures ${architectures}")
   else()
-    set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;100")
+    pipekernels_decide("CUDA toolkit ${CUDAToolkit_ROOT}, all architectures")
   endif()
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  if(NOT architectures)
+    set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;100")
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)  # knows no sm_100
+      set(CMAKE_CUDA_ARCHITECTURES "80-real;90")
+    endif()
+  endif()
+elseif(PIPEKERNELS_CUDA STREQUAL "1")
+  message(FATAL_ERROR "PIPEKERNELS_CUDA=1, but no CUDA toolkit was found in CUDACXX, CUDA_HOME, "
+    "CUDA_PATH, PATH or /usr/local/cuda*. Install one, or set CUDA_HOME to its root; "
+    "PIPEKERNELS_CUDA=0 builds for CPUs only.")
+else()
+  pipekernels_decide("no CUDA toolkit is found: building for CPUs only; CUDA_HOME names a toolkit")
 endif()

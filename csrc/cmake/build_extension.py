@@ -35,8 +35,7 @@ def build(folder: Path) -> None:
     """Build ``_C`` into ``folder``, incrementally in build/cmake-<python>.
 
     Raises:
-        RuntimeError: CMake or Ninja is missing.
-        subprocess.CalledProcessError: one of them failed, and has printed the reason.
+        RuntimeError: CMake or Ninja is missing, or has failed and printed the reason.
     """
     build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     cmake = find_tool("cmake")
@@ -52,11 +51,29 @@ def build(folder: Path) -> None:
     }
     definitions = [f"-D{name}={value}" for name, value in options.items()]
     renew(build_dir)
-    subprocess.run(
-        [cmake, "-G", "Ninja", "-S", ROOT / "csrc", "-B", build_dir, *definitions], check=True
-    )
+    (build_dir / "cuda.txt").unlink(missing_ok=True)
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    subprocess.run([cmake, "--build", build_dir, "--target", "_C", "-j", jobs], check=True)
+    for command in (
+        ["-G", "Ninja", "-S", ROOT / "csrc", "-B", build_dir, *definitions],
+        ["--build", build_dir, "--target", "_C", "-j", jobs],
+    ):
+        if subprocess.run([cmake, *command], check=False).returncode != 0:
+            raise RuntimeError(failure(build_dir))
+
+
+def failure(build_dir: Path) -> str:
+    """Says in a line what was built with in ``build_dir``, and what to change."""
+    tools = f"C++ compiler {os.environ.get('CXX', 'c++')}"
+    remedy = "set CXX to another compiler (GCC 11, Clang 14, or newer)"
+    decision = build_dir / "cuda.txt"  # of CudaToolchain.cmake
+    cuda = decision.read_text().strip() if decision.exists() else ""
+    if cuda.startswith("CUDA toolkit"):
+        tools = f"{cuda}, {tools}"
+        remedy += ", CUDAARCHS to other architectures, or PIPEKERNELS_CUDA=0 to build without CUDA"
+    host_compiler = os.environ.get("CUDAHOSTCXX")
+    if host_compiler is not None:
+        tools += f", CUDA host compiler {host_compiler}"
+    return f"the build has failed, the errors are above ({tools}); {remedy}"
 
 
 def renew(build_dir: Path) -> None:
@@ -96,4 +113,7 @@ def find_tool(name: str) -> str:
 
 
 if __name__ == "__main__":
-    build(ROOT / "pipekernels")
+    try:
+        build(ROOT / "pipekernels")
+    except RuntimeError as error:
+        sys.exit(f"pipekernels: {error}")

@@ -53,7 +53,7 @@ void use_few_blocks(Communicator& core) {
   const DeviceLaunch launch = plan_all_reduce(few.ranks(), call, call.algorithm, other.data(), 0);
   CHECK(launch.blocks == 1);
   rank.all_reduce(data.data(), data.size());
-  few.launch(&two_shot, launch, {fake_cuda::make_stream(), true});
+  few.launch(&two_shot_kernel, launch, {fake_cuda::make_stream(), true});
   rank.cuda.synchronize();
   few.synchronize();
   CHECK(all_are(data.data(), data.size(), rank.sum()));

@@ -85,7 +85,7 @@ void fail_to_launch(Communicator& core) {
     return;
   }
   const std::string told =
-      thrown<PeerError>([&] { rank.cuda.launch(&two_shot, launch, {rank.stream, true}); });
+      thrown<PeerError>([&] { rank.cuda.launch(&two_shot_kernel, launch, {rank.stream, true}); });
   CHECK(has(told, "rank 1 gave up after an error of its own"));
   const auto begin = Clock::now();
   rank.cuda.close(false);

@@ -7,6 +7,9 @@
 #include "device_team.h"
 #include "pipekernels/collectives/all_gather.cuh"
 #include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/all_reduce/one_shot.cuh"
+#include "pipekernels/collectives/all_reduce/ring.cuh"
+#include "pipekernels/collectives/all_reduce/two_shot.cuh"
 #include "pipekernels/collectives/broadcast.cuh"
 #include "pipekernels/collectives/reduce_scatter.cuh"
 #include "pipekernels/elements/tree_order.h"
@@ -22,11 +25,11 @@ void all_reduce_kernel(CpuTeam& team, const DeviceLaunch& launch, Algorithm algo
   with_element_and_order(call.dtype, of_kernel, [&](auto element, auto order) {
     using Type = decltype(element);
     if (algorithm == Algorithm::kOneShot) {
-      all_reduce_block<Algorithm::kOneShot, order, Type>(team, launch);
+      one_shot_block<order, Type>(team, launch);
     } else if (algorithm == Algorithm::kTwoShot) {
-      all_reduce_block<Algorithm::kTwoShot, order, Type>(team, launch);
+      two_shot_block<order, Type>(team, launch);
     } else {
-      all_reduce_block<Algorithm::kRing, Order::kRank, Type>(team, launch);
+      ring_block<Type>(team, launch);
     }
   });
 }

@@ -1,16 +1,19 @@
-"""The build script: where it finds tools, stale build folders, and source distributions."""
+"""The build: where it finds tools, stale folders, CUDA or not, failures, source distributions."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.emitted import build
 
 pytestmark = pytest.mark.native
 
@@ -27,12 +30,12 @@ def script() -> ModuleType:
     return module
 
 
-def tool(folder: Path) -> str:
-    """Create an executable named sometool; returns its path."""
-    folder.mkdir(parents=True)
-    (folder / "sometool").write_text("#!/bin/sh\n")
-    (folder / "sometool").chmod(0o755)
-    return str(folder / "sometool")
+def tool(folder: Path, name: str = "sometool", script: str = "") -> str:
+    """Create an executable; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return str(folder / name)
 
 
 def test_the_order_in_which_tools_are_searched(
@@ -86,6 +89,150 @@ def test_other_systems_than_linux_are_refused(script: ModuleType, tmp_path: Path
     )  # fmt: skip
     assert configured.returncode != 0
     assert "pipekernels needs Linux" in configured.stderr
+
+
+# ---- what is built -----------------------------------------------------------------------------
+
+CPUS_ONLY = "no GPU is visible: building for CPUs only; PIPEKERNELS_CUDA=1 builds the CUDA part"
+UNSET = ("CUDAARCHS", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", "CUDAHOSTCXX", "CXX")
+
+
+@pytest.fixture
+def decide(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """What CudaToolchain.cmake decides, with a toolkit whose compiler compiles nothing."""
+    for name in UNSET:
+        monkeypatch.delenv(name, raising=False)
+    toolkit = tmp_path / "toolkit"
+    nvcc = tool(toolkit / "bin", "nvcc", f'[ "$1" = --dryrun ] && echo "#$ TOP={toolkit}"')
+    monkeypatch.setenv("CUDACXX", nvcc)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
+
+    def decision(cuda: str, nvidia_smi: str, **environment: str) -> str:
+        tool(tmp_path / "path", "nvidia-smi", nvidia_smi)
+        subprocess.run(
+            [script.find_tool("cmake"), "-S", SCRIPT.parent.parent, "-B", tmp_path / "build",
+             "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}",
+             f"-DPIPEKERNELS_CUDA={cuda}", "-DPIPEKERNELS_PYTHON=OFF"],
+            check=False, capture_output=True, env=os.environ | environment,
+        )  # fmt: skip
+        text = (tmp_path / "build" / "cuda.txt").read_text().strip()
+        return text.replace(str(toolkit.resolve()), "TOOLKIT")
+
+    return decision
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "decision"),
+    [
+        ("echo 9.0; echo 9.0", "CUDA toolkit TOOLKIT, architectures 90"),
+        ("echo 10.0; echo 9.0", "CUDA toolkit TOOLKIT, architectures 90-real;100"),
+        ("echo No devices were found", CPUS_ONLY),
+        ("echo 9.0; exit 9", CPUS_ONLY),
+    ],
+)
+def test_the_gpus_that_are_visible_are_built_for(
+    decide: Callable[..., str], nvidia_smi: str, decision: str
+) -> None:
+    assert decide("auto", nvidia_smi) == decision
+
+
+def test_named_architectures_and_the_switch_come_before_visible_gpus(
+    decide: Callable[..., str],
+) -> None:
+    one, none = "echo 9.0", "exit 1"
+    assert decide("auto", one, CUDAARCHS="80") == "CUDA toolkit TOOLKIT, architectures 80"
+    named = {"TORCH_CUDA_ARCH_LIST": "8.0 9.0a+PTX"}
+    assert decide("auto", none, **named) == "CUDA toolkit TOOLKIT, architectures 80-real;90a"
+    assert decide("1", one) == "CUDA toolkit TOOLKIT, all architectures"
+    assert decide("0", one) == "PIPEKERNELS_CUDA=0: building for CPUs only"
+
+
+def test_a_compiler_cache_is_used_unless_there_is_a_launcher(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ccache = tool(tmp_path / "path", "ccache", 'exec "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
+
+    def commands(folder: str, *options: str) -> str:
+        subprocess.run(
+            [script.find_tool("cmake"), "-S", SCRIPT.parent.parent, "-B", tmp_path / folder,
+             "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}",
+             "-DPIPEKERNELS_CUDA=0", "-DPIPEKERNELS_PYTHON=OFF", *options],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        return (tmp_path / folder / "build.ninja").read_text()
+
+    assert f"{ccache} " in commands("cached")
+    assert f"{ccache} " not in commands("launched", "-DCMAKE_CXX_COMPILER_LAUNCHER=env")
+
+
+# ---- builds that fail --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what an installation reads."""
+    root = SCRIPT.parent.parent.parent
+    unread = shutil.ignore_patterns("__pycache__", "*.so", "tests", "model")
+    for name in ("csrc", "pipekernels"):
+        shutil.copytree(root / name, tmp_path / name, ignore=unread)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pipekernels_autoload.py"):
+        shutil.copy(root / name, tmp_path)
+    return tmp_path
+
+
+def last_line(tree: Path, *command: str, **environment: str) -> str:
+    """The last line of a build that fails."""
+    pytest.importorskip("pybind11")
+    pytest.importorskip("setuptools")
+    inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
+    done = subprocess.run(
+        [sys.executable, *command], check=False, capture_output=True, text=True, cwd=tree,
+        env=inherited | {"MAX_JOBS": "1"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("pipekernels: the build has failed, the errors are above")
+    return line
+
+
+BY_SETUPTOOLS = ("setup.py", "-q", "build_ext", "--inplace")
+BY_SCRIPT = ("csrc/cmake/build_extension.py",)
+
+
+@pytest.mark.parametrize("command", [BY_SETUPTOOLS, BY_SCRIPT])
+def test_a_broken_compiler_is_named_last(tree: Path, command: tuple[str, ...]) -> None:
+    line = last_line(tree, *command, CXX="/bin/false", PIPEKERNELS_CUDA="1")
+    assert "(C++ compiler /bin/false); set CXX to another" in line
+
+
+def test_code_that_does_not_compile_ends_in_the_same_line(tree: Path) -> None:
+    flags = {"CXXFLAGS": "-Dpipekernels=0", "PIPEKERNELS_CUDA": "0"}
+    assert "(C++ compiler c++); set CXX to another" in last_line(tree, *BY_SCRIPT, **flags)
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ({"CUDAARCHS": "20"}, "architectures 20, C++ compiler c++); "),
+        ({"CUDAARCHS": "999"}, "architectures 999, C++ compiler c++); "),
+        (
+            {"CUDAARCHS": "90", "CUDAHOSTCXX": "/bin/false"},
+            "architectures 90, C++ compiler c++, CUDA host compiler /bin/false); ",
+        ),
+    ],
+)
+def test_a_toolkit_that_cannot_compile_is_named_last(
+    tree: Path, broken: dict[str, str], told: str
+) -> None:
+    build.compiler()  # Skips where there is no toolkit.
+    line = last_line(tree, *BY_SCRIPT, PIPEKERNELS_CUDA="auto", **broken)
+    assert "(CUDA toolkit /" in line
+    assert told in line
+    assert line.endswith("or PIPEKERNELS_CUDA=0 to build without CUDA")
 
 
 def test_a_source_distribution_has_all_files_for_builds_and_contributors(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ ORDERED = {
     "atom.acq_rel.gpu.global.exch",
     "fence.acq_rel.sys",
 }
-# Of words that hold data and flag, which nothing needs to order: AllReduceBlock::pushed_one_shot().
+# Of words that hold data and flag, which nothing needs to order: OneShotBlock::pushed().
 PUSH = "st.relaxed.sys.global"
 
 
@@ -45,7 +45,7 @@ def kernels(emitted: list[Emitted], request: pytest.FixtureRequest) -> list[Emit
 
 @pytest.fixture
 def collectives(kernels: list[Emitted]) -> list[Emitted]:
-    stems = {path.stem for path in COLLECTIVES.glob("*.cu")}
+    stems = {path.stem for path in COLLECTIVES.rglob("*.cu")}
     return [kernel for kernel in kernels if kernel.file in stems]
 
 
@@ -57,7 +57,7 @@ def broken(kernels: list[Emitted], rule: Callable[[Emitted], object]) -> dict[st
 
 def pushes(kernel: Emitted) -> bool:
     """Whether it is the all-reduce in one step, in rank order."""
-    return re.search(r"all_reduce_kernel.*AlgorithmE1E.*OrderE0E", kernel.name) is not None
+    return re.search(r"one_shot_kernel.*OrderE0E", kernel.name) is not None
 
 
 def test_collectives_load_no_data_through_the_non_coherent_cache(

@@ -1,7 +1,8 @@
-"""The report on the resources of CUDA kernels, from the compiler's log."""
+"""The report on CUDA kernels: their resources, and the time that compilers take."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 pytestmark = pytest.mark.native
 
 SCRIPT = Path(__file__).parents[2] / "csrc" / "cmake" / "kernel_report.py"
+LAUNCHER = SCRIPT.with_name("compile_seconds.py")
 LOG = """\
+/csrc/cuda/file.cu took 9.0 CPU-seconds for 1 architectures
 ptxas info    : Compiling entry function '_ZN11pipekernels6kernelEv' for 'sm_90'
 ptxas info    : Function properties for _ZN11pipekernels6kernelEv
     {stack} bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads
@@ -35,3 +38,66 @@ def test_memory_per_thread_and_missing_architectures_are_failures(
     assert done.returncode == code, done.stdout + done.stderr
     row = done.stdout.splitlines()[1].split()
     assert row == ["kernel", "sm_90", "40", "512", str(spills), str(stack)]
+
+
+def report(log: Path, *lines: str) -> tuple[int, str]:
+    """The exit code and what is printed for a log with one sound kernel."""
+    kernel = LOG.format(stack=0, spills=0).partition("\n")[2]
+    log.write_text(kernel + "".join(f"{line}\n" for line in lines))
+    done = subprocess.run(
+        [sys.executable, SCRIPT, log], check=False, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout
+
+
+def took(name: str, seconds: float, architectures: int) -> str:
+    return f"/csrc/cuda/{name} took {seconds} CPU-seconds for {architectures} architectures"
+
+
+def test_a_file_may_take_45_seconds_per_architecture(tmp_path: Path) -> None:
+    assert report(tmp_path / "log", took("slow.cu", 135.0, 3))[0] == 0
+    code, text = report(tmp_path / "log", took("slow.cu", 45.1, 1), took("b.cu", 130.0, 3))
+    assert code == 1
+    assert "cuda/slow.cu took 45.1 CPU-seconds per architecture to compile; the limit is 45" in text
+    assert "cuda/b.cu took" not in text
+    assert "split the file" in text
+
+
+def test_all_files_may_take_200_seconds_per_architecture(tmp_path: Path) -> None:
+    files = [took(f"{number}.cu", 120.0, 3) for number in range(5)]
+    assert report(tmp_path / "log", *files)[0] == 0
+    code, text = report(tmp_path / "log", *files, took("last.cu", 0.1, 1))
+    assert code == 1
+    assert "all CUDA files took 200.1 CPU-seconds per architecture to compile; the limit" in text
+
+
+def test_a_log_without_times_fails(tmp_path: Path) -> None:
+    code, text = report(tmp_path / "log")
+    assert code == 1
+    assert "PIPEKERNELS_KERNEL_REPORT=ON" in text
+
+
+BUSY = "import sys, time\nwhile time.process_time() < 0.5:\n    pass\nsys.exit(3)"
+
+
+@pytest.mark.parametrize("architectures", [[], ["80"], ["80", "90"]])
+def test_the_launcher_counts_processor_time_of_compilers(
+    tmp_path: Path, architectures: list[str]
+) -> None:
+    """Also of one that a cache starts; it adds one line, and keeps the exit code."""
+    (tmp_path / "compiler.py").write_text(BUSY)
+    (tmp_path / "cache.sh").write_text('"$@"\nexit $?\n')
+    flags = [f"--generate-code=arch=compute_{n},code=[compute_{n},sm_{n}]" for n in architectures]
+    done = subprocess.run(
+        [sys.executable, LAUNCHER, "sh", "cache.sh", sys.executable, "compiler.py", *flags,
+         "-c", "/csrc/cuda/file.cu", "-o", "file.cu.o"],
+        check=False, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 3
+    seconds = re.fullmatch(
+        rf"/csrc/cuda/file.cu took ([\d.]+) CPU-seconds for {max(1, len(flags))} architectures\n",
+        done.stderr,
+    )
+    assert seconds is not None, done.stderr
+    assert float(seconds[1]) >= 0.5
+    assert report(tmp_path / "log", done.stderr)[0] == 0

@@ -34,6 +34,7 @@ def build(
     """Build the extension's code and its C++ tests, without Python, with warnings as errors."""
     options |= {
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
+        "Python_EXECUTABLE": sys.executable,  # Beside which a compiler cache may lie.
         "PIPEKERNELS_CUDA": "0",
         "PIPEKERNELS_PYTHON": "OFF",
         "PIPEKERNELS_TESTS": "ON",

@@ -1,33 +1,16 @@
-#include "device_team.cuh"
+#include "all_reduce/kernels.h"
 #include "pipekernels/collectives/all_reduce.cuh"
 #include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/collectives/cuda_communicator.h"
 #include "pipekernels/elements/reduce.h"
 
 namespace pipekernels {
 namespace {
 
-template <Algorithm algorithm, Order order, class Type>
-__global__ void __launch_bounds__(kDeviceThreads, 1)
-    all_reduce_kernel(const __grid_constant__ DeviceLaunch launch) {
-  __shared__ DeviceScratch scratch;
-  CudaTeam team(scratch);
-  all_reduce_block<algorithm, order, Type>(team, launch);
-}
-
-const void* kernel_for(DType dtype, Order kernel_order, Algorithm algorithm) {
-  using Kernel = void (*)(DeviceLaunch);
-  Kernel kernel = nullptr;
-  with_element_and_order(dtype, kernel_order, [&](auto element, auto order) {
-    using Type = decltype(element);
-    if (algorithm == Algorithm::kOneShot) {
-      kernel = all_reduce_kernel<Algorithm::kOneShot, order, Type>;
-    } else if (algorithm == Algorithm::kTwoShot) {
-      kernel = all_reduce_kernel<Algorithm::kTwoShot, order, Type>;
-    } else {
-      kernel = all_reduce_kernel<Algorithm::kRing, Order::kRank, Type>;
-    }
-  });
-  return reinterpret_cast<const void*>(kernel);
+const void* kernel_for(DType dtype, Order order, Algorithm algorithm) {
+  if (algorithm == Algorithm::kOneShot) return one_shot_kernel_for(dtype, order);
+  if (algorithm == Algorithm::kTwoShot) return two_shot_kernel_for(dtype, order);
+  return ring_kernel_for(dtype);
 }
 
 void reduce(CudaCommunicator& communicator, const Call& call, Algorithm algorithm, void* data,

@@ -13,6 +13,9 @@
 #include "pipekernels/collectives/all_gather.cuh"
 #include "pipekernels/collectives/all_reduce.cuh"
 #include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/collectives/all_reduce/one_shot.cuh"
+#include "pipekernels/collectives/all_reduce/ring.cuh"
+#include "pipekernels/collectives/all_reduce/two_shot.cuh"
 #include "pipekernels/collectives/broadcast.cuh"
 #include "pipekernels/collectives/reduce_scatter.cuh"
 #include "shared_memory/symmetric_heap.cu"
@@ -33,17 +36,16 @@ inline Kernel kernel_of(void (*body)(CpuTeam&, const DeviceLaunch&)) {
           }};
 }
 
-inline Kernel one_shot =
-    kernel_of(all_reduce_block<Algorithm::kOneShot, Order::kRank, Float, CpuTeam>);
-inline Kernel two_shot =
-    kernel_of(all_reduce_block<Algorithm::kTwoShot, Order::kRank, Float, CpuTeam>);
-inline Kernel ring = kernel_of(all_reduce_block<Algorithm::kRing, Order::kRank, Float, CpuTeam>);
+inline Kernel one_shot_kernel = kernel_of(one_shot_block<Order::kRank, Float, CpuTeam>);
+inline Kernel two_shot_kernel = kernel_of(two_shot_block<Order::kRank, Float, CpuTeam>);
+inline Kernel ring_kernel = kernel_of(ring_block<Float, CpuTeam>);
 inline Kernel scatter = kernel_of(reduce_scatter_block<Order::kRank, Float, CpuTeam>);
 inline Kernel gather = kernel_of(all_gather_block<CpuTeam>);
 inline Kernel send = kernel_of(broadcast_block<CpuTeam>);
 
 inline void add_all_reduce_kernels(KernelList& kernels) {
-  for (Kernel* kernel : {&one_shot, &two_shot, &ring}) kernels.push_back(kernel);
+  for (Kernel* kernel : {&one_shot_kernel, &two_shot_kernel, &ring_kernel})
+    kernels.push_back(kernel);
 }
 inline void add_reduce_scatter_kernels(KernelList& kernels) { kernels.push_back(&scatter); }
 inline void add_all_gather_kernels(KernelList& kernels) { kernels.push_back(&gather); }
@@ -66,9 +68,9 @@ struct Rank {
   }
   void all_reduce_in(Stream* in, float* data, size_t count, Algorithm way) {
     const Call call{Operation::kAllReduce, DType::kFloat32, {}, way, 0, 0, count};
-    const Kernel& kernel = way == Algorithm::kOneShot   ? one_shot
-                           : way == Algorithm::kTwoShot ? two_shot
-                                                        : ring;
+    const Kernel& kernel = way == Algorithm::kOneShot   ? one_shot_kernel
+                           : way == Algorithm::kTwoShot ? two_shot_kernel
+                                                        : ring_kernel;
     cuda.launch(&kernel, plan_all_reduce(cuda.ranks(), call, way, data, location_of(data, count)),
                 {in, true});
   }

@@ -21,17 +21,13 @@
 // acquire by one of them, since wait() ends with a sync(). Causality order is transitive through
 // synchronisation of different scopes, so plain accesses to the data suffice, also to the memory of
 // other devices. csrc/model/ptx/protocols checks that under PTX's memory model.
-//
-// A polling thread regularly checks whether a rank has failed, whether the host has asked it to
-// stop, and whether the timeout has passed, so every wait ends. A rank that fails reports the
-// reason to its host and to all peers, and its later kernels return at once. No kernel traps, so
-// the CUDA context stays usable.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include "pipekernels/collectives/device_waits.h"
 #include "pipekernels/shared_memory/device_memory.h"
 
 namespace pipekernels {
@@ -44,15 +40,16 @@ struct DeviceScratch {
 
 // One thread's part in one collective.
 template <class Team>
-class Meeting {
- public:
-  PK_HOST_DEVICE Meeting(Team& team, const DeviceLaunch& launch)
-      : team_(team), launch_(launch), ranks_(launch.ranks) {}
+class Meeting : public DeviceWaits<Team> {
+  using Base = DeviceWaits<Team>;
+  using Base::all_threads_succeeded, Base::await, Base::compared_, Base::counters_, Base::failed;
+  using Base::flag, Base::launch_, Base::matches, Base::own_cell, Base::own_memory, Base::poll;
+  using Base::poll_until, Base::pushing_, Base::ranks_, Base::read_call, Base::report, Base::team_;
 
-  PK_HOST_DEVICE Team& team() const { return team_; }
-  PK_HOST_DEVICE const DeviceLaunch& launch() const { return launch_; }
-  PK_HOST_DEVICE int rank() const { return ranks_.rank; }
-  PK_HOST_DEVICE int ranks() const { return ranks_.layout.ranks; }
+ public:
+  using Base::launch, Base::rank, Base::ranks, Base::team;
+
+  PK_HOST_DEVICE Meeting(Team& team, const DeviceLaunch& launch) : Base(team, launch) {}
 
   // To be called first. Returns false, in all threads of the block, if this rank has failed in an
   // earlier collective, or if one still runs: streams order eager calls, but not the replays of
@@ -106,10 +103,10 @@ class Meeting {
     return all_threads_succeeded(arrived);
   }
 
-  // Begins a round of pushed words (AllReduceBlock::pushed_one_shot()): 4 bytes of data below 4 of
-  // flag, the round's number. Returns false, in all threads, if the collective has failed. A flag
-  // is never one that the inboxes have held: when their numbers are used up, after 2^32 - 1 rounds,
-  // the ranks meet, clear the inboxes, and meet again.
+  // Begins a round of pushed words (OneShotBlock::pushed()): 4 bytes of data below 4 of flag, the
+  // round's number. Returns false, in all threads, if the collective has failed. A flag is never
+  // one that the inboxes have held: when their numbers are used up, after 2^32 - 1 rounds, the
+  // ranks meet, clear the inboxes, and meet again.
   PK_HOST_DEVICE bool begin_pushes() {
     pushing_ = true;
     ++counters_.pushes;
@@ -263,18 +260,8 @@ class Meeting {
   }
 
  private:
-  static constexpr unsigned kSpins = 64;            // Polls between two checks for failures.
-  static constexpr uint64_t kHostInterval = 50000;  // Nanoseconds between reads of host memory.
-
   PK_HOST_DEVICE DeviceBlockState& state() const {
     return ranks_.layout.state(own_memory(), team_.block());
-  }
-  PK_HOST_DEVICE std::byte* own_memory() const { return ranks_.memory[ranks_.rank]; }
-  PK_HOST_DEVICE uint64_t& failed(std::byte* memory, int who) const {
-    return ranks_.layout.control(memory).failed[who];
-  }
-  PK_HOST_DEVICE DeviceCell& own_cell(int writer) const {
-    return ranks_.layout.cell(own_memory(), team_.block(), writer);
   }
   PK_HOST_DEVICE DeviceCell& peer_cell(int peer) const {
     return ranks_.layout.cell(ranks_.memory[peer], team_.block(), rank());
@@ -300,15 +287,6 @@ class Meeting {
     record_data(peer, theirs);
     return true;
   }
-  PK_HOST_DEVICE bool matches(int peer, const Call& theirs) {
-    if (same_call(theirs, launch_.descriptor.call)) return true;
-    if (team_.block() == 0) {
-      report({DeviceFailureKind::kMismatch, peer, RankStatus::failed(Reason::kMismatched, peer),
-              launch_.descriptor.call, theirs});
-    }
-    return false;
-  }
-
   PK_HOST_DEVICE void clear_inboxes() const {
     uint64_t* words = ranks_.layout.inbox(own_memory(), team_.block(), 0, 0);
     const size_t count = kInboxes * ranks() * ranks_.layout.inbox_words();
@@ -316,7 +294,6 @@ class Meeting {
       team_.store_relaxed(words + i, 0);
     }
   }
-  PK_HOST_DEVICE uint32_t flag() const { return static_cast<uint32_t>(counters_.pushes); }
   PK_HOST_DEVICE void push(int peer, uint32_t index, uint32_t data) {
     uint64_t* inbox =
         ranks_.layout.inbox(ranks_.memory[peer], team_.block(), counters_.pushes, rank());
@@ -325,175 +302,7 @@ class Meeting {
   // The first threads already have data to push and to wait for.
   PK_HOST_DEVICE int from_last_thread() const { return team_.threads() - 1 - team_.thread(); }
 
-  // Whether `peer` has pushed the call of the round with this flag, after as many calls with
-  // signals as this rank has made; `call` is then that call.
-  PK_HOST_DEVICE bool read_call(int peer, uint32_t flag, Call& call) const {
-    const uint64_t* inbox = ranks_.layout.inbox(own_memory(), team_.block(), flag, peer);
-    uint32_t data[kPushedCallWords];
-    bool all = true;
-    PK_UNROLL
-    for (int i = 0; i < kPushedCallWords; ++i) {
-      const uint64_t word = team_.load_relaxed(inbox + i);
-      all = all && word >> 32 == flag;
-      data[i] = static_cast<uint32_t>(word);
-    }
-    memcpy(&call, data, sizeof(call));
-    return all && data[kPushedCallWords - 1] == static_cast<uint32_t>(counters_.calls);
-  }
-
-  // Whether `peer` makes another call than this rank, one that signals while this rank's pushes or
-  // the reverse, so that this rank would wait in vain; reports it then. Calls of one kind are
-  // compared when they arrive.
-  template <class Reached>
-  PK_HOST_DEVICE bool calls_otherwise(int peer, const Reached& reached) {
-    if (peer == rank()) return false;
-    if (pushing_) {
-      const DeviceCell& cell = own_cell(peer);
-      if (team_.load_acquire(&cell.arrivals) <= counters_.signals) return false;
-      // If the signal was of a later call, what was pushed in this one is here by now.
-      return !reached() && !matches(peer, cell.calls[counters_.calls % 2].call);
-    }
-    Call theirs{};
-    const uint32_t next = flag() + 1;
-    return !compared_ && next != 0 && read_call(peer, next, theirs) && !matches(peer, theirs);
-  }
-
-  PK_HOST_DEVICE bool await(const uint64_t* word, uint64_t target, int owner) {
-    if (!poll_until(word, target, owner)) return false;
-    // An owner that has failed after its signal no longer preserves its data for this rank. A
-    // mismatch is ignored here: either the owner has found it in a later call, or this rank finds
-    // the same mismatch in compare().
-    const uint64_t status = status_of(owner);
-    return status == 0 || is_mismatch(status) || peer_failed(owner, status);
-  }
-
-  // Polls until *word, which rank `owner` raises, is at least `target`, and acquires what came
-  // before. Returns false on a failure. Each acquire invalidates the cache, so polls are relaxed.
-  template <class Word>
-  PK_HOST_DEVICE bool poll_until(const Word* word, Word target, int owner) {
-    if (!poll([&] { return team_.load_relaxed(word) >= target; }, owner)) return false;
-    team_.load_acquire(word);  // Counters only grow: it reads what was polled, or a later release.
-    return true;
-  }
-
-  // Polls until reached(). Returns false on a failure. reached() may set `owner`, the rank that it
-  // waits for.
-  template <class Reached>
-  PK_HOST_DEVICE bool poll(const Reached& reached, const int& owner) {
-    PollTimes times{};
-    for (unsigned spins = 1;; ++spins) {
-      if (reached()) return true;
-      if (spins % kSpins != 0) continue;
-      team_.pause();
-      const int failed_rank = check_for_failure(reached, owner, times);
-      if (failed_rank == kGiveUp || calls_otherwise(owner, reached)) return false;
-      if (failed_rank == kGoOn) continue;
-      // A rank fails after its last signal and its last pushes. reached() may have been evaluated
-      // before these arrived, so evaluate it again.
-      if (reached()) return true;
-      return peer_failed(failed_rank, status_of(failed_rank));
-    }
-  }
-
-  struct PollTimes {
-    uint64_t start, host_checked;  // Nanoseconds; 0 until the first check.
-  };
-  static constexpr int kGoOn = -1, kGiveUp = -2;
-
-  PK_HOST_DEVICE uint64_t status_of(int peer) const {
-    return team_.load_acquire(&failed(own_memory(), peer));
-  }
-
-  // Returns the rank of a peer that has failed, kGoOn, or kGiveUp if this rank has failed. Reports
-  // a stop by the host or a timeout itself, unless reached() holds by then: this thread may not
-  // have run for a long time.
-  template <class Reached>
-  PK_HOST_DEVICE int check_for_failure(const Reached& reached, int owner, PollTimes& times) {
-    if (team_.load_relaxed(&failed(own_memory(), rank())) != 0) return kGiveUp;
-    for (int peer = 0; peer < ranks(); ++peer) {
-      const uint64_t status = status_of(peer);
-      if (status != 0 && (peer == owner || !is_mismatch(status))) return peer;
-    }
-    const uint64_t now = team_.now();
-    if (times.start == 0) times = {now, now};
-    if (now > times.host_checked + kHostInterval) {
-      times.host_checked = now;
-      if (const uint64_t stop = team_.load_acquire(&ranks_.host->stop)) {
-        if (reached()) return kGoOn;
-        report({DeviceFailureKind::kStopped,
-                static_cast<int32_t>(stop),
-                static_cast<uint32_t>(stop >> 32),
-                launch_.descriptor.call,
-                {}});
-        return kGiveUp;
-      }
-    }
-    // Clocks of multiprocessors may differ, so `now` may be before `start`.
-    if (now < times.start || now - times.start <= ranks_.timeout || reached()) return kGoOn;
-    const auto kind = owner == rank() ? DeviceFailureKind::kNotReady : DeviceFailureKind::kMissing;
-    report(
-        {kind, owner, RankStatus::failed(Reason::kTimedOut, owner), launch_.descriptor.call, {}});
-    return kGiveUp;
-  }
-
-  PK_HOST_DEVICE static bool is_mismatch(uint64_t status) {
-    return RankStatus::is_failed(static_cast<uint32_t>(status)) &&
-           RankStatus::reason(static_cast<uint32_t>(status)) == Reason::kMismatched;
-  }
-
-  // Reports the failure of `peer`; always returns false. A mismatch is not reported here: every
-  // rank finds it in its own block 0. That block exists on all ranks and publishes the mismatch
-  // only after it has signalled to all peers, so every rank can compare. The other blocks, whose
-  // number may differ between ranks, return without a report.
-  PK_HOST_DEVICE bool peer_failed(int peer, uint64_t status) {
-    if (!is_mismatch(status)) {
-      report({DeviceFailureKind::kPeer,
-              peer,
-              static_cast<uint32_t>(status),
-              launch_.descriptor.call,
-              {}});
-    }
-    return false;
-  }
-
-  // Reports a failure to the host, unless another thread of this rank has, and marks this rank as
-  // failed for its own threads.
-  PK_HOST_DEVICE void report(const DeviceFailure& failure) {
-    if (team_.exchange(&ranks_.layout.control(own_memory()).reported, 1) == 0) {
-      ranks_.host->failure = failure;
-      team_.store_release(&ranks_.host->reported, 1);
-    }
-    // If the peer has closed, this rank itself has failed, not closed; name the peer as the reason.
-    const bool closed = failure.status == RankStatus::kClosed;
-    const uint32_t status =
-        closed ? RankStatus::failed(Reason::kClosed, failure.rank) : failure.status;
-    team_.store_release(&failed(own_memory(), rank()), status);
-  }
-
-  // Whether `success` is true for all threads of the block. If not, tells the peers that this rank
-  // has failed. Only block 0 tells them of a mismatch, after all its threads have signalled.
-  PK_HOST_DEVICE bool all_threads_succeeded(bool success) {
-    if (!team_.any(!success)) return true;
-    const uint64_t status = status_of(rank());
-    if (status != 0 && (team_.block() == 0 || !is_mismatch(status))) {
-      for (int peer = team_.thread(); peer < ranks(); peer += team_.threads()) {
-        if (peer != rank()) team_.store_release(&failed(ranks_.memory[peer], rank()), status);
-      }
-    }
-    // The peers are told before any thread overwrites data that they may be reading. The release
-    // above does not order what follows it; csrc/model/ptx/protocols/preserved.litmus.
-    team_.sync();
-    team_.fence();
-    return false;
-  }
-
-  Team& team_;
-  const DeviceLaunch& launch_;
-  const DeviceRanks& ranks_;
-  DeviceCounters counters_{};  // Each thread's copy; finish() writes it back.
   bool published_ = false;
-  bool compared_ = false;
-  bool pushing_ = false;
 };
 
 }  // namespace pipekernels

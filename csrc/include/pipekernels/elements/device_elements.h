@@ -82,11 +82,11 @@ template <class Team>
 PK_HOST_DEVICE void copy_block(const Team& team, std::byte* to, const std::byte* from,
                                size_t bytes) {
   if (to == from) return;
+  size_t done = 0;
   const auto copy = [&](auto unit) {
     constexpr size_t kSize = sizeof(unit);
     copy_units<decltype(unit)>(team, to, from, bytes / kSize);
-    const size_t done = bytes / kSize * kSize;
-    if (kSize > 1) copy_units<uint8_t>(team, to + done, from + done, bytes - done);
+    done = bytes / kSize * kSize;
   };
   if (is_aligned(to, from, 16)) {
     copy(Pack{});
@@ -96,9 +96,8 @@ PK_HOST_DEVICE void copy_block(const Team& team, std::byte* to, const std::byte*
     copy(uint32_t{});
   } else if (is_aligned(to, from, 2)) {
     copy(uint16_t{});
-  } else {
-    copy(uint8_t{});
   }
+  copy_units<uint8_t>(team, to + done, from + done, bytes - done);
 }
 
 // Sets all bits, which makes floating-point elements NaN and integers -1, so that a failed
@@ -133,17 +132,12 @@ struct Wide {
   }
 
   PK_HOST_DEVICE void combine(const Wide& other, Reduction reduction) {
-    if (reduction == Reduction::kMax) {
+    if (is_extremum(reduction)) {
+      const bool greatest = reduction == Reduction::kMax;
       PK_UNROLL
       for (int i = 0; i < kElements; ++i) {
         const Accumulator a = values[i], b = other.values[i];
-        values[i] = Type::less(b, a) || a != a ? a : b;
-      }
-    } else if (reduction == Reduction::kMin) {
-      PK_UNROLL
-      for (int i = 0; i < kElements; ++i) {
-        const Accumulator a = values[i], b = other.values[i];
-        values[i] = Type::less(a, b) || a != a ? a : b;
+        values[i] = (greatest ? Type::less(b, a) : Type::less(a, b)) || a != a ? a : b;
       }
     } else {
       PK_UNROLL
