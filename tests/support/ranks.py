@@ -41,7 +41,6 @@ PRELOADED = [
 ]
 # Takes about half as long as the modules above, so only where a test has imported transformers.
 PRELOADED_WITH_TRANSFORMERS = [
-    "pipekernels.tensor_parallel",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
