@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# OpenMP reads this when torch is imported. By default its threads spin while they wait, on cores
+# that other threads and the ranks of tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import signal
 import subprocess
 from collections.abc import Callable, Iterator

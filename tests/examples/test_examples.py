@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.programs import run_program
 from torch.torch_version import TorchVersion
 
 ROOT = Path(__file__).parents[2]
@@ -16,17 +17,23 @@ PROGRAMS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
-def run(program: str, *arguments: str) -> str:
-    """What it prints, started as its docstring says."""
+def command_of(program: str) -> tuple[str, list[str]]:
+    """What its docstring says to start it with: ``torchrun`` or ``python``, and the arguments."""
     text = (ROOT / "examples" / program).read_text()
     [(starter, line)] = re.findall(r"^    (torchrun|python) (.*)$", text, re.MULTILINE)
-    torchrun = ["-m", "torch.distributed.run", "--standalone"] if starter == "torchrun" else []
-    command = [sys.executable, *torchrun, *line.split()]
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, check=False, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return starter, line.split()
+
+
+def run(program: str, *more: str) -> str:
+    """What it prints, with the ranks and arguments that its docstring says, and more arguments."""
+    starter, arguments = command_of(program)
+    ranks = None
+    if starter == "torchrun":
+        option, count, *arguments = arguments
+        assert option == "--nproc-per-node"
+        ranks = int(count)
+    path, *arguments = arguments
+    return run_program(ROOT / path, *arguments, *more, folder=ROOT, ranks=ranks)
 
 
 @pytest.mark.parametrize("sample", [[], ["--sample"]])
@@ -49,9 +56,16 @@ def test_generate_with_weights_of_a_folder(tmp_path: Path) -> None:
     assert "one process gives the same tokens" in printed
 
 
-def test_train_pipeline_tensor() -> None:
-    printed = run("train_pipeline_tensor.py", "--steps", "5")
-    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
+def test_train_pipeline_tensor_as_a_user_starts_it() -> None:
+    starter, arguments = command_of("train_pipeline_tensor.py")
+    assert starter == "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+    done = subprocess.run(
+        [*command, "--steps", "5"],
+        cwd=ROOT, check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", done.stdout)
     assert len(two.split()) == len(one.split()) == 5
     assert float(two.split()[-1]) < float(two.split()[0])
 

@@ -24,6 +24,7 @@ from support.kernels.emitted_code import (
     parse_ptx,
     parse_sass,
 )
+from support.levels import in_gate
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS
@@ -113,17 +114,15 @@ def built(
     return kernel
 
 
-def levels(gate: Sequence[Any], installed: Sequence[Any], oldest: Sequence[Any]) -> list[Any]:
-    """Parameters: what is compiled in the gate, and at the full level the rest of both Tritons."""
-    found = [pytest.param("installed", case) for case in gate]
-    rest = [("installed", case) for case in installed if case not in gate]
-    rest += [("oldest", case) for case in oldest]
-    return found + [pytest.param(*each, marks=pytest.mark.full) for each in rest]
+def cases(gate: Sequence[Any], installed: Sequence[Any], oldest: Sequence[Any]) -> list[Any]:
+    """A version of Triton with each case; in the gate are those of the installed one in ``gate``."""
+    every = [("installed", case) for case in installed] + [("oldest", case) for case in oldest]
+    return in_gate([("installed", case) for case in gate], every)
 
 
 @pytest.mark.parametrize(
     ("version", "case"),
-    levels(aot.one_per_configuration(), aot.cases(), aot.one_per_configuration()),
+    cases(aot.one_per_configuration(), aot.cases(), aot.one_per_configuration()),
     ids=name,
 )
 def test_compiles_without_spills(
@@ -153,7 +152,7 @@ def test_compiles_without_spills(
 
 @pytest.mark.parametrize(
     ("version", "case"),
-    levels(aot.slab_cases("oldest"), aot.slab_cases("installed"), aot.slab_cases("oldest")),
+    cases(aot.slab_cases("oldest"), aot.slab_cases("installed"), aot.slab_cases("oldest")),
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )
 def test_products_by_slabs_compile_without_spills(

@@ -1,8 +1,8 @@
 """The programs of docs/ run, and what its pages name exists; make docs checks links between pages.
 
 The Python programs of a page run one after another, as one program; on a page that begins with
-``<!-- ranks: N -->``, in each of N processes that torchrun starts. Programs
-that begin with ``# On GPUs`` are compiled only.
+``<!-- ranks: N -->``, in each of N processes with torchrun's environment. Programs that begin with
+``# On GPUs`` are compiled only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import ast
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,10 +50,10 @@ def lines_of(name: str) -> Iterator[tuple[int, str]]:
     yield from enumerate(program(PAGES[name]).splitlines())
 
 
-def ranks(name: str) -> str | None:
+def ranks(name: str) -> int | None:
     """How many processes run the page's programs, if not this one."""
     match = re.match(r"<!-- ranks: (\d+) -->", PAGES[name])
-    return match and match[1]
+    return match and int(match[1])
 
 
 RUN = [name for name in WITH_PROGRAMS if program(PAGES[name]).strip()]
@@ -88,12 +87,7 @@ def test_programs_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUN if ranks(name)])
 def test_programs_of_ranks_run(name: str, path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks(name))]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(path)],
-        cwd=path.parent, check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(path, folder=path.parent, ranks=ranks(name))
 
 
 @pytest.mark.parametrize("name", PAGES)

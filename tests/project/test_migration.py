@@ -5,13 +5,12 @@ from __future__ import annotations
 import pkgutil
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.programs import run_program
 from torch import nn
 
 from pipekernels import Pipe
@@ -92,12 +91,7 @@ def test_programs_of_ranks_run(title: str, tmp_path: Path) -> None:
     begin += "torch.manual_seed(0)\ninput = torch.randn(8, 4)"
     path = tmp_path / "program.py"
     path.write_text("\n".join([begin, before, *programs(title), after]))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(path)],
-        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(path, folder=tmp_path, ranks=2)
 
 
 @pytest.mark.parametrize("title", OF_A_PIPE)

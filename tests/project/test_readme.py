@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.programs import run_program
 from torch import nn
 
 from pipekernels import Pipe
@@ -53,15 +52,12 @@ def test_the_diff_makes_a_pipe_with_the_same_loss_and_gradients() -> None:
 def test_the_program_generates_the_same_tokens_on_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (program,) = blocks("python")
-    (line,) = re.findall(r"^# torchrun (.*) program\.py$", program, re.MULTILINE)
+    pattern = r"^# torchrun --nproc-per-node[= ](\d+) program\.py$"
+    (ranks,) = re.findall(pattern, program, re.MULTILINE)
     path = tmp_path / "program.py"
     path.write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()]
-    done = subprocess.run(
-        [*command, str(path)], check=False, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    tokens = re.findall(r"tensor\(\[\[([\d,\s]+)\]\]\)", done.stdout)
+    printed = run_program(path, folder=tmp_path, ranks=int(ranks))
+    tokens = re.findall(r"tensor\(\[\[([\d,\s]+)\]\]\)", printed)
     assert len(tokens) == 2 and len(set(tokens)) == 1
     assert len(tokens[0].split(",")) == 19
 

@@ -1,19 +1,26 @@
-"""Parameters of tests for two levels: a few in the gate, all of them in ``make test-all``."""
+"""Which cases of a parametrized test the gate runs; the others have the marker ``full``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 
+def in_gate(gate: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """``cases``, of which those that are not in ``gate`` are left to ``make test-all``."""
+    every = list(cases)
+    assert all(case in every for case in gate), f"not all of {gate} are cases"
+    return [case if case in gate else _full(case) for case in every]
+
+
 def pairwise(**values: Sequence[Any]) -> tuple[str, list[Any]]:
     """All combinations of ``values``, for ``pytest.mark.parametrize``.
 
-    In the gate are as many as have every pair of values of two parameters; the others have the
-    marker ``full``. Greedy, as in Cohen et al., The AETG System, IEEE TSE 23(7), 1997.
+    In the gate are as many as have every pair of values of two parameters. Greedy, as in Cohen et
+    al., The AETG System, IEEE TSE 23(7), 1997.
     """
     combined = list(product(*values.values()))
     pairs = {each: set(combinations(enumerate(each), 2)) for each in combined}
@@ -23,5 +30,9 @@ def pairwise(**values: Sequence[Any]) -> tuple[str, list[Any]]:
         best = max(combined, key=lambda each: len(pairs[each] & missing))
         gate.add(best)
         missing -= pairs[best]
-    marks = {False: (pytest.mark.full,), True: ()}
-    return ",".join(values), [pytest.param(*each, marks=marks[each in gate]) for each in combined]
+    return ",".join(values), in_gate(gate, combined)
+
+
+def _full(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.full)

@@ -37,6 +37,19 @@ DECODERS = {
     "StarCoder 2": transformers.Starcoder2Config(**GROUPED),
     "OPT": transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32),
 }
+# One for each kind of attention and of plan. The others differ from these in positions, biases,
+# scales, or in a window that is longer than the inputs.
+KINDS_OF_DECODERS = [
+    "Llama",  # Grouped queries.
+    "Qwen3",  # Norms of each head's queries and keys.
+    "OLMo 2",  # Norms of all heads' queries and keys.
+    "Gemma 2",  # Windows and whole sequences by turns.
+    "Phi-3",  # Queries, keys and values in one layer, one after another.
+    "GPT-NeoX",  # The same, interleaved by head.
+    "GPT-2",  # Conv1D.
+    "GPT-BigCode",  # One head of keys and values.
+    "Bloom",  # Biases by distance.
+]
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
 ENCODERS = {
     "BERT": transformers.BertConfig(**SIZES),

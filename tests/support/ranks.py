@@ -1,7 +1,7 @@
 """Runs a function on every rank of a communicator; ranks are threads or processes.
 
-Processes are forked from a server that has imported torch, so that a new one takes some 50 ms. The
-server has not initialized CUDA, so its children can.
+Processes are forked from a server that has imported torch, and transformers where the tests have,
+so that a new one takes some 50 ms. The server has not initialized CUDA, so its children can.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -31,15 +32,21 @@ leaves_the_group = pytest.mark.skipif(
     "tensors of the last collective: a deadlock",
 )
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.pipelining",
-        "pytest",
-        "numpy",
-        "pipekernels.comm.communicator",
-    ]
-)
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "pytest",
+    "numpy",
+    "pipekernels.comm.communicator",
+]
+# Takes about half as long as the modules above, so only where a test has imported transformers.
+PRELOADED_WITH_TRANSFORMERS = [
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "accelerate",
+    "peft",
+]
 
 
 def run_threads(
@@ -81,6 +88,14 @@ def run_threads(
     return results
 
 
+def context_of(start_method: str) -> Any:
+    """A context of :mod:`multiprocessing`. The first process decides what the server imports."""
+    context = multiprocessing.get_context(start_method)
+    more = PRELOADED_WITH_TRANSFORMERS if "transformers" in sys.modules else []
+    context.set_forkserver_preload(PRELOADED + more)
+    return context
+
+
 def run_processes(
     world_size: int,
     body: Callable[..., Any],
@@ -106,7 +121,7 @@ def run_processes(
     If ranks raise, raises one of their errors, a PeerError only if there is no other.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context: Any = multiprocessing.get_context(start_method)
+        context = context_of(start_method)
         ends = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(

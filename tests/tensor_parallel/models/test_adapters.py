@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.levels import in_gate
 from support.models import model_of, tokens
 from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
@@ -55,8 +57,10 @@ def losses(model: nn.Module) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    in_gate([*((name, 2) for name in TARGETS), ("Llama", 4)], itertools.product(TARGETS, (2, 4))),
+)
 def test_training_follows_one_process_and_adapters_are_pefts_own(
     name: str, world_size: int, tmp_path: Path
 ) -> None:

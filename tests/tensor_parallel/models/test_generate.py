@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from support.models import DECODERS, model_of, tokens
+from support.levels import in_gate
+from support.models import DECODERS, KINDS_OF_DECODERS, model_of, tokens
 from support.ranks import run_processes, run_threads
 from torch import Tensor
 
@@ -18,8 +20,13 @@ pytestmark = pytest.mark.slow
 COUNT = {"max_new_tokens": 64, "min_new_tokens": 64}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    in_gate(
+        [*((name, 2) for name in KINDS_OF_DECODERS), ("Llama", 4)],
+        itertools.product(DECODERS, (2, 4)),
+    ),
+)
 def test_greedy_tokens_are_those_of_one_process(name: str, world_size: int) -> None:
     plain = model_of(name).eval()
     copies = [copy.deepcopy(plain) for _ in range(world_size)]
@@ -55,9 +62,16 @@ def sampled(comm: Communicator, names: list[str]) -> dict[str, list[list[int]]]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_sampled_tokens_are_the_same_on_all_ranks(world_size: int) -> None:
-    first, *others = run_processes(world_size, sampled, list(DECODERS), limit=200.0)
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    in_gate(
+        [(2, ["Llama", "GPT-2"])],
+        [(2, ["Llama", "GPT-2"]), (2, list(DECODERS)), (4, list(DECODERS))],
+    ),
+    ids=["some models-2", "all models-2", "all models-4"],
+)
+def test_sampled_tokens_are_the_same_on_all_ranks(world_size: int, names: list[str]) -> None:
+    first, *others = run_processes(world_size, sampled, names, limit=200.0)
     assert all(other == first for other in others)
     for name, rows in first.items():
         assert [len(row) for row in rows] == [69, 69] and rows[0] != rows[1], name

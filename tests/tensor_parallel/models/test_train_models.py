@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from support.levels import in_gate
 from support.models import model_of, tokens
 from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
@@ -42,8 +44,13 @@ def train(model: nn.Module, way: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["Llama, tied", "Qwen3", "GPT-2"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    in_gate(
+        [("Llama, tied", way) for way in WAYS],
+        itertools.product(["Llama, tied", "Qwen3", "GPT-2"], WAYS),
+    ),
+)
 def test_a_way_to_train(name: str, way: str) -> None:
     plain = model_of(name).train()
     if way == "autocast":
