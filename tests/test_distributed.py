@@ -262,6 +262,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_ranks_that_torchrun_restarts_join_again(tmp_path: Path) -> None:
     """The store belongs to torchrun's agent and still has the keys of the previous ranks."""
     script = tmp_path / "script.py"
@@ -376,8 +377,8 @@ def test_a_failed_call_keeps_neither_group_nor_tensors(
 def wait_with_timeout(rank: int) -> None:
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        with pytest.raises(TimeoutError, match="has not ended within 0:00:01"):
-            work.wait(datetime.timedelta(seconds=1))
+        with pytest.raises(TimeoutError, match=r"has not ended within 0:00:00\.3"):
+            work.wait(datetime.timedelta(seconds=0.3))
         assert not work.is_completed() and work.exception() is None
         dist.send(torch.ones(1), 1)
         assert work.wait()

@@ -175,7 +175,7 @@ def wait_for_a_late_rank(comm: Communicator) -> str:
 
 @pytest.mark.slow
 def test_all_late_ranks_are_named() -> None:
-    comm, *_absent = Communicator.threads(3, timeout=1.0)
+    comm, *_absent = Communicator.threads(3, timeout=0.3)
     with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 of 3 did not arrive at barrier"):
         comm.barrier()
 

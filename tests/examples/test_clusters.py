@@ -32,6 +32,7 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.full
 def test_the_slurm_script_on_two_pretended_hosts(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", SLURM], check=True)
     script(tmp_path / "srun", SRUN)
@@ -86,6 +87,7 @@ def test_the_pods_have_no_volume_for_shared_memory() -> None:
     assert "volumes" not in pod and "volumeMounts" not in pod["containers"][0]
 
 
+@pytest.mark.full
 def test_ranks_need_no_room_in_dev_shm() -> None:
     """They share 16 MiB, where ``/dev/shm`` has 4 KiB."""
     unshare = shutil.which("unshare")

@@ -433,19 +433,19 @@ class SmallMLP:
         torch.testing.assert_close(row.bias.grad, self.down.bias.grad)
 
 
-def mlp_on_rank(comm: Communicator, compiled: bool, device: str) -> bytes:
+def mlp_on_rank(comm: Communicator, backend: str, device: str) -> bytes:
     plain = SmallMLP(device)
     expected = plain()
     expected.square().sum().backward()
     sharded = plain.sharded(comm)
     x = plain.x.detach().clone().requires_grad_()
-    y = (torch.compile(sharded, fullgraph=True) if compiled else sharded)(x)
+    y = (torch.compile(sharded, fullgraph=True, backend=backend) if backend else sharded)(x)
     y.square().sum().backward()
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x.grad, plain.x.grad)
     plain.check_gradients(sharded, comm)
     if device == "cuda":
-        if not compiled:
+        if not backend:
             check_captured(sharded, x.detach(), y)
         comm.barrier()  # Raises errors of the device.
     return y.detach().cpu().numpy().tobytes()
@@ -467,9 +467,11 @@ def check_captured(module: nn.Module, x: Tensor, expected: Tensor) -> None:
 @pytest.mark.compile
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_processes(compiled: bool, device: torch.device) -> None:
-    first, second = run_processes(2, mlp_on_rank, compiled, device.type, limit=110.0)
+@pytest.mark.parametrize(
+    "backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
+)
+def test_processes(backend: str, device: torch.device) -> None:
+    first, second = run_processes(2, mlp_on_rank, backend, device.type, limit=110.0)
     assert first == second  # The same bits on all ranks.
 
 
