@@ -115,7 +115,7 @@ def built(
 
 
 def cases(gate: Sequence[Any], installed: Sequence[Any], oldest: Sequence[Any]) -> list[Any]:
-    """A version of Triton with each case; in the gate are those in ``gate`` of the installed one."""
+    """Each case with a version of Triton; in the gate are those in ``gate``, installed."""
     every = [("installed", case) for case in installed] + [("oldest", case) for case in oldest]
     return in_gate([("installed", case) for case in gate], every)
 
