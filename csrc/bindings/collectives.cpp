@@ -154,7 +154,11 @@ void bind_collectives(py::module_& m) {
 
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def_static("create", &Segment::create, py::arg("world_size"), py::arg("one_shot_bytes") = 0)
-      .def(py::init(&Segment::map), py::arg("fd"), py::arg("world_size"), WithoutGil());
+      .def(py::init([](int fd, int world_size) {
+             const NoGil no_gil;  // Not a call_guard: pybind11 registers the object in the call.
+             return Segment::map(fd, world_size);
+           }),
+           py::arg("fd"), py::arg("world_size"));
 
   py::class_<Communicator>(m, "Communicator")
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,

@@ -67,10 +67,11 @@ void bind_cuda_collectives(py::module_& m) {
                                            std::to_string(symmetric_bytes));
              }
              check_in_range("blocks", blocks, 1, kMaxDeviceBlocks);
+             const NoGil no_gil;  // Not a call_guard: pybind11 registers the object in the call.
              return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes, blocks);
            }),
            py::arg("core"), py::arg("device"), py::arg("symmetric_bytes"),
-           py::arg("blocks") = kMaxDeviceBlocks, py::keep_alive<1, 2>(), WithoutGil())
+           py::arg("blocks") = kMaxDeviceBlocks, py::keep_alive<1, 2>())
       .def("allocate",
            [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) -> py::object {
              std::unique_ptr<CudaBuffer> buffer;

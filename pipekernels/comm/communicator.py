@@ -175,7 +175,7 @@ class Communicator(Collectives):
                 ones, also from before a restart by torchrun, do no harm. Anyone with write access
                 can prevent the ranks from joining.
             rank: of this process, in ``0 .. world_size - 1``.
-            world_size: the number of ranks.
+            world_size: the number of ranks, at most 65536.
             timeout: seconds, from this call on, until all ranks must have joined; then as for
                 :meth:`from_process_group`.
             device_blocks: as there.
@@ -188,10 +188,6 @@ class Communicator(Collectives):
         """
         check_timeout(timeout)
         check_blocks(device_blocks)
-        check_integer("rank", rank)
-        check_integer("world_size", world_size)
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
         deadline = Deadline(timeout)
         store = meet(store, rank, world_size, deadline)
         rendezvous = over_store(store, rank, world_size, deadline)
@@ -237,7 +233,7 @@ class Communicator(Collectives):
         """Communicators over ranks that are threads of this process, one for each rank.
 
         Args:
-            world_size: the number of ranks.
+            world_size: the number of ranks, at most 65536.
             timeout: seconds that a rank waits for the others, in any call.
             device_blocks: as for :meth:`from_process_group`.
 
@@ -364,8 +360,10 @@ class Communicator(Collectives):
         graph's pool).
 
         Raises:
+            TypeError: ``like`` is quantized.
             ValueError: ``like`` is on a device that this rank does not use.
         """
+        check_not_quantized(like.dtype)
         if not (like.is_cpu or like.is_cuda):
             raise ValueError(
                 f"the memory of this communicator is on cpu, but the input on {like.device}; move "

@@ -369,7 +369,12 @@ def test_tensors_without_plain_memory_are_refused() -> None:
             with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
                 call(tensor)
     quantized = torch.quantize_per_tensor(x, 0.5, 0, torch.qint8)
-    for move in (comm.all_gather, comm.broadcast):
+    moves = [comm.all_gather, comm.broadcast]
+    moves += [
+        functools.partial(move, comm=comm)
+        for move in (ops.all_gather, ops.broadcast, ops.all_reduce)
+    ]
+    for move in moves:
         with pytest.raises(TypeError, match=r"scale of torch.qint8; pass tensor.int_repr\(\)"):
             move(quantized)
     operations = (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast)

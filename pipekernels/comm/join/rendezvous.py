@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from pipekernels._arguments import check_integer
 from pipekernels._torch_private import default_group, store_of
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
 
 T = TypeVar("T")
 
+MOST_RANKS = 1 << 16  # Every rank lists the entries of all others as they join.
 _LATEST = "pipekernels/session"  # The key of the latest session's name.
 _LONGEST_PAUSE = 0.1  # Seconds between polls of that key.
 
@@ -86,7 +88,14 @@ def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> d
 
     Raises:
         TimeoutError: a rank did not enter in time.
+        TypeError, ValueError: there is no such rank, or there are too many.
     """
+    check_integer("rank", rank)
+    check_integer("world_size", world_size)
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ValueError(f"world_size must be in 1..{MOST_RANKS}, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
     token = f"pipekernels-{secrets.token_hex(16)}"
     if rank == 0:
         session = _open(store, token, world_size, deadline)

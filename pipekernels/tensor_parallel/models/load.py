@@ -53,7 +53,8 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: there is none of these files, or one that the index names is missing.
-        ValueError: the files lack a parameter or persistent buffer of the model, or have one of
+        ValueError: a file or the index is malformed, or the index names files of other folders;
+            the files lack a parameter or persistent buffer of the model, or have one of
             another shape; or the value of another buffer on the meta device is not known. The model
             is then unchanged.
         ImportError: safetensors is not installed.
@@ -97,11 +98,11 @@ class _Target(NamedTuple):
 def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
     """Every tensor of the files."""
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("load_pretrained needs safetensors: pip install safetensors") from error
     if (folder / _INDEX).is_file():
-        names = json.loads((folder / _INDEX).read_text())["weight_map"]
+        names = _weight_map(folder / _INDEX)
     elif (folder / _SINGLE).is_file():
         names = None
     else:
@@ -116,11 +117,46 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
             f"{folder / _INDEX} names {', '.join(missing)}, which {folder} lacks; copy all files "
             "of the checkpoint there"
         )
-    opened = {
-        name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in wanted
-    }
-    places = names if names is not None else dict.fromkeys(opened[_SINGLE].keys(), _SINGLE)
+    opened: dict[str, Any] = {}
+    for name in wanted:
+        try:
+            opened[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{folder / name} is not a file of safetensors: {error}; copy it there again"
+            ) from error
+    held = {name: set(file.keys()) for name, file in opened.items()}
+    places = names if names is not None else dict.fromkeys(held[_SINGLE], _SINGLE)
+    lost = sorted(f"{key} in {name}" for key, name in places.items() if key not in held[name])
+    if lost:
+        raise ValueError(
+            f"{folder / _INDEX} names {', '.join(lost[:8])}, which the files lack; copy all files "
+            "of one checkpoint there"
+        )
     return {key: partial(opened[name].get_slice, key) for key, name in places.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor. An index may come from anywhere: it names files beside it only.
+
+    Raises:
+        ValueError: it is malformed, or names a file in another folder.
+    """
+    try:
+        names: Any = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{index} has no weight_map ({type(error).__name__}); save the model with "
+            "save_pretrained(folder), which writes it"
+        ) from error
+    files = set(map(str, names.values())) if isinstance(names, dict) else {repr(names)}
+    wrong = sorted(name for name in files if Path(name).name != name or "\0" in name)
+    if wrong or not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise ValueError(
+            f"the weight_map of {index} must map tensors to names of files beside it, got "
+            f"{', '.join(wrong or files)[:200]}; save the model with save_pretrained(folder)"
+        )
+    return names
 
 
 def _renamed(files: dict[str, Slice], model: nn.Module) -> dict[str, Slice]:

@@ -72,6 +72,12 @@ def test_a_malformed_message_is_an_error(payload: bytes) -> None:
         Communicator.from_store(store, 0, 2, timeout=20.0)
 
 
+@pytest.mark.parametrize("world_size", [0, 2**16 + 1, 2**31])
+def test_a_number_of_ranks_that_cannot_be_is_refused_at_once(world_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"world_size must be in 1..65536, got {world_size}"):
+        Communicator.from_store(dist.HashStore(), 0, world_size, timeout=60.0)
+
+
 @pytest.mark.parametrize("form", [bytes, bytes.hex])
 def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path: Path) -> None:
     class Poisoned(dist.Store):

@@ -158,6 +158,46 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(tmp_path: Path) -> Non
     refused(FileNotFoundError, rf"index.json names {file}, which .* lacks; copy all files")
 
 
+@pytest.mark.parametrize(
+    ("weight_map", "says"),
+    [
+        ({"0.weight": "../other.safetensors"}, r"files beside it, got \.\./other.safetensors"),
+        ({"0.weight": "/other.safetensors"}, "files beside it, got /other.safetensors"),
+        ({"0.weight": "."}, r"files beside it, got \."),
+        ({"0.weight": 1}, "files beside it, got 1"),
+        (["model.safetensors"], "files beside it"),
+        ({"0.lost": "model.safetensors"}, "0.lost in model.safetensors, which the files lack"),
+    ],
+)
+def test_an_index_names_tensors_of_files_beside_it(
+    weight_map: Any, says: str, tmp_path: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in (tmp_path / "other.safetensors", folder / "model.safetensors"):
+        safetensors.save_file({"0.weight": torch.ones(2, 2)}, path)
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=says):
+        load_pretrained(nn.Sequential(nn.Linear(2, 2, bias=False)), folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 100_000])
+def test_a_malformed_index_is_refused(text: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="index.json has no weight_map"):
+        load_pretrained(nn.Linear(2, 2), tmp_path)
+
+
+def test_a_malformed_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
+    with pytest.raises(ValueError, match="model.safetensors is not a file of safetensors"):
+        load_pretrained(nn.Linear(2, 2), tmp_path)
+
+
 def test_buffers_without_a_value_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
