@@ -1,1 +1,1 @@
-"""Demonstration: train through a pipeline, generate with tensor parallelism, draw the timeline."""
+"""Demonstration in three acts: training through a pipe, generation on two ranks, all-reduces."""

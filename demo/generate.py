@@ -1,93 +1,88 @@
-"""Text from a trained model, in one process or split over several with tensor parallelism."""
+"""Act 2: a Llama, and the GPT of act 1, generate on two ranks what one process generates."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
-from collections.abc import Callable
+import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
+from tqdm import tqdm
 
-from demo.gpt import Block
-from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
+from demo import llama, text
+from demo.ranks import RANKS, processes
+from demo.results import Check, SpeedUp, Spread
+from demo.sizes import Sizes
 
-TEMPERATURE = 0.7  # Below 1: prefers likely bytes.
-
-
-@torch.no_grad()
-def generate(model: nn.Sequential, prompt: bytes, length: int) -> bytes:
-    """``length`` bytes that follow ``prompt``, drawn with the same random numbers in every call."""
-    context = model[0].position.num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    text = list(prompt)
-    for _ in range(length):
-        logits = model(torch.tensor([text[-context:]]))[0, -1]  # [256]
-        probabilities = (logits / TEMPERATURE).softmax(0)
-        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return bytes(text[len(prompt) :])
+WHOLE, SPLIT = f"one process, {RANKS} threads", f"{RANKS} ranks, 1 thread each"
 
 
-def shard(model: nn.Sequential, comm: Communicator) -> nn.Sequential:
-    """Split attention and MLP of every block over the ranks: two all-reduces a block."""
-    for block in model:
-        if isinstance(block, Block):
-            attention = block.attention
-            attention.qkv = ColumnParallelLinear.from_linear(attention.qkv, comm)
-            attention.out = RowParallelLinear.from_linear(attention.out, comm)
-            block.up = ColumnParallelLinear.from_linear(block.up, comm)
-            block.down = RowParallelLinear.from_linear(block.down, comm)
-    return model
+@dataclass(frozen=True)
+class Generation:
+    """What act 2 has found; ``speeds`` of the Llama in tokens per second, empty without it."""
+
+    speeds: dict[str, Spread]
+    speed_ups: list[SpeedUp]
+    checks: list[Check]
 
 
-def generate_split(
-    build: Callable[[], nn.Sequential], weights: Path, prompt: bytes, length: int, world_size: int
-) -> tuple[list[bytes], float]:
-    """As :func:`generate`, with the model split over ``world_size`` processes of this host.
-
-    Args:
-        build: makes the unsplit model; picklable.
-        weights: the unsplit model's state_dict.
-        prompt: the text to continue.
-        length: bytes to generate.
-        world_size: number of processes.
-
-    Returns:
-        The text of each rank, and the seconds that rank 0 took.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        multiprocessing.spawn(
-            _rank, (world_size, folder, build, weights, prompt, length), nprocs=world_size
-        )
-        texts = [(folder / f"text-{rank}").read_bytes() for rank in range(world_size)]
-        return texts, float((folder / "seconds").read_text())
+def run(sizes: Sizes, model: nn.Sequential, output: Path) -> Generation:
+    """Generate with both models; write the weights of the small ``model`` into ``model.pt``."""
+    print(f"\nAct 2: generation on {RANKS} ranks by tensor_parallelize, on CPUs, float32")
+    found = Generation({}, [], [])
+    if importlib.util.find_spec("transformers") is None:
+        print("transformers is not installed (it needs Python 3.11): the Llama is left out")
+    else:
+        found = _run_llama(sizes)
+    found.checks.append(_compare_texts(sizes, model, output))
+    for check in found.checks:
+        print(check)
+    return found
 
 
-def _rank(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    build: Callable[[], nn.Sequential],
-    weights: Path,
-    prompt: bytes,
-    length: int,
-) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # A host name may not resolve.
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    with Communicator.from_process_group() as comm:
-        # The sharded layers take the state_dict of the whole model.
-        model = shard(build(), comm).double()
-        model.load_state_dict(torch.load(weights, weights_only=True))
-        comm.barrier()
-        start = time.perf_counter()
-        text = generate(model, prompt, length)
-        (folder / f"text-{rank}").write_bytes(text)
-        if rank == 0:
-            (folder / "seconds").write_text(str(time.perf_counter() - start))
-    dist.destroy_process_group()
+def _run_llama(sizes: Sizes) -> Generation:
+    print(
+        f"building a Llama of {llama.parameters(sizes) / 1e6:.0f} M parameters with random weights "
+        f"in each process; prompt of {llama.PROMPT} tokens, {sizes.llama_new_tokens} new"
+    )
+    speeds: dict[str, list[float]] = {WHOLE: [], SPLIT: []}
+    sequences = set()
+    with (
+        processes(1, llama.prepare_whole, sizes) as whole,
+        processes(RANKS, llama.prepare_split, sizes) as split,
+    ):
+        in_turn = [(WHOLE, whole), (SPLIT, split)]
+        for round_ in tqdm(range(1 + sizes.llama_rounds), "generating", unit="round"):
+            for name, turn in in_turn:
+                seconds, tokens = zip(*turn(), strict=True)
+                sequences.update(tokens)
+                if round_:  # The first is a warm-up.
+                    speeds[name].append(sizes.llama_new_tokens / max(seconds))
+            in_turn.reverse()
+    spreads = {name: Spread.of(found) for name, found in speeds.items()}
+    ratio = spreads[SPLIT].median / spreads[WHOLE].median
+    for name, spread in spreads.items():
+        print(f"{name:>24}: {spread} tokens/s")
+    check = Check(
+        f"one process and {RANKS} ranks generated {len(sequences)} different sequences of "
+        f"{sizes.llama_new_tokens} tokens (limit 1)",
+        len(sequences) == 1,
+    )
+    return Generation(spreads, [SpeedUp("generation with the Llama", WHOLE, ratio)], [check])
+
+
+def _compare_texts(sizes: Sizes, model: nn.Sequential, output: Path) -> Check:
+    print("the GPT of act 1 writes in one process, then on the ranks, in float64:")
+    weights = output / "model.pt"
+    torch.save(model.state_dict(), weights)
+    whole = text.generate(text.load(sizes, weights), sizes.text_bytes)
+    with processes(RANKS, text.prepare_split, sizes, weights) as turn:
+        split = turn()
+    print((text.PROMPT + split[0]).decode(errors="replace"))
+    equal = sum(found == whole for found in split)
+    return Check(
+        f"{equal} of {RANKS} ranks wrote the {sizes.text_bytes} bytes that one process wrote "
+        f"(limit {RANKS})",
+        equal == RANKS,
+    )

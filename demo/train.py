@@ -1,149 +1,172 @@
-"""Trains a model through a pipeline and a copy of it unpiped, alternately on the same batches."""
+"""Act 1: a small GPT trains through a pipe, and beside it the unpiped model on the same batches."""
 
 from __future__ import annotations
 
 import copy
 import csv
+import importlib.util
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from demo.data import batches
-from demo.gpt import gpt
+from demo import memory
+from demo.data import batches, standard_library
+from demo.model import CHUNKS, SCHEDULE, STAGES, new_model, new_pipe, token_loss
+from demo.results import Check, SpeedUp, Spread
+from demo.sizes import Sizes
 from pipekernels import Pipe, Timeline
 
-STAGES = 2
-CHUNKS = 8
-# The unpiped model with all threads is trained for its speed only, every so many steps.
-ALL_THREADS_EVERY = 20
+UNPIPED, FAIRSCALE, PIPE = f"unpiped, {STAGES} threads", "fairscale's Pipe", "Pipe"
+LEARNING_RATE = 3e-3
+TIMELINES = 5  # The last steps; the one with the median bubble is drawn.
+# A pipe sums the gradients of micro-batches where one product sums those of the batch: losses
+# differ by rounding, which training amplifies.
+LOSS_LIMIT = 1e-5  # About 20 units in the last place of a loss of a few nats.
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Sizes of the model, and how long to train it."""
+class Training:
+    """What act 1 has found; speeds in tokens per second, memory in MiB."""
 
-    steps: int
-    seconds: float
-    batch: int = 32
-    context: int = 64
-    width: int = 128
-    blocks: int = 6
-    heads: int = 4
-    learning_rate: float = 5e-3
-    seed: int = 0
-
-    def model(self) -> nn.Sequential:
-        """The untrained model; the seed decides its weights."""
-        torch.manual_seed(self.seed)
-        return gpt(self.width, self.blocks, self.heads, self.context)
+    model: nn.Sequential
+    timeline: Timeline
+    speeds: dict[str, Spread]
+    memory: dict[str, float]
+    speed_ups: list[SpeedUp]
+    checks: list[Check]
 
 
 class Trainer:
-    """A model with its optimizer and number of threads; records losses and times of its steps."""
+    """A model with its optimizer; records losses and speeds of its steps.
 
-    def __init__(self, name: str, model: nn.Module, settings: Settings, threads: int) -> None:
-        self.name = name
+    Args:
+        model: trained in place.
+        backward: from a batch and its target to gradients and a loss.
+    """
+
+    def __init__(self, model: nn.Module, backward: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.losses: list[float] = []
-        self._model = model
-        self._threads = threads
-        self._tokens = settings.batch * settings.context
-        self._seconds: list[float] = []
-        rate = settings.learning_rate
-        self._optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95))
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self._optimizer, rate, total_steps=settings.steps + 1, pct_start=0.1
-        )
+        self.speeds: list[float] = []  # Tokens per second.
+        self._backward = backward
+        self._optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
 
     def step(self, x: Tensor, y: Tensor) -> None:
         """Train on one batch."""
-        torch.set_num_threads(self._threads)
-        start = time.perf_counter()
-        logits = self._model(x)
-        loss = cross_entropy(logits.flatten(0, 1), y.to(logits.device).flatten())
+        begin = time.perf_counter()
         self._optimizer.zero_grad()
-        loss.backward()
+        loss = self._backward(x, y)
         self._optimizer.step()
-        self._schedule.step()
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
-        self._seconds.append(time.perf_counter() - start)
+        self.speeds.append(x.numel() / (time.perf_counter() - begin))
         self.losses.append(loss.item())
 
-    @property
-    def tokens_per_second(self) -> float:
-        """By the median step."""
-        return self._tokens / median(self._seconds)
 
-
-def stage_devices() -> list[str]:
-    """A device per stage: the GPUs in turn, or the CPU."""
+def run(sizes: Sizes, output: Path) -> Training:
+    """Train and measure; write ``losses.csv`` and ``timeline.json``."""
     gpus = torch.cuda.device_count()
-    return [f"cuda:{stage % gpus}" if gpus else "cpu" for stage in range(STAGES)]
-
-
-def train(corpus: Tensor, settings: Settings) -> tuple[Pipe, list[Trainer], list[Timeline]]:
-    """Train until the steps or the time is used up, with a progress bar and a table of losses.
-
-    Returns:
-        The trained pipe; the trainers: piped, unpiped and, on CPUs, unpiped with all threads; and
-        the timelines of the pipe's steps.
-    """
-    devices = stage_devices()
-    model = settings.model().to(devices[0])
-    half = settings.blocks // 2
-    pipe = Pipe(
-        copy.deepcopy(model),
-        balance=[1 + half, settings.blocks - half + 1],
-        devices=devices,
-        chunks=CHUNKS,
-        checkpoint="never",
+    devices = [f"cuda:{stage % gpus}" if gpus else "cpu" for stage in range(STAGES)]
+    corpus, model = standard_library(), new_model(sizes)
+    print(
+        f"\nAct 1: a GPT with {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters "
+        f"trains on {corpus.numel() / 1e6:.1f} MB of Python sources,\n{STAGES} stages on "
+        f"{', '.join(devices)}, {sizes.batch} x {sizes.context} bytes a step in {CHUNKS} "
+        f"micro-batches, schedule {SCHEDULE}"
     )
-    threads = torch.get_num_threads()
-    trainers = [
-        Trainer(f"Pipe, {STAGES} stages, 1 thread each", pipe, settings, 1),
-        Trainer("unpiped, 1 thread", copy.deepcopy(model), settings, 1),
-    ]
-    in_turn = trainers[:2]
-    timelines = []
-    if devices[0] == "cpu":
-        trainers.append(Trainer(f"unpiped, {threads} threads", model, settings, threads))
+    torch.set_num_threads(STAGES)
+    pipe = new_pipe(copy.deepcopy(model).to(devices[0]), devices)
+    trainers = _trainers(pipe, model, devices)
+    timelines = _train(pipe, trainers, devices, corpus, sizes)
+    timeline = sorted(timelines, key=lambda timeline: timeline.bubble)[len(timelines) // 2]
+    timeline.save_trace(output / "timeline.json")
+    print("measuring memory in new processes, whose server imports torch and transformers")
+    used = memory.measure(sizes)
 
-    tqdm.write(f"{'step':>6} {'piped loss':>12} {'unpiped loss':>13} {'difference':>12}")
-    data = batches(corpus, settings.steps, settings.batch, settings.context, settings.seed)
-    started = time.perf_counter()
-    with tqdm(total=settings.steps, unit="step", desc="training", mininterval=1) as bar:
-        for step, (x, y) in enumerate(data, 1):
+    losses = [trainers[name].losses for name in (PIPE, UNPIPED)]
+    with open(output / "losses.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["step", "piped_loss", "unpiped_loss"])
+        table.writerows([step, *row] for step, row in enumerate(zip_longest(*losses), 1))
+    speeds = {
+        name: Spread.of(trainer.speeds[sizes.untimed_steps : sizes.compared_steps])
+        for name, trainer in trainers.items()
+    }
+    ours = speeds[PIPE].median
+    worst = max(abs(a - b) for a, b in zip(*losses, strict=False))
+    check = Check(
+        f"losses of the first {sizes.compared_steps} steps, piped and unpiped, differ by "
+        f"{worst:.1e} at most (limit {LOSS_LIMIT:.0e})",
+        worst <= LOSS_LIMIT,
+    )
+    for name, speed in speeds.items():
+        print(f"{name:>24}: {speed} tokens/s, Pipe {ours / speed.median:.2f}x as fast")
+    for name, mebibytes in used.items():
+        print(f"{name:>24}: {mebibytes:.1f} MiB at the peak of a step, on CPU stages")
+    print(f"idle {timeline.bubble:.1%} of the time, {timeline.ideal_bubble:.1%} with equal stages")
+    print(check)
+    return Training(
+        model=pipe.to_sequential().cpu(),
+        timeline=timeline,
+        speeds=speeds,
+        memory=used,
+        speed_ups=[
+            SpeedUp("training step", name, ours / speed.median)
+            for name, speed in speeds.items()
+            if name != PIPE
+        ],
+        checks=[check],
+    )
+
+
+def _trainers(pipe: Pipe, model: nn.Sequential, devices: list[str]) -> dict[str, Trainer]:
+    """The pipe and its peers, each with the weights of ``model``."""
+    peers: dict[str, nn.Module] = {UNPIPED: copy.deepcopy(model).to(devices[0])}
+    if importlib.util.find_spec("fairscale") is None:
+        print("fairscale is not installed: its Pipe is left out")
+    else:
+        import fairscale.nn
+
+        peers[FAIRSCALE] = new_pipe(copy.deepcopy(model), devices, fairscale.nn.Pipe)
+
+    def trainer(peer: nn.Module) -> Trainer:
+        def backward(x: Tensor, y: Tensor) -> Tensor:
+            loss = token_loss(peer(x), y)
+            loss.backward()
+            return loss
+
+        return Trainer(peer, backward)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        return pipe.train_step(x, y, token_loss, schedule=SCHEDULE)
+
+    found = {name: trainer(peer) for name, peer in peers.items()}
+    return {**found, PIPE: Trainer(pipe, train_step)}
+
+
+def _train(
+    pipe: Pipe, trainers: dict[str, Trainer], devices: list[str], corpus: Tensor, sizes: Sizes
+) -> list[Timeline]:
+    """All trainers step in turn, then the pipe alone; returns the timelines of its last steps."""
+    in_turn = list(trainers.values())
+    timelines: list[Timeline] = []
+    steps = sizes.compared_steps + sizes.pipe_only_steps
+    data = batches(corpus, steps, sizes.batch, sizes.context, seed=0)
+    with tqdm(data, "training", steps, unit="step", mininterval=1) as bar:
+        for step, (x, y) in enumerate(bar):
             x, y = x.to(devices[0]), y.to(devices[-1])
-            with pipe.timeline() as timeline:
+            if step < sizes.compared_steps:
                 for trainer in in_turn:
                     trainer.step(x, y)
-            timelines.append(timeline)
-            in_turn.reverse()  # Alternate the order, for a fair comparison.
-            if step % ALL_THREADS_EVERY == 1:
-                for trainer in trainers[2:]:
-                    trainer.step(x, y)
-            bar.update()
-            ours, theirs = (trainer.losses[-1] for trainer in trainers[:2])
-            if step < 4 or step % 20 == 0:
-                difference = abs(ours - theirs)
-                tqdm.write(f"{step:>6} {ours:>12.6f} {theirs:>13.6f} {difference:>12.1e}")
-            if time.perf_counter() - started > settings.seconds:
-                tqdm.write(f"stopped after {settings.seconds:.0f} seconds")
-                break
-    torch.set_num_threads(threads)
-    return pipe, trainers, timelines
-
-
-def write_losses(path: Path, piped: Trainer, unpiped: Trainer) -> None:
-    """All losses, one row per step."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", "piped_loss", "unpiped_loss"])
-        for step, row in enumerate(zip(piped.losses, unpiped.losses, strict=True), 1):
-            writer.writerow([step, *row])
+                in_turn.append(in_turn.pop(0))
+            else:
+                with pipe.timeline() as timeline:
+                    trainers[PIPE].step(x, y)
+                timelines = [*timelines, timeline][-TIMELINES:]
+            bar.set_postfix_str(f"loss {trainers[PIPE].losses[-1]:.3f}", refresh=False)
+    return timelines

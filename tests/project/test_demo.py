@@ -1,14 +1,19 @@
-"""The demo runs with small sizes and refuses bad arguments."""
+"""The demo runs with tiny sizes, refuses a bad argument, and fails if a check does."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
 
 pytestmark = pytest.mark.project
 
@@ -16,12 +21,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(120)
-def test_small_demo(tmp_path: Path) -> None:
-    pytest.importorskip("tqdm")
-    pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "demo", "--steps", "3", "--width", "32", "--context", "16"]
+def test_quick_demo(tmp_path: Path) -> None:
     run = subprocess.run(
-        [*command, "--length", "8", "--output", str(tmp_path)],
+        [sys.executable, "-m", "demo", "--quick", "--output", str(tmp_path)],
         cwd=REPOSITORY,
         check=False,
         capture_output=True,
@@ -29,32 +31,56 @@ def test_small_demo(tmp_path: Path) -> None:
         timeout=100,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "8 bytes generated split over 2 processes are the same" in run.stdout
+    summary = [line.split("  ")[0] for line in run.stdout.splitlines()[-6:]]
+    assert summary == ["faster", "not faster", "memory", "act 1", "act 2", "act 3"]
+    llama = importlib.util.find_spec("transformers") is not None
+    assert ("1 different sequences of 4 tokens" in run.stdout) == llama
+    assert "2 of 2 ranks wrote the 8 bytes that one process wrote" in run.stdout
     assert "FAILED" not in run.stdout
     with open(tmp_path / "losses.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert [row["unpiped_loss"] != "" for row in rows] == [True, True, True, False]
     trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     actions = [event for event in trace if event["ph"] == "X"]
     assert len(actions) == 2 * 8 * 2  # Stages, chunks, forward and backward.
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--steps", "0"], "--steps must be positive, got 0"),
-        (["--seconds", "nan"], "--seconds must be positive, got nan"),
-        (["--width", "30"], "--width must be a multiple of 4 heads, got 30"),
-    ],
-)
-def test_arguments_that_would_train_nothing(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("tqdm")
-    pytest.importorskip("matplotlib")
+def test_an_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from demo.__main__ import main
 
+    file = tmp_path / "file"
+    file.touch()
     with pytest.raises(SystemExit):
-        main(arguments)
-    assert says in capsys.readouterr().err
+        main(["--output", str(file)])
+    assert f"--output must name a folder, got the file {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1, 2])
+def test_exit_code_and_verdicts(
+    failing: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from demo.__main__ import collectives, generate, main, memory, picture, train
+    from demo.results import Check, SpeedUp
+
+    for number, act in enumerate((train, generate, collectives)):
+        result = SimpleNamespace(
+            model=None,
+            memory={memory.PIPED: 1.0, memory.UNPIPED: 4.0},
+            speed_ups=[SpeedUp(f"work {number}", "peer", 1.0 + 0.04 * number)],
+            checks=[Check(f"value {number} (limit 3)", number != failing)],
+        )
+        monkeypatch.setattr(act, "run", lambda *_, result=result: result)
+    monkeypatch.setattr(picture, "draw", lambda *_: None)
+    assert main(["--output", str(tmp_path)]) == (failing is not None)
+    faster, others, memory_line, *acts = capsys.readouterr().out.splitlines()[-6:]
+    assert faster == "faster      work 2 1.08x as fast as peer"
+    assert "work 0 1.00x" in others and "work 1 1.04x" in others  # 1.04 is within noise.
+    assert "0.25" in memory_line
+    for number, line in enumerate(acts):
+        verdict = "FAILED" if number == failing else "ok"
+        assert line == f"act {number + 1}       {verdict}: value {number} (limit 3)"

@@ -1,0 +1,97 @@
+"""One picture of all acts."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from demo.collectives import OURS, AllReduces, size_name
+from demo.generate import SPLIT, Generation
+from demo.memory import PIPED
+from demo.model import SCHEDULE
+from demo.results import Spread, rounded
+from demo.train import PIPE, Training
+from pipekernels import Timeline
+
+ACTIONS = {"F": ("forward", "#9ecae1"), "B": ("backward", "#fdae6b")}
+PEER, HIGHLIGHT = "#9a9a9a", "#2f6fab"
+
+
+def draw(training: Training, generation: Generation, all_reduces: AllReduces, path: Path) -> None:
+    """Write the picture as PNG."""
+    figure = Figure(figsize=(15, 8.5), layout="constrained")
+    grid = figure.add_gridspec(2, 4, height_ratios=[2, 5], width_ratios=[2, 3, 2, 4])
+    timeline = figure.add_subplot(grid[0, :])
+    memory, speed, tokens, sizes = (figure.add_subplot(grid[1, column]) for column in range(4))
+    _draw_timeline(timeline, training.timeline)
+    memory.set(title="training: peak memory of a step", ylabel="MiB above parameters and gradients")
+    _draw_bars(memory, {n: Spread(m, m, m) for n, m in training.memory.items()}, PIPED)
+    speed.set(title="training: speed", ylabel="tokens/s (line: p10 to p90)")
+    _draw_bars(speed, training.speeds, PIPE)
+    tokens.set(title="Llama, generation: speed", ylabel="tokens/s (line: p10 to p90)")
+    _draw_bars(tokens, generation.speeds, SPLIT)
+    sizes.set(
+        title="dist.all_reduce, 2 ranks",
+        xlabel="size of the tensor",
+        ylabel="µs (band: p10 to p90)",
+    )
+    _draw_sizes(sizes, all_reduces.microseconds)
+    for axes in (memory, speed, tokens, sizes):
+        axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_figure(path, dpi=100)
+
+
+def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
+    """Stages over time; a bar per micro-batch with its number."""
+    (step,) = timeline.phases
+    origin = min(event.start for event in step.events)
+    for event in step.events:
+        kind, stage, micro_batch = event.action
+        left, width = (event.start - origin) * 1e3, (event.end - event.start) * 1e3
+        colour = ACTIONS[kind][1]
+        axes.barh(stage, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
+        axes.text(left + width / 2, stage, str(micro_batch), ha="center", va="center", fontsize=8)
+    axes.set_facecolor("#eeeeee")
+    axes.margins(x=0)
+    stages = range(step.lanes)
+    axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms; numbers are micro-batches")
+    axes.set_title(
+        f"one training step of the pipe, {SCHEDULE}: idle {timeline.bubble:.0%} of the time, "
+        f"{timeline.ideal_bubble:.0%} with equal stages"
+    )
+    handles = [Patch(color=colour, label=name) for name, colour in ACTIONS.values()]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _draw_bars(axes: Axes, found: dict[str, Spread], ours: str) -> None:
+    """A bar per name with its median and spread; ``ours`` stands out."""
+    if not found:
+        axes.text(0.5, 0.5, "left out", ha="center", transform=axes.transAxes)
+    for name, spread in found.items():
+        label = textwrap.fill(name, 12)
+        bar = axes.bar(label, spread.median, 0.6, color=HIGHLIGHT if name == ours else PEER)
+        axes.vlines(label, spread.p10, spread.p90, color="black")
+        axes.bar_label(bar, [rounded(spread.median)], label_type="center", color="white")
+    axes.margins(x=0.15, y=0.1)
+
+
+def _draw_sizes(axes: Axes, microseconds: dict[str, dict[int, Spread]]) -> None:
+    """Time over size, a line per backend."""
+    for backend, found in microseconds.items():
+        colour = HIGHLIGHT if backend == OURS else PEER
+        sizes, spreads = list(found), list(found.values())
+        axes.plot(sizes, [s.median for s in spreads], ".-", color=colour, label=backend)
+        low, high = [s.p10 for s in spreads], [s.p90 for s in spreads]
+        axes.fill_between(sizes, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, map(size_name, sizes), rotation=45)
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)

@@ -1,0 +1,98 @@
+"""Processes of one thread each that take turns when asked, and sleep in between.
+
+They are forked from one server, which imports torch and transformers once. They are killed at the
+end of the ``with`` block, and exit by themselves when the demo has died.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RANKS = 2
+LIMIT = 60.0  # Seconds for a turn; the first includes imports and preparations.
+PRELOADED = ["demo.__main__", "transformers.models.llama.modeling_llama"]
+
+Turn = Callable[..., Any]
+
+
+@contextmanager
+def processes(
+    count: int, prepare: Callable[..., Turn], *arguments: Any, backend: str = "gloo"
+) -> Iterator[Callable[..., list[Any]]]:
+    """Start ``count`` processes, and yield a function that lets each take a turn.
+
+    Args:
+        count: more than one process form a process group.
+        prepare: each process calls ``prepare(rank, *arguments)``, which returns its turn.
+        arguments: must be picklable, as those of turns and what turns return.
+        backend: of torch.distributed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    started, connections = [], []
+    with TemporaryDirectory() as folder:
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                store = f"file://{folder}/store"
+                join = partial(dist.init_process_group, backend, store, None, count, rank)
+                work = partial(prepare, rank, *arguments)
+                process = context.Process(
+                    target=_serve, args=(theirs, join if count > 1 else None, work), daemon=True
+                )
+                process.start()
+                theirs.close()
+                started.append(process)
+                connections.append(ours)
+            yield partial(_take_turns, connections)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def _take_turns(connections: Sequence[Connection], *arguments: Any) -> list[Any]:
+    deadline = time.monotonic() + LIMIT
+    answers = []
+    try:
+        for connection in connections:
+            connection.send(arguments)
+        for rank, connection in enumerate(connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(
+                    f"rank {rank} has not answered within {LIMIT:.0f} s; run the demo on a machine "
+                    f"with {RANKS} idle cores"
+                )
+            answers.append(connection.recv())
+    except (EOFError, ConnectionError) as error:
+        raise RuntimeError("a rank has ended; it has printed its error") from error
+    return answers
+
+
+def _serve(
+    connection: Connection, join: Callable[[], None] | None, prepare: Callable[[], Turn]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the demo, which kills its ranks.
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # A host name may not resolve.
+    if join:
+        join()
+    turn = prepare()
+    while True:
+        try:
+            arguments = connection.recv()
+        except EOFError:  # The demo has died.
+            return
+        connection.send(turn(*arguments))
