@@ -43,14 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     acts = (training, generation, all_reduces)
     speed_ups = [speed_up for act in acts for speed_up in act.speed_ups]
-    faster = "; ".join(str(found) for found in speed_ups if found.ratio > NOISE)
-    others = "; ".join(str(found) for found in speed_ups if found.ratio <= NOISE)
+    faster = "; ".join(str(one) for one in speed_ups if one.ratio > NOISE)
+    not_faster = "; ".join(str(one) for one in speed_ups if one.ratio <= NOISE)
     share = training.memory[memory.PIPED] / training.memory[memory.UNPIPED]
     print(
         f"\n{output}/: demo.png, timeline.json, losses.csv, model.pt; "
         f"{time.perf_counter() - begin:.0f} seconds\n\n"
         f"faster      {faster or 'nothing'}\n"
-        f"not faster  {others or 'nothing'}\n"
+        f"not faster  {not_faster or 'nothing'}\n"
         f"memory      a training step of the pipe takes {share:.2f} of what the unpiped one takes"
     )
     for number, act in enumerate(acts, 1):

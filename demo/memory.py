@@ -23,12 +23,12 @@ SEPARATE_PAGES = 64 << 10
 
 
 def measure(sizes: Sizes) -> dict[str, float]:
-    """MiB above parameters and gradients, each in a new process."""
-    found = {}
+    """MiB above parameters and gradients, of each in a new process."""
+    peaks = {}
     for name in (UNPIPED, PIPED):
         with processes(1, _prepare, sizes, name) as turn:
-            found[name] = median(turn()[0] for _ in range(ROUNDS))
-    return found
+            peaks[name] = median(turn()[0] for _ in range(ROUNDS))
+    return peaks
 
 
 def _prepare(rank: int, sizes: Sizes, name: str) -> Callable[[], float]:

@@ -70,11 +70,11 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _draw_bars(axes: Axes, found: dict[str, Spread], ours: str) -> None:
+def _draw_bars(axes: Axes, spreads: dict[str, Spread], ours: str) -> None:
     """A bar per name with its median and spread; ``ours`` stands out."""
-    if not found:
+    if not spreads:
         axes.text(0.5, 0.5, "left out", ha="center", transform=axes.transAxes)
-    for name, spread in found.items():
+    for name, spread in spreads.items():
         label = textwrap.fill(name, 12)
         bar = axes.bar(label, spread.median, 0.6, color=HIGHLIGHT if name == ours else PEER)
         axes.vlines(label, spread.p10, spread.p90, color="black")
@@ -84,9 +84,9 @@ def _draw_bars(axes: Axes, found: dict[str, Spread], ours: str) -> None:
 
 def _draw_sizes(axes: Axes, microseconds: dict[str, dict[int, Spread]]) -> None:
     """Time over size, a line per backend."""
-    for backend, found in microseconds.items():
+    for backend, by_size in microseconds.items():
         colour = HIGHLIGHT if backend == OURS else PEER
-        sizes, spreads = list(found), list(found.values())
+        sizes, spreads = list(by_size), list(by_size.values())
         axes.plot(sizes, [s.median for s in spreads], ".-", color=colour, label=backend)
         low, high = [s.p10 for s in spreads], [s.p90 for s in spreads]
         axes.fill_between(sizes, low, high, color=colour, alpha=0.2, linewidth=0)

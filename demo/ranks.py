@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 RANKS = 2
-LIMIT = 60.0  # Seconds for a turn; the first includes imports and preparations.
+LIMIT = 120.0  # Seconds for a turn; the first includes imports and preparations.
 PRELOADED = ["demo.__main__", "transformers.models.llama.modeling_llama"]
 
 Turn = Callable[..., Any]
@@ -41,16 +42,20 @@ def processes(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    # The server and its children inherit this: Ctrl-C ends the demo, which kills them.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     started, connections = [], []
     with TemporaryDirectory() as folder:
         try:
             for rank in range(count):
                 ours, theirs = context.Pipe()
-                store = f"file://{folder}/store"
-                join = partial(dist.init_process_group, backend, store, None, count, rank)
-                work = partial(prepare, rank, *arguments)
+                group = (backend, f"file://{folder}/store", None, count, rank)
                 process = context.Process(
-                    target=_serve, args=(theirs, join if count > 1 else None, work), daemon=True
+                    target=_serve, args=(theirs, group, prepare, arguments), daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -82,17 +87,20 @@ def _take_turns(connections: Sequence[Connection], *arguments: Any) -> list[Any]
 
 
 def _serve(
-    connection: Connection, join: Callable[[], None] | None, prepare: Callable[[], Turn]
+    connection: Connection,
+    group: tuple[Any, ...],
+    prepare: Callable[..., Turn],
+    arguments: tuple[Any, ...],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the demo, which kills its ranks.
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # A host name may not resolve.
-    if join:
-        join()
-    turn = prepare()
+    *_, count, rank = group
+    if count > 1:
+        dist.init_process_group(*group)
+    turn = prepare(rank, *arguments)
     while True:
         try:
-            arguments = connection.recv()
+            request = connection.recv()
         except EOFError:  # The demo has died.
             return
-        connection.send(turn(*arguments))
+        connection.send(turn(*request))

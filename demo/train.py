@@ -32,7 +32,7 @@ LOSS_LIMIT = 1e-5  # About 20 units in the last place of a loss of a few nats.
 
 @dataclass(frozen=True)
 class Training:
-    """What act 1 has found; speeds in tokens per second, memory in MiB."""
+    """Results of act 1; speeds in tokens per second, memory in MiB."""
 
     model: nn.Sequential
     timeline: Timeline
@@ -107,9 +107,8 @@ def run(sizes: Sizes, output: Path) -> Training:
     for name, speed in speeds.items():
         print(f"{name:>24}: {speed} tokens/s, Pipe {ours / speed.median:.2f}x as fast")
     for name, mebibytes in used.items():
-        print(f"{name:>24}: {mebibytes:.1f} MiB at the peak of a step, on CPU stages")
+        print(f"{name:>24}: {mebibytes:.1f} MiB at the peak of a step, on CPUs")
     print(f"idle {timeline.bubble:.1%} of the time, {timeline.ideal_bubble:.1%} with equal stages")
-    print(check)
     return Training(
         model=pipe.to_sequential().cpu(),
         timeline=timeline,
@@ -145,8 +144,8 @@ def _trainers(pipe: Pipe, model: nn.Sequential, devices: list[str]) -> dict[str,
     def train_step(x: Tensor, y: Tensor) -> Tensor:
         return pipe.train_step(x, y, token_loss, schedule=SCHEDULE)
 
-    found = {name: trainer(peer) for name, peer in peers.items()}
-    return {**found, PIPE: Trainer(pipe, train_step)}
+    trainers = {name: trainer(peer) for name, peer in peers.items()}
+    return {**trainers, PIPE: Trainer(pipe, train_step)}
 
 
 def _train(
