@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,18 @@ def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
     for message, seconds in results[:2]:
         assert "rank(s) 2 of 3 did not come to make a communicator within 6 s" in message
         assert seconds < 11  # A timeout per wait instead of one in all would take 12 s or 18 s.
+
+
+def test_threads_make_communicators_at_the_same_time() -> None:
+    """The process would abort if pybind11 registered their objects without the interpreter's
+    lock."""
+
+    def make(number: int) -> list[int]:
+        ranks = []
+        for _ in range(200):
+            first, _second = Communicator.threads(2)
+            ranks.append(first.empty(5).numel())
+        return ranks
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(make, range(6))) == [[5] * 200] * 6
