@@ -34,7 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     output.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else FULL
     load = os.getloadavg()[0]
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f} before the start")
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores with a load of {load:.1f}; speeds are "
+        "those of idle cores only if it is near 0"
+    )
 
     training = train.run(sizes, output)
     generation = generate.run(sizes, training.model, output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -75,10 +74,12 @@ def _draw_bars(axes: Axes, spreads: dict[str, Spread], ours: str) -> None:
     if not spreads:
         axes.text(0.5, 0.5, "left out", ha="center", transform=axes.transAxes)
     for name, spread in spreads.items():
-        label = textwrap.fill(name, 12)
-        bar = axes.bar(label, spread.median, 0.6, color=HIGHLIGHT if name == ours else PEER)
+        label = name.replace(", ", ",\n").replace("'s ", "'s\n")
+        axes.bar(label, spread.median, 0.6, color=HIGHLIGHT if name == ours else PEER)
         axes.vlines(label, spread.p10, spread.p90, color="black")
-        axes.bar_label(bar, [rounded(spread.median)], label_type="center", color="white")
+        place = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(rounded(spread.median), (label, 0), color="white", **place)
+    axes.tick_params(axis="x", labelsize=9)
     axes.margins(x=0.15, y=0.1)
 
 
