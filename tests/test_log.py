@@ -49,8 +49,8 @@ def logged_by(program: str, **environment: str) -> list[str]:
 @pytest.mark.parametrize(
     ("level", "rooms"),
     [
-        ("", []),
-        ("warning", ["_cache"]),
+        pytest.param("", [], marks=pytest.mark.full),
+        pytest.param("warning", ["_cache"], marks=pytest.mark.full),
         ("INFO", ["pipeline", "_backend", "comm", "_cache"]),
     ],
 )
@@ -62,6 +62,7 @@ def test_the_variable_says_from_which_level_on(level: str, rooms: list[str]) -> 
     assert bool(lines) == bool(rooms)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
 def test_debug_shows_more_and_an_unknown_rank_as_a_dash() -> None:

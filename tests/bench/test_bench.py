@@ -361,6 +361,7 @@ def fail(rank: int, port: int, serve: Any) -> None:
     raise ValueError("no such library")
 
 
+@pytest.mark.full
 def test_a_turn_of_processes_takes_as_long_as_the_slowest() -> None:
     pair = processes.Processes(2, answer_at_once, [1.0, 3.0])
     try:
@@ -369,6 +370,7 @@ def test_a_turn_of_processes_takes_as_long_as_the_slowest() -> None:
         pair.close()
 
 
+@pytest.mark.full
 def test_a_process_that_ends_is_an_error_that_names_its_work(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -381,6 +383,7 @@ def test_a_process_that_ends_is_an_error_that_names_its_work(
     assert "no such library" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_tensor_parallel_layers_are_checked_before_they_are_timed() -> None:
     turns, threads = list[float](), torch.get_num_threads()
     for case in tensor_parallel.CASES:

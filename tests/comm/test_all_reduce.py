@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from support.devices import on
+from support.levels import in_gate
 from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
@@ -100,7 +101,7 @@ def test_random_calls_on_processes(world_size: int, device: torch.device) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", in_gate([2, 3, 5], [2, 3, 5, 8]))
 def test_random_calls_on_threads(world_size: int, device: torch.device) -> None:
     run_threads(world_size, on(device, random_calls, 10 + world_size, 120, device))
 

@@ -217,7 +217,7 @@ def test_from_store() -> None:
     store = dist.HashStore()
     with Communicator.from_store(store, 0, 1) as comm:
         assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    for rank, world_size in ((-1, 1), (1, 1), (0, 0)):
+    for rank, world_size in ((-1, 1), (1, 1)):
         with pytest.raises(ValueError, match=f"got {rank} of {world_size}"):
             Communicator.from_store(store, rank, world_size)
     with pytest.raises(ValueError, match="timeout must be a positive number"):

@@ -222,6 +222,7 @@ def test_world_sizes_fit_the_machine(cores: int, expected: list[int]) -> None:
     assert tuner.world_sizes(cores) == expected
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_tune_saves_the_limits_that_info_reports(cache: Path) -> None:
     assert "built-in limits" in cli.info()

@@ -78,6 +78,7 @@ def test_ddp() -> None:
     assert float(two.split()[-1]) < float(two.split()[0])
 
 
+@pytest.mark.full
 def test_finetune_lora(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     printed = run("finetune_lora.py", "--steps", "5", "--output", str(tmp_path))

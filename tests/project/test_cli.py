@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.levels import in_gate
 
 from pipekernels import __version__, _backend, cli
 from pipekernels.comm import limits as tuning
@@ -80,7 +81,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pipekernels {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["--help"], []])
+@pytest.mark.parametrize("arguments", in_gate([["info"]], [["info"], ["--help"], []]))
 def test_output_that_cannot_be_written_is_an_error_without_a_traceback(
     arguments: list[str],
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.project
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.full  # The gate runs the demo itself.
 @pytest.mark.timeout(120)
 def test_quick_demo(tmp_path: Path) -> None:
     run = subprocess.run(

@@ -33,6 +33,8 @@ from pipekernels.comm.end import ReadyCounters
 from pipekernels.comm.hosts import memory, nccl_link
 from pipekernels.comm.hosts.link import LinkError
 
+pytestmark = pytest.mark.full
+
 
 def run_pretended(
     layout: str, backend: str, body: Callable[..., Any], *args: Any, **options: Any

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.levels import in_gate
 from support.pipes import Pipe
 from torch import nn
 
@@ -133,7 +134,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("slow_stage", [0, 1])
+@pytest.mark.parametrize("slow_stage", in_gate([1], [0, 1]))
 def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
     process = run_script(
         f"""
