@@ -88,7 +88,7 @@ def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> d
 
     Raises:
         TimeoutError: a rank did not enter in time.
-        TypeError, ValueError: there is no such rank, or there are too many.
+        TypeError, ValueError: ``rank`` or ``world_size`` is not an integer in its range.
     """
     check_integer("rank", rank)
     check_integer("world_size", world_size)
