@@ -112,16 +112,17 @@ peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED)
 demo: $(DEMO)
 	$(BIN)/python -m demo $(ARGS)
 
-# Tests share the cores among themselves, not each its own. Some tests start eight ranks or compile on
-# two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
-SUITE := $(PYTEST) --maxprocesses 4 --dist loadgroup --junit-xml=build/tests.xml
+# Tests share the cores among themselves, not each its own: some start eight ranks or compile. A
+# worker more than cores, as two of them mostly wait for compilers.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+SUITE := $(PYTEST) -n $$(($(CORES) + 1)) --maxprocesses 5 --dist loadgroup --junit-xml=build/tests.xml
 
 check: $(TESTS) $(LINT)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(PYTEST) --maxprocesses 8 -m '$(QUICK)' $(ARGS)
+	$(PYTEST) -n auto --maxprocesses 8 -m '$(QUICK)' $(ARGS)
 
 test: $(TESTS)
 	$(SUITE) -m '$(GATE)' $(ARGS)
