@@ -152,7 +152,7 @@ def watched(stage: nn.Module, device: torch.device) -> Iterator[_Watch]:
         if watch in dispatch_modes():
             watch.__exit__(None, None, None)
 
-    with entered(HookWatch()) as hooks, restoring(leave):
+    with entered(HookWatch({})) as hooks, restoring(leave):
         watch.__enter__()
         yield watch
     if hooks.saw_tensor_hooks:

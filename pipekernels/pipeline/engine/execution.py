@@ -117,15 +117,17 @@ class Chooser:
         elif stages.graphs:
             tasks = [self._graphed(index, parameters) for index in range(len(stages.tasks))]
         program = schedule.program(len(tasks), micro_batches, split=way == "split")
-        if program.splits and mode == "inline":
+        findings = self._findings
+        if mode == "inline" and (program.splits or (recomputed and not findings.knows_generators)):
             mode = "hooks"
+        findings.knows_generators |= mode != "inline"
         # The same number inline and on lanes, so that the execution cannot change the bits.
         threads = torch.get_num_threads()
         if traits.one_thread is None:
             threads = max(1, threads // min(lanes, micro_batches))
         if _log.isEnabledFor(logging.INFO):
             self._log_choice(schedule, micro_batches, way, why_inline)
-        randomness = TaskRandomness(stages.devices, self._findings, mode)
+        randomness = TaskRandomness(stages, findings, mode)
         return Execution(way, tasks, program, threads, randomness, randomness.in_backward, timing)
 
     def _why_inline(self, traits: LayerTraits, micro_batches: int) -> str | None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+
+from pipekernels.pipeline.stage.other_random import Source
+
 
 class LayerFindings:
-    """Kept across mini-batches, which add to it from any thread. ``changing_buffers`` has the ids
-    of buffers that layers change in their forwards."""
+    """Kept across mini-batches, which add to it from any thread.
+
+    Attributes:
+        changing_buffers: ids of buffers that layers change in their forwards.
+        generators: those that layers have given to torch's functions, by id.
+        knows_generators: whether a mini-batch has been watched for them.
+        draws_elsewhere: whether layers draw random numbers that are not torch's, which lanes cannot
+            put into an order.
+        turn: held by each task of such layers.
+    """
 
     def __init__(self) -> None:
         self.changing_buffers: set[int] = set()
+        self.generators: dict[object, Source] = {}
+        self.knows_generators = False
+        self.draws_elsewhere = False
+        self.turn = threading.RLock()
         self._hidden_randomness = False
         self._draws = False
         self._restores = False
@@ -20,6 +36,10 @@ class LayerFindings:
     def note_draws(self) -> None:
         """Note that layers draw random numbers that lanes can seed separately."""
         self._draws = True
+
+    def note_draws_elsewhere(self) -> None:
+        """Set ``draws_elsewhere``."""
+        self.draws_elsewhere = True
 
     def note_restores(self) -> None:
         """Note that layers restore an earlier state of the process-wide generator, as layers do
@@ -38,4 +58,5 @@ class LayerFindings:
 
     def needs_one_thread(self) -> bool:
         """Whether random numbers would depend on timing if stages ran on several threads."""
-        return self._hidden_randomness or (self._draws and self._restores)
+        one_state = self._draws and self._restores
+        return self._hidden_randomness or self.draws_elsewhere or one_state

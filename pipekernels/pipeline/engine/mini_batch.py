@@ -211,10 +211,11 @@ class MiniBatch:
         if self._recomputed[m]:
             self._versions[stage, m] = inputs.versions()
         found = found_buffers([layers for _, layers in task.stages]) if self._recomputes else []
+        randomness = self._randomness.kept if self._recomputed[m] else self._randomness.of
         try:
             outputs, tape = task.forward(
                 inputs,
-                partial(self._randomness.of, m),
+                partial(randomness, m),
                 grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
                 drop=self._recomputed[m],
             )
@@ -315,7 +316,7 @@ class MiniBatch:
         assert context is not None
         try:
             with context.applied(), with_found(tape.buffers):
-                return task.recompute(tape, partial(self._randomness.of, m))
+                return task.recompute(tape, partial(self._randomness.again, m))
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")
             raise

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
-import torch
-
-from pipekernels.device.restoring import entered
+from pipekernels.device.restoring import entered, holding
 from pipekernels.pipeline.engine.findings import LayerFindings
+from pipekernels.pipeline.engine.stages import Stages
+from pipekernels.pipeline.stage.other_random import OtherRandom, States
 from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
     DrawWatch,
@@ -30,7 +30,7 @@ class TaskRandomness:
     The constructor draws a number from the default CPU generator.
 
     Args:
-        devices: of the stages.
+        stages: the pipe's.
         findings: gets what is observed about the layers.
         mode: how the tasks run.
 
@@ -39,13 +39,12 @@ class TaskRandomness:
         in_backward: returns the context in which autograd runs a graph's backward.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], findings: LayerFindings, mode: Mode
-    ) -> None:
+    def __init__(self, stages: Stages, findings: LayerFindings, mode: Mode) -> None:
         self.saw_tensor_hooks = False
         self.in_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._findings = findings
-        self._random = RunRandom(list(devices))
+        self._random = RunRandom(stages.devices)
+        self._other = OtherRandom(stages.modules, findings.generators)
         self._mode = mode
         if mode == "threads":
             self.in_backward = partial(entered, DrawWatch(findings.refuse_hidden_randomness))
@@ -56,25 +55,51 @@ class TaskRandomness:
             self.in_backward = partial(entered, watch)
 
     def of(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        """A context for a task, entered on its thread."""
+        """A context for a forward, entered on its thread."""
+        if self._mode in ("inline", "hooks"):
+            return self._seeded(micro_batch, stage, {})
+        return self.kept(micro_batch, stage)
+
+    @contextmanager
+    def kept(self, micro_batch: int, stage: int) -> Iterator[None]:
+        """As :meth:`of`, for a forward that :meth:`again` can repeat."""
+        findings = self._findings
+        with self._turn(findings.draws_elsewhere):
+            recorded = self._other.recorded(stage, micro_batch, findings.note_draws_elsewhere)
+            with recorded as states, self._seeded(micro_batch, stage, states):
+                yield
+
+    @contextmanager
+    def again(self, micro_batch: int, stage: int) -> Iterator[None]:
+        """A context for a recomputation, which gets the random numbers of its forward."""
+        drew = self._other.drew(stage, micro_batch)
+        with self._turn(drew), self._seeded(micro_batch, stage, {}):
+            alone = self._mode != "threads"
+            with self._other.replayed(stage, micro_batch, alone=alone) if drew else nullcontext():
+                yield
+
+    def _turn(self, needed: bool) -> AbstractContextManager[None]:
+        return holding(self._findings.turn) if needed and self._mode == "threads" else nullcontext()
+
+    def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
         if self._mode == "inline":
             return self._random.inline(micro_batch, stage)
         if self._mode == "hooks":
-            return self._watching_hooks(micro_batch, stage)
-        return self._watching_draws(micro_batch, stage)
+            return self._watching_hooks(micro_batch, stage, states)
+        return self._watching_draws(micro_batch, stage, states)
 
     @contextmanager
-    def _watching_hooks(self, micro_batch: int, stage: int) -> Iterator[None]:
-        with self._random.inline(micro_batch, stage), entered(HookWatch()) as watch:
+    def _watching_hooks(self, micro_batch: int, stage: int, states: States) -> Iterator[None]:
+        with self._random.inline(micro_batch, stage), entered(HookWatch(states)) as watch:
             yield
         if watch.saw_tensor_hooks:
             self.saw_tensor_hooks = True
 
     @contextmanager
-    def _watching_draws(self, micro_batch: int, stage: int) -> Iterator[None]:
+    def _watching_draws(self, micro_batch: int, stage: int, states: States) -> Iterator[None]:
         audits = self._mode == "audited"
         make = self._random.audited if audits else self._random.on_lane
-        with entered(make(micro_batch, stage)) as watch:
+        with entered(make(micro_batch, stage, states)) as watch:
             yield
         if watch.saw_tensor_hooks:  # Not `|=`, which is not atomic: lanes run this concurrently.
             self.saw_tensor_hooks = True

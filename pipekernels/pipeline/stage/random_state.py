@@ -8,7 +8,7 @@ pipe draws from the default CPU generator:
 * on one thread the generators are simply seeded before each task;
 * on a lane they are seeded around each random function, under a lock (:class:`LaneRandom`).
 
-Both give the same numbers. Generators that are not torch's (``random``, NumPy) are not handled.
+Both give the same numbers. Other generators are not seeded; :mod:`.other_random` replays them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipekernels._torch_private import no_function_modes
 from pipekernels.device.restoring import holding, restoring
+from pipekernels.pipeline.stage.other_random import States, source_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,11 +131,13 @@ def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class HookWatch(TorchFunctionMode):
-    """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors."""
+    """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors, and in
+    ``states`` the generators that it gives to functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, states: States) -> None:
         super().__init__()
         self.saw_tensor_hooks = False
+        self._states = states
 
     def __torch_function__(
         self,
@@ -143,8 +146,17 @@ class HookWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
+        self._note(func, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         self.saw_tensor_hooks |= func in _TENSOR_HOOKS
-        return func(*args, **(kwargs or {}))
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._states:
+            source = source_of(generator)
+            if source is not None:
+                self._states[id(generator)] = source, source.get()
 
 
 class DrawWatch(TorchFunctionMode):
@@ -201,8 +213,8 @@ class LaneRandom(HookWatch):
     a lane.
     """
 
-    def __init__(self, seed: int, *, audit: bool = False) -> None:
-        super().__init__()
+    def __init__(self, seed: int, states: States, *, audit: bool = False) -> None:
+        super().__init__(states)
         self.drew = False
         self._seed = seed
         self._state: torch.Tensor | None = None
@@ -220,8 +232,8 @@ class LaneRandom(HookWatch):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        self._note(func, kwargs)
         if not draws(func, args, kwargs):
-            self.saw_tensor_hooks |= func in _TENSOR_HOOKS
             return func(*args, **kwargs)
         self.drew = True
         generator = torch.default_generator
@@ -264,10 +276,10 @@ class RunRandom:
             manual_seed(seed)
         return _SEEDED
 
-    def on_lane(self, micro_batch: int, stage: int) -> LaneRandom:
+    def on_lane(self, micro_batch: int, stage: int, states: States) -> LaneRandom:
         """For a task that runs at the same time as others."""
-        return LaneRandom(task_seed(self._base, stage, micro_batch))
+        return LaneRandom(task_seed(self._base, stage, micro_batch), states)
 
-    def audited(self, micro_batch: int, stage: int) -> LaneRandom:
+    def audited(self, micro_batch: int, stage: int, states: States) -> LaneRandom:
         """As :meth:`inline`, and checks whether :meth:`on_lane` would give the same numbers."""
-        return LaneRandom(task_seed(self._base, stage, micro_batch), audit=True)
+        return LaneRandom(task_seed(self._base, stage, micro_batch), states, audit=True)

@@ -204,7 +204,7 @@ def test_attention_with_dropout_as_a_positional_argument() -> None:
 
 
 def test_a_task_continues_its_stream_between_calls() -> None:
-    with LaneRandom(123):
+    with LaneRandom(123, {}):
         two = torch.rand(2), torch.rand(2)
     torch.manual_seed(123)
     assert torch.equal(torch.cat(two), torch.cat([torch.rand(2), torch.rand(2)]))

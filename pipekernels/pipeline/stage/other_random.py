@@ -1,0 +1,152 @@
+"""Replays random numbers that layers draw elsewhere than from torch's default generators.
+
+These are Python's ``random``, NumPy's global generator, and generators that layers own or pass to
+torch's functions. Nothing foretells such a draw, and the first two have no hook to see it by. So a
+task compares the states of the generators before and after its forward; those that it has moved are
+put back for its recomputation.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipekernels.device.restoring import restoring
+
+
+class Source(NamedTuple):
+    """A generator: how to read, write and compare its state."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    same: Callable[[Any, Any], bool] = operator.eq
+
+
+class _Draw(NamedTuple):
+    """The state of a generator before and after a task that has moved it."""
+
+    source: Source
+    before: Any
+    after: Any
+
+
+States = dict[object, tuple[Source, Any]]
+"""Generators, by a name or by id, each with its state when a task first could have used it."""
+
+
+def source_of(generator: object) -> Source | None:
+    """None if ``generator`` is none, or has no state that could be restored."""
+    if isinstance(generator, torch.Generator):
+        return Source(generator.get_state, generator.set_state, torch.equal)
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return Source(generator.getstate, generator.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(generator, numpy.random.RandomState):
+        return _pickled(partial(generator.get_state, legacy=False), generator.set_state)
+    if numpy is not None and isinstance(generator, numpy.random.Generator):
+        bits = generator.bit_generator
+        return _pickled(lambda: bits.state, partial(setattr, bits, "state"))
+    return None
+
+
+def _pickled(get: Callable[[], Any], put: Callable[[Any], object]) -> Source:
+    """For states that hold arrays, which do not compare to one bool."""
+    return Source(lambda: pickle.dumps(get()), lambda state: put(pickle.loads(state)))
+
+
+def _process_wide() -> dict[object, Source]:
+    sources: dict[object, Source] = {"random": Source(random.getstate, random.setstate)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        get = partial(numpy.random.get_state, legacy=False)
+        sources["numpy"] = _pickled(get, numpy.random.set_state)
+    return sources
+
+
+class OtherRandom:
+    """What the tasks of one mini-batch draw elsewhere.
+
+    Args:
+        stages: the layers.
+        given: generators that layers have passed to torch's functions, by id; grows.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], given: dict[object, Source]) -> None:
+        self._stages = stages
+        self._given = given
+        self._owned: dict[int, dict[object, Source]] = {}  # By stage.
+        self._draws: dict[tuple[int, int], list[_Draw]] = {}  # By (stage, micro-batch).
+
+    @contextmanager
+    def recorded(self, stage: int, micro_batch: int, moved: Callable[[], None]) -> Iterator[States]:
+        """Record what the body, a forward, draws.
+
+        Args:
+            stage, micro_batch: which forward.
+            moved: called if it has drawn.
+
+        Yields:
+            The states of the known generators; the body adds those that are given to functions.
+        """
+        if stage not in self._owned:
+            # The losses are one more stage, without layers.
+            layers = [layer for s in self._stages[stage : stage + 1] for layer in s.modules()]
+            found = {id(v): source_of(v) for layer in layers for v in vars(layer).values()}
+            self._owned[stage] = {key: source for key, source in found.items() if source}
+        known = _process_wide() | self._owned[stage] | self._given
+        states: States = {key: (source, source.get()) for key, source in known.items()}
+        yield states
+        draws = []
+        for key, (source, before) in states.items():
+            after = source.get()
+            if not source.same(before, after):
+                draws.append(_Draw(source, before, after))
+            if key not in known:
+                self._given[key] = source
+        if draws:
+            self._draws[stage, micro_batch] = draws
+            moved()
+
+    def drew(self, stage: int, micro_batch: int) -> bool:
+        """Whether a forward has drawn."""
+        return (stage, micro_batch) in self._draws
+
+    @contextmanager
+    def replayed(self, stage: int, micro_batch: int, *, alone: bool) -> Iterator[None]:
+        """Have the body, a recomputation, draw what its forward has drawn.
+
+        Args:
+            stage, micro_batch: which forward.
+            alone: whether nothing else can have drawn while the forward ran.
+
+        Raises:
+            RuntimeError: something else has.
+        """
+        draws = self._draws[stage, micro_batch]
+        now = [(draw.source.set, draw.source.get()) for draw in draws]
+
+        def put_back() -> None:
+            for put, state in now:
+                put(state)
+
+        with restoring(put_back):
+            for draw in draws:
+                draw.source.set(draw.before)
+            yield
+            for source, before, after in () if alone else draws:
+                end = source.get()
+                if not source.same(end, after) and not source.same(end, before):
+                    raise RuntimeError(
+                        "several stages have begun to draw random numbers from Python's random, "
+                        "NumPy or a generator of their own, at the same time; run this mini-batch "
+                        "again, and the pipe will keep to one thread"
+                    )

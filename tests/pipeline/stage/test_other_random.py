@@ -1,0 +1,149 @@
+"""Layers that draw from other generators than torch's default ones are recomputed as they ran."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+from support.pipes import Pipe
+from torch import nn
+
+from pipekernels import is_recomputing
+
+SHARED = torch.Generator()
+
+
+class Scale(nn.Module):
+    """Multiplies by a number that is drawn; ``drawn`` has those of forwards."""
+
+    def __init__(self, draw: Callable[[], float], generator: object = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.generator = generator
+        self._draw = draw
+        self.drawn: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self._draw()
+        if not is_recomputing():
+            self.drawn.append(factor)
+        return (x * self.weight * factor).tanh()
+
+
+def owned(generator: object, draw: Callable[[], float]) -> Scale:
+    return Scale(draw, generator)
+
+
+def owned_torch() -> Scale:
+    generator = torch.Generator()
+    return owned(generator, lambda: torch.rand((), generator=generator).item())
+
+
+def owned_numpy() -> Scale:
+    generator = numpy.random.default_rng(3)
+    return owned(generator, generator.random)
+
+
+def owned_legacy() -> Scale:
+    generator = numpy.random.RandomState(3)
+    return owned(generator, generator.rand)
+
+
+def owned_python() -> Scale:
+    generator = random.Random(3)
+    return owned(generator, generator.random)
+
+
+MAKERS = {
+    "random": lambda: Scale(random.random),
+    "numpy": lambda: Scale(lambda: float(numpy.random.rand())),
+    "shared generator": lambda: Scale(lambda: torch.rand((), generator=SHARED).item()),
+    "own generator": owned_torch,
+    "own numpy generator": owned_numpy,
+    "own numpy state": owned_legacy,
+    "own random": owned_python,
+}
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+@pytest.mark.parametrize("source", MAKERS)
+def test_a_recomputation_draws_what_its_forward_drew(
+    execution: str, source: str, mode: str
+) -> None:
+    layers = [MAKERS[source]() for _ in range(4)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+    for _ in range(3):
+        for layer in layers:
+            layer.drawn.clear()
+        x = torch.linspace(-1, 1, 8, requires_grad=True)
+        output = pipe(x)
+        state = random.getstate(), SHARED.get_state(), numpy.random.rand()
+        (grad,) = torch.autograd.grad(output.sum(), x)
+        assert (state[0] == random.getstate()) and torch.equal(state[1], SHARED.get_state())
+
+        rows = x.detach().clone().requires_grad_()
+        parts = list(rows.split(2))
+        for layer in layers:
+            parts = [(part * f).tanh() for part, f in zip(parts, layer.drawn, strict=True)]
+        assert torch.equal(output, torch.cat(parts))
+        torch.testing.assert_close(grad, torch.autograd.grad(torch.cat(parts).sum(), rows)[0])
+
+
+def test_the_default_execution_keeps_to_one_thread() -> None:
+    pipe = Pipe(
+        nn.Sequential(Scale(random.random), Scale(random.random)),
+        [1, 1],
+        devices=["cpu"] * 2,
+        chunks=4,
+        checkpoint="never",
+        execution="auto",
+    )
+    pipe(torch.ones(4, requires_grad=True))
+    assert pipe._engine._findings.needs_one_thread()
+
+
+def test_stages_that_begin_to_draw_at_the_same_time() -> None:
+    together = threading.Barrier(2, timeout=20)
+
+    class Late(nn.Module):
+        """Draws for one micro-batch only, while another layer draws as well."""
+
+        def __init__(self, when: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.calls = 0
+            self.when = when
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += not is_recomputing()
+            if self.calls != self.when:
+                return x * self.weight
+            if not is_recomputing() and self.when:
+                together.wait()
+            factor = random.random()
+            if not is_recomputing() and self.when:
+                together.wait()
+            return x * self.weight * factor * random.random()
+
+    layers = Late(2), Late(1)  # Stage 0 has its second micro-batch while stage 1 has its first.
+    pipe = Pipe(
+        nn.Sequential(*layers),
+        [1, 1],
+        devices=["cpu"] * 2,
+        chunks=2,
+        checkpoint="always",
+        execution="threads",
+    )
+    x = torch.ones(2, requires_grad=True)
+    output = pipe(x)
+    with pytest.raises(RuntimeError, match="at the same time"):
+        output.sum().backward()
+    for layer in layers:
+        layer.calls = layer.when = 0
+    random.seed(1)
+    pipe(x).sum().backward()
+    assert pipe._engine._findings.needs_one_thread()
