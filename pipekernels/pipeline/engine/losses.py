@@ -12,28 +12,41 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.engine.outputs import Outputs
+from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, Entry
 from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
 from pipekernels.pipeline.stage.task import Activation, Grads
-from pipekernels.pipeline.values.micro_batch import Scatter
-from pipekernels.pipeline.values.structure import Structure
+from pipekernels.pipeline.values.micro_batch import Scatter, shares
+from pipekernels.pipeline.values.structure import Structure, take_apart, tensors_in
 
-LossFunction = Callable[..., torch.Tensor]
+LossFunction = Callable[..., Any]
+"""Returns a scalar, or a tuple of one and of other values to return."""
 
 
 class LossGradients:
-    """Gradients that flow from a loss directly to parameters of ``stages``, whose aliases are
+    """Gradients that flow from a loss directly to parameters of stages, whose aliases are
     installed. They are summed separately: stages accumulate into the aliases at the same time, and
-    the order, and so the last bits of a common sum, would depend on timing."""
+    the order, and so the last bits of a common sum, would depend on timing.
 
-    def __init__(self, stages: Sequence[StageParameters]) -> None:
+    Args:
+        stages: the parameters of each stage.
+        modules: the layers of each stage.
+    """
+
+    def __init__(self, stages: Sequence[StageParameters], modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._keys = {id(alias): key for stage in stages for key, (_, alias) in stage.pairs.items()}
         self._grads: dict[int, torch.Tensor] = {}  # by id of the parameter
 
     def capture(self, root: Node | None) -> None:
-        """Register hooks that take the gradients of aliases in a backward from ``root``."""
+        """Register hooks that take the gradients of aliases in a backward from ``root``.
+
+        Raises:
+            RuntimeError: the graph has that of a value that a layer has left in an attribute.
+        """
         stack = [] if root is None else [root]
         seen = set(stack)
+        reached = False
         while stack:
             node = stack.pop()
             for i, (child, _) in enumerate(node.next_functions):
@@ -41,10 +54,23 @@ class LossGradients:
                     continue
                 key = self._keys.get(id(getattr(child, "variable", None)))
                 if key is not None and not child.next_functions:
+                    reached = True
                     node.register_hook(partial(self._take, key, i))
                 else:
                     seen.add(child)
                     stack.append(child)
+        if reached:
+            self._deny_attributes(seen)
+
+    def _deny_attributes(self, nodes: set[Node]) -> None:
+        for index, module in enumerate(self._modules):
+            for name, layer in module.named_modules():
+                for attribute, value in vars(layer).items():
+                    if any(tensor.grad_fn in nodes for tensor in tensors_in(value)):
+                        raise RuntimeError(
+                            f"loss_fn uses {attribute!r} of layer {name!r} of stage {index}, where "
+                            f"another micro-batch may be by now. {PAST_THE_OUTPUT}"
+                        )
 
     def _take(
         self, key: int, i: int, grads: tuple[torch.Tensor | None, ...], _: object
@@ -76,6 +102,7 @@ class Losses:
         targets: the tensors of the targets, None if ``loss`` takes none.
         structure: of a micro-batch's targets.
         mean: whether ``loss`` is a mean over its rows, rather than a sum.
+        dim: the batch dimension.
         sizes: rows of each micro-batch.
         randomness: takes a micro-batch; returns a context that seeds its loss.
         gradients: captures the gradients that losses have for the pipe's parameters.

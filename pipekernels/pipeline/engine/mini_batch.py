@@ -26,7 +26,13 @@ from pipekernels.pipeline.schedule.program import Action, Program, order_of_issu
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.context import CallerContext, cast_cache, needs_this_thread
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
-from pipekernels.pipeline.stage.parameters import StageParameters, accumulated, installed, unique
+from pipekernels.pipeline.stage.parameters import (
+    StageParameters,
+    accumulated,
+    deny_accumulated,
+    installed,
+    unique,
+)
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.recomputation import (
     AsInForward,
@@ -356,6 +362,7 @@ class MiniBatch:
         """Collect the gradients of the body's backwards. Drop them after a failure: they must not
         leak into the next backward."""
         results = _Results()
+        deny_accumulated(self.parameters)
         with restoring(partial(self._take_grads, results)):
             yield results
             if self._transport.arrivals:

@@ -24,6 +24,13 @@ class Entry(torch.autograd.Function):
         return grad
 
 
+PAST_THE_OUTPUT = (
+    "a backward reaches layers of a pipe past the pipe's output: a loss uses a value that a layer "
+    "has left in an attribute, which is of one micro-batch; have the layers return it (a scalar "
+    "comes back averaged over micro-batches), and use what the pipe returns"
+)
+
+
 class Leaf:
     """An input of a stage's graph, and the gradient that arrives there.
 
@@ -39,16 +46,21 @@ class Leaf:
         self.tensor = tensor.detach().requires_grad_()
         # The tensor refers to this node weakly; its hook must not refer to the node or the leaf.
         self._accumulator = get_gradient_edge(self.tensor).node
-        self._grads: list[torch.Tensor | None] = [None]
+        self._grads: list[torch.Tensor | None] = []  # Empty but during a backward of the stage.
         self._accumulator.register_prehook(partial(_keep, self._grads))
 
+    def open(self) -> None:
+        """Begin a backward of the stage."""
+        self._grads[:] = (None,)
+
     def take(self) -> torch.Tensor | None:
-        """The gradient of the last backward; None if it had none, or if it has been taken."""
-        grad, self._grads[0] = self._grads[0], None
-        return grad
+        """End the backward; returns the gradient, None if there was none."""
+        return self._grads.pop()
 
 
 def _keep(place: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+    if not place:
+        raise RuntimeError(PAST_THE_OUTPUT)
     place[:] = grads
     return (None,)  # Nothing is left to accumulate.
 

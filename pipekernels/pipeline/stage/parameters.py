@@ -18,6 +18,7 @@ from torch import nn
 
 from pipekernels._torch_private import are_parametrizations_cached
 from pipekernels.device.restoring import restoring
+from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
 
 
 def _make_alias(
@@ -192,6 +193,15 @@ def refrozen(stages: Sequence[StageParameters]) -> AbstractContextManager[None]:
 def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:
     """The parameters (not aliases) of all ``stages``, each once."""
     return list({key: pair[0] for stage in stages for key, pair in stage.pairs.items()}.values())
+
+
+def deny_accumulated(stages: Sequence[StageParameters]) -> None:
+    """Raise a RuntimeError if another backward than one of a stage has reached an alias."""
+    aliases = [alias for stage in stages for _, alias in stage.pairs.values()]
+    if any(alias.grad is not None for alias in aliases):
+        for alias in aliases:
+            alias.grad = None
+        raise RuntimeError(PAST_THE_OUTPUT)
 
 
 def accumulated(

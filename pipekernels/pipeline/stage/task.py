@@ -115,6 +115,12 @@ def _names(roots: Sequence[Root | None]) -> list[str]:
     return names
 
 
+def _open(leaves: Sequence[Leaf | None]) -> None:
+    for leaf in leaves:
+        if leaf is not None:
+            leaf.open()
+
+
 def _taken(leaves: Sequence[Leaf | None]) -> Grads:
     return tuple([None if leaf is None else leaf.take() for leaf in leaves])
 
@@ -256,6 +262,8 @@ class Task:
             for root, grad in self._rooted(tape, output_grads):
                 roots.append(root)
                 root_grads.append(grad)
+        for tape in tapes:
+            _open(tape.leaves)
         if roots:
             try:
                 run_backward(roots, root_grads, keep_graph=keep_graph)
@@ -276,6 +284,7 @@ class Task:
         edges = [(root, grad) for root, grad in rooted if isinstance(root, GradientEdge)]
         if edges and leaves and len(edges) == len(rooted):
             roots, root_grads = zip(*edges, strict=True)
+            _open(tape.leaves)
             second_part = backward_of_inputs(roots, root_grads, leaves)
         if second_part is None:
             return self.backward([tape], [grads], keep_graph=keep_graph)[0], None

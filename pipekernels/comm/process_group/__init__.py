@@ -1,0 +1,1 @@
+"""What the backend of ``torch.distributed`` is made of."""

@@ -1,0 +1,196 @@
+"""A process group of ``torch.distributed``: its communicator, its thread, and Gloo beside them."""
+
+# Torch's C++ and Python call the methods in ways of their own; see distributed.py.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipekernels._log import info_once
+from pipekernels._torch_private import register_backend
+from pipekernels.comm.communicator import Communicator
+from pipekernels.comm.deadline import Deadline
+from pipekernels.comm.join.rendezvous import meet, over_store
+from pipekernels.comm.process_group.other_devices import (
+    OtherGroups,
+    check_point_to_point,
+    other_device,
+)
+from pipekernels.comm.process_group.work import DONE, CopiedWork, Work, run_detached
+
+_log = logging.getLogger("pipekernels.distributed")
+
+_CPU = torch.device("cpu")
+
+
+class _Logged:
+    """Gloo's group, where what it runs is to be logged: once for each operation."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        info_once(_log, "Gloo runs %s", name)
+        return getattr(self._group, name)
+
+
+def _forwarded(name: str, *, is_collective: bool = True) -> Callable[..., dist.Work]:
+    """The method of this name, of the group that serves the tensors among its arguments."""
+
+    def forward(self: Group, *args: Any, **fields: Any) -> Any:
+        device = other_device([*args, *fields.values()])
+        group = self._group_of(device)
+        if device is not None and not is_collective:
+            check_point_to_point(name, group, device)
+        return getattr(group, name)(*args, **fields)
+
+    return forward
+
+
+class Group(dist.ProcessGroup):
+    """A process group without its collectives; a Gloo backend serves what it does not override.
+
+    All ranks must choose alike between the communicator and Gloo, so the choice depends only on the
+    operation and the kind of tensor.
+    """
+
+    def __init__(self, options: Any, backend_options: Any) -> None:
+        """Called as torch does for backends registered with ``extended_api=True``."""
+        rank, world_size = options.group_rank, options.group_size
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        timeout, seconds = options.timeout, options.timeout.total_seconds()
+        deadline = Deadline(seconds)
+        # Wait for all ranks before connecting Gloo, which has the timeout of its operations.
+        store = meet(options.store, rank, world_size, deadline)
+        gloo_store = dist.PrefixStore("gloo", store)
+        backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
+        # For calls of overridden methods that the communicator does not support.
+        gloo = dist.ProcessGroup(gloo_store, rank, world_size)
+        for group in (self, gloo):
+            register_backend(group, _CPU, backend)
+        logged = _log.isEnabledFor(logging.INFO)
+        self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if logged else gloo
+        rendezvous = over_store(dist.PrefixStore("ranks", store), rank, world_size, deadline)
+        self._comm = cast(Communicator, Communicator._join(rendezvous, seconds))
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
+        self._thread_id: int | None = None  # Set by its first call.
+        self._last = DONE
+        self._others = OtherGroups(timeout, backend_options)
+
+    def getBackendName(self) -> str:
+        return "pipekernels"
+
+    def abort(self) -> None:
+        self._others.abort()
+        self._comm.close()
+        self._last = DONE
+        super().abort()
+
+    def shutdown(self) -> None:
+        self._others.destroy(self)
+        self._comm.close()
+        self._last = DONE  # Its error may keep callers' frames, and through them this group, alive.
+        self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
+        super().shutdown()
+
+    def _run(self, opts: Any, body: Callable[[], None], results: list[Tensor]) -> dist.Work:
+        """Run ``body`` after all earlier calls.
+
+        A future's callback may run on the group's thread, which cannot wait for itself: calls from
+        there run at once. The order is then the same on all ranks if each callback is added before
+        the next call and that call is asynchronous, as in the hooks of DDP.
+        """
+
+        def run() -> None:
+            with torch.inference_mode():  # Allows writes to all tensors, inference tensors too.
+                body()
+
+        def run_on_thread() -> None:
+            self._thread_id = threading.get_ident()
+            run()
+
+        is_idle = self._last.done() and not getattr(opts, "asyncOp", True)
+        if is_idle or threading.get_ident() == self._thread_id:
+            run()
+            return Work(DONE, results)
+        self._last = self._thread.submit(run_detached, run_on_thread)
+        return Work(self._last, results)
+
+    # ---- tensors of other devices ---------------------------------------------------------------
+
+    def _other(self, tensors: Sequence[Any]) -> dist.ProcessGroup:
+        """The group that serves a call which the communicator does not, with these tensors."""
+        return self._group_of(other_device(tensors))
+
+    def _group_of(self, device: torch.device | None) -> dist.ProcessGroup:
+        if device is None or device.type == "cpu":
+            return self._gloo
+        return self._others.get(self, device)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Torch also asks for devices that are not in use, and expects a RuntimeError then."""
+        other = self._others.made(device)
+        try:
+            return super()._get_backend(device) if other is None else other._get_backend(device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the group has no backend for {device} before the first collective there; "
+                "init_process_group() takes no device_id with this backend"
+            ) from error
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self._group_of(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """On CPUs the calls in between have begun one by one; the work is that of the last."""
+        if device.type == "cpu":
+            return Work(self._last, [])
+        return self._group_of(device)._end_coalescing(device)
+
+    # ---- forwarded -------------------------------------------------------------------------------
+    # The base class would call Gloo while it holds the GIL. A thread of Gloo that holds the lock of
+    # its queue may need the GIL to free a tensor: a deadlock.
+
+    allgather_coalesced = _forwarded("allgather_coalesced")
+    _send = _forwarded("send", is_collective=False)
+    _recv = _forwarded("recv", is_collective=False)
+    _recv_anysource = _forwarded("recv_anysource", is_collective=False)
+
+    def send(self, tensors: list[Tensor], *args: Any) -> dist.Work:
+        return self._send([_contiguous(tensor) for tensor in tensors], *args)
+
+    def recv(self, tensors: list[Tensor], *args: Any) -> dist.Work:
+        return _received(self._recv, tensors, args)
+
+    def recv_anysource(self, tensors: list[Tensor], *args: Any) -> dist.Work:
+        return _received(self._recv_anysource, tensors, args)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Gloo reads and writes the memory of a strided tensor as if it were contiguous."""
+    return tensor.contiguous() if is_dense([tensor]) else tensor
+
+
+def _received(
+    receive: Callable[..., dist.Work], tensors: list[Tensor], args: Sequence[Any]
+) -> dist.Work:
+    """``receive(tensors, *args)`` for one tensor, of any strides."""
+    (tensor,) = tensors
+    dense = _contiguous(tensor)
+    call = receive([dense], *args)
+    return call if dense is tensor else CopiedWork(call, dense, tensor)
+
+
+def is_dense(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are strided tensors on the CPU."""
+    return all(tensor.is_cpu and tensor.layout == torch.strided for tensor in tensors)

@@ -1,0 +1,105 @@
+"""The backend of torch.distributed: strided tensors, reductions, coalesced and different calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.processes
+
+# This import registers the backend. It needs torch 2.7.
+pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
+
+
+def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A strided tensor whose neighbours in memory are 9, or True."""
+    whole = torch.full((3, 2), 9).to(dtype)
+    whole[:, 0] = value
+    return whole[:, 0]
+
+
+def pass_columns(rank: int) -> None:
+    size, op, base = dist.get_world_size(), dist.ReduceOp, torch.arange(1.0, 4.0)
+    touched = []
+
+    def check(tensor: torch.Tensor, value: float) -> None:
+        touched.append(tensor)
+        assert tensor.tolist() == [value] * 3, (tensor, value)
+
+    for dtype, reduction, value in (
+        (torch.float32, op.PRODUCT, 6),
+        (torch.int8, op.SUM, 6),
+        (torch.uint8, op.MAX, 3),
+        (torch.int64, op.BOR, 3),
+        (torch.int64, op.AVG, 2),
+        (torch.int16, op.BXOR, 0),
+        (torch.float64, dist._make_nccl_premul_sum(0.5), 3),
+    ):
+        x = column(rank + 1, dtype)
+        dist.all_reduce(x, reduction)
+        check(x, value)
+    x = column(rank + 1)
+    dist.reduce(x, 1, op.PRODUCT)
+    check(x, 6 if rank == 1 else rank + 1)
+    x = column(rank + 1)
+    dist.reduce_scatter(x, [torch.full((3,), i + rank + 1.0) for i in range(size)], op.PRODUCT)
+    check(x, (rank + 1) * (rank + 2) * (rank + 3))
+    x = column(0)
+    dist.scatter(x, [column(i) for i in range(size)] if rank == 2 else None, 2)
+    check(x, rank)
+    gathered = [column(0) for _ in range(size)] if rank == 0 else None
+    dist.gather(column(rank), gathered)
+    for i, x in enumerate(gathered or ()):
+        check(x, i)
+    swapped = [column(0) for _ in range(size)]
+    dist.all_to_all(swapped, [column(10 * rank + i) for i in range(size)])
+    for i, x in enumerate(swapped):
+        check(x, 10 * i + rank)
+    x = torch.zeros(3, 2)
+    dist.all_to_all_single(x[:, 0], base + rank)
+    assert x[:, 0].tolist() == [rank + 1.0 + i for i in range(3)] and not x[:, 1].any()
+    x = column(0)
+    works = [dist.isend(column(rank), (rank + 1) % size), dist.irecv(x, (rank - 1) % size)]
+    for work in works:
+        work.wait()
+    check(x, (rank - 1) % size)
+    for tensor in touched:
+        beside = tensor._base[:, 1]
+        assert (beside == torch.tensor(9).to(beside.dtype)).all()
+
+
+def test_strided_tensors(run_group: Callable[..., list[Any]]) -> None:
+    run_group(3, pass_columns)
+
+
+def coalesce(rank: int) -> None:
+    tensors = [torch.full((i + 1,), rank + 1.0) for i in range(3)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert [t.tolist() for t in tensors] == [[3.0], [3.0] * 2, [3.0] * 3]
+
+
+def test_coalesced_calls(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, coalesce)
+
+
+def disagree(rank: int) -> None:
+    """What one rank would once have sent to Gloo and the other to the communicator."""
+    x, op = torch.ones(4), dist.ReduceOp
+    for ours, theirs in (
+        (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, op.PRODUCT)),
+        (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x.to(torch.uint8))),
+        (lambda: dist.all_reduce(x), lambda: dist.reduce(x.to(torch.int8), 0)),
+    ):
+        with pytest.raises(ValueError, match="different collectives: rank 0 all_reduce.*rank 1"):
+            (theirs if rank else ours)()
+
+
+def test_ranks_that_disagree_are_named_at_once(run_group: Callable[..., list[Any]]) -> None:
+    run_group(2, disagree)
