@@ -52,6 +52,9 @@ def set_up() -> None:
     that is no level is a warning."""
     logger = logging.getLogger("pipekernels")
     logger.addHandler(logging.NullHandler())
+    if logger.level == logging.NOTSET:
+        # A program whose root logger is at INFO, as Ray's workers are, has not asked for ours.
+        logger.setLevel(logging.WARNING)
     name = os.environ.get(VARIABLE, "")
     if not name:
         return
