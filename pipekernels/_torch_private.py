@@ -65,6 +65,10 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 after its backward."""
 
 
+when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
+"""Has a function called at the end of this thread's backward; its errors are the backward's."""
+
+
 def run_backward(
     roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
 ) -> None:
@@ -331,3 +335,9 @@ def shut_down(group: Any) -> None:
 def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
     """Names of the module's own buffers that are not in its state dict."""
     return module._non_persistent_buffers_set
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` wraps; other modules themselves. The wrapper's
+    class would import the compiler."""
+    return module._modules.get("_orig_mod") or module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
 from pipekernels.pipeline.engine.execution import EXECUTIONS
-from pipekernels.pipeline.engine.losses import Losses, LossFunction
+from pipekernels.pipeline.engine.losses import Losses, LossFunction, targets_for
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.spmd.torch_stage import torch_stage
@@ -33,10 +33,11 @@ from pipekernels.pipeline.stage.partition import (
     check_sequential,
     layers,
     split_module,
+    warn_of_sequence_first,
 )
 from pipekernels.pipeline.stage.skip import verify_skippables
-from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of
-from pipekernels.pipeline.values.structure import LONE, Arguments, take_apart
+from pipekernels.pipeline.values.micro_batch import Batch
+from pipekernels.pipeline.values.structure import Arguments, arguments_of, deny_packed, take_apart
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -113,6 +114,7 @@ class Pipe(nn.Module):
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
+            A warning is given if it is 0 and a layer that is not ``batch_first`` wants 1.
         execution: how mini-batches run on CPUs. ``'auto'``: the fastest of the others, measured for
             each kind of mini-batch; the first of a kind runs inline, and is watched for random
             numbers that threads cannot seed separately. ``'inline'``: on the calling thread.
@@ -158,6 +160,10 @@ class Pipe(nn.Module):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
         self.chunks = integer("chunks", whole(chunks))
         self.batch_dim = integer("batch_dim", batch_dim, least=0)
+        # A layer of one's own may transpose its input before it calls such a layer.
+        of_torch = [layer for layer in module if type(layer).__module__.startswith("torch.nn.")]
+        inner = chain.from_iterable(layer.modules() for layer in of_torch)
+        warn_of_sequence_first(inner, self.chunks, self.batch_dim)
         modes = [mode for mode in MODES if mode in (checkpoint, str(checkpoint))]
         if not modes:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
@@ -202,8 +208,10 @@ class Pipe(nn.Module):
 
         Returns:
             What the module returns, on the last stage's device, with tensors of all micro-batches
-            joined along ``batch_dim``. A value that is no tensor becomes a list with an entry per
-            micro-batch, but None stays None. A pipe without layers returns its input itself.
+            joined along ``batch_dim``. A floating-point scalar, such as an auxiliary loss, becomes
+            the mean weighted by the micro-batches' rows. A value that is no tensor becomes a list
+            with an entry per micro-batch, but None stays None. A pipe without layers returns its
+            input itself.
 
         Raises:
             TypeError: there is no tensor in the input, or in what a stage returns.
@@ -228,7 +236,7 @@ class Pipe(nn.Module):
         schedule: str = "1f1b",
         lanes: int | None = None,
         loss_reduction: str = "mean",
-    ) -> torch.Tensor:
+    ) -> Any:
         """Forward and backward of a mini-batch with the loss inside the pipeline, so that backwards
         begin before all forwards have ended. Accumulates into ``.grad`` like ``loss.backward()``.
 
@@ -260,11 +268,13 @@ class Pipe(nn.Module):
         pipe.
 
         Args:
-            input: the first layer's only argument, as in :meth:`forward`.
+            input: the first layer's argument, as in :meth:`forward`; a tuple or a dict has its
+                arguments or keyword arguments, if its forward takes several.
             target: tensors of the same batch size, split like the input; None if ``loss_fn`` takes
                 outputs only.
             loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of
-                one micro-batch; returns a scalar.
+                one micro-batch; returns a scalar, or a tuple of a scalar and of other values to
+                return, in which there is a tensor.
             schedule: ``'gpipe'``, ``'1f1b'``, ``'interleaved'`` or ``'zb-h1'``.
             lanes: for ``'interleaved'``: how many lanes; lane ``i`` runs the stages ``i``,
                 ``i + lanes``, ...
@@ -272,7 +282,9 @@ class Pipe(nn.Module):
                 weighted by their share of the batch) or ``'sum'``.
 
         Returns:
-            The loss of the mini-batch, a scalar without a graph.
+            The loss of the mini-batch, a scalar without a graph. If ``loss_fn`` returns other
+            values beside it, a tuple of the loss and of these, joined as the outputs of a forward
+            are, with scalars weighted like the loss.
 
         Raises:
             TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or
@@ -298,24 +310,10 @@ class Pipe(nn.Module):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
-        batch = self._batch(input)
-        rows = rows_of(batch.tensors, self.batch_dim, "input")
-        targets, structure = None, LONE
-        if target is not None:
-            tensors, structure = take_apart(target, "target")
-            if any(tensor.grad_fn is not None for tensor in tensors):
-                raise ValueError(
-                    "a target has a graph, whose backward each micro-batch would run again; detach "
-                    "it, or use loss_fn(pipe(input), target).backward()"
-                )
-            targets = Scatter(tensors, self.chunks, self.batch_dim, "target")
-            if targets.batch != rows:
-                raise ValueError(
-                    f"the target has batch size {targets.batch} and the input {rows}; both are "
-                    f"split along dimension {self.batch_dim} and must agree in it"
-                )
-
-        losses = partial(Losses, loss_fn, targets, structure, loss_reduction == "mean")
+        batch = self._batch(arguments_of(self[0], input))
+        targets, structure = targets_for(batch, target)
+        is_mean = loss_reduction == "mean"
+        losses = partial(Losses, loss_fn, targets, structure, is_mean, self.batch_dim)
         return self._engine.train(
             batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
         )
@@ -332,6 +330,8 @@ class Pipe(nn.Module):
                 "former one; replace layers in it instead, pipe.partitions[i][j] = layer, or make "
                 "a new pipe"
             )
+        if self.chunks > 1:
+            deny_packed(value, "the input")
         tensors, structure = take_apart(value, "input")
         deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
@@ -459,6 +459,14 @@ class Pipe(nn.Module):
     def to_empty(self, *, device: Device | None, recurse: bool = True) -> Pipe:
         """Denied: see ``devices``. Give the layers memory before making the pipe."""
         raise TypeError(_MOVE_DENIED)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Pipe:
+        """As of any module, for :meth:`to` of a module that has this one too; moves are denied."""
+        for device in set(self.devices):
+            if fn(torch.empty(0, device=device)).device != device:
+                raise TypeError(_MOVE_DENIED)
+        super()._apply(fn, recurse)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

@@ -254,13 +254,13 @@ def test_a_stage_that_returns_no_tensor(place: torch.device) -> None:
 
 
 def test_an_output_that_cannot_be_joined(place: torch.device) -> None:
-    class Mean(nn.Module):
+    class Largest(nn.Module):
         def forward(self, x):
-            return x.mean()
+            return x.argmax()
 
-    module = nn.Sequential(nn.Linear(2, 2), Mean())
+    module = nn.Sequential(nn.Linear(2, 2), Largest())
     pipe = Pipe(module, [1, 1], devices=[place] * 2, chunks=2)
-    with pytest.raises(ValueError, match="scalar loss outside"):
+    with pytest.raises(ValueError, match=r"joined along dimension 0.*only scalars"):
         pipe(torch.zeros(4, 2))
 
 
@@ -275,3 +275,13 @@ def test_layers_may_be_replaced_but_not_partitions() -> None:
     with pytest.raises(RuntimeError, match=r"replace layers in it instead"):
         pipe.train_step(x, x, nn.functional.mse_loss)
     assert copy.deepcopy(pipe)(x).shape == (4, 1)
+
+
+def test_a_model_with_a_pipe_cannot_move_it() -> None:
+    pipe = on_cpu(mlp(), [2, 3])
+    model = nn.ModuleDict({"pipe": pipe, "head": nn.Linear(6, 2)})
+    with pytest.raises(TypeError, match="cannot be moved"):
+        model.to("meta")
+    assert pipe.devices == [p.device for p in (pipe[0].weight, pipe[2].weight)]
+    model.to("cpu").float()
+    assert pipe[0].weight.dtype == torch.float32

@@ -116,7 +116,7 @@ class Engine:
         *,
         checkpoint: str,
         schedule: Schedule,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Run a mini-batch forward and backward, and accumulate its gradients.
 
         Args:
@@ -126,7 +126,7 @@ class Engine:
             schedule: the order of forwards and backwards.
 
         Returns:
-            The loss, a scalar without a graph.
+            As ``Losses.total``.
         """
         with (
             self._as_running(),
@@ -136,7 +136,7 @@ class Engine:
             torch.enable_grad(),
         ):
             mini_batch = self._start(schedule, batch, checkpoint, trains=True)
-            captured = LossGradients(mini_batch.parameters)
+            captured = LossGradients(mini_batch.parameters, self.stages.modules)
             losses = make_losses(mini_batch.sizes, mini_batch.loss_randomness, captured)
             parameters = unique(self._parameters)
             with self._committed():

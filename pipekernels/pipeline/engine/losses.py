@@ -16,8 +16,14 @@ from pipekernels.pipeline.engine.outputs import Outputs
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, Entry
 from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
 from pipekernels.pipeline.stage.task import Activation, Grads
-from pipekernels.pipeline.values.micro_batch import Scatter, shares
-from pipekernels.pipeline.values.structure import Structure, take_apart, tensors_in
+from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of, shares
+from pipekernels.pipeline.values.structure import (
+    LONE,
+    Structure,
+    deny_packed,
+    take_apart,
+    tensors_in,
+)
 
 LossFunction = Callable[..., Any]
 """Returns a scalar, or a tuple of one and of other values to return."""
@@ -93,6 +99,33 @@ class LossGradients:
         )
 
 
+def targets_for(batch: Batch, target: Any) -> tuple[Scatter | None, Structure]:
+    """The micro-batches of the tensors in ``target``, None if there are none, and their structure.
+
+    Raises:
+        TypeError: there is no tensor in ``target``, or one that cannot be cut.
+        ValueError: a target has a graph, or another batch size than the inputs of ``batch``.
+    """
+    if target is None:
+        return None, LONE
+    if batch.chunks > 1:
+        deny_packed(target, "the target")
+    tensors, structure = take_apart(target, "target")
+    if any(tensor.grad_fn is not None for tensor in tensors):
+        raise ValueError(
+            "a target has a graph, whose backward each micro-batch would run again; detach it, or "
+            "use loss_fn(pipe(input), target).backward()"
+        )
+    targets = Scatter(tensors, batch.chunks, batch.dim, "target")
+    rows = rows_of(batch.tensors, batch.dim, "input")
+    if targets.batch != rows:
+        raise ValueError(
+            f"the target has batch size {targets.batch} and the input {rows}; both are split along "
+            f"dimension {batch.dim} and must agree in it"
+        )
+    return targets, structure
+
+
 class Losses:
     """Computes the loss of each micro-batch, weighted by its share of the batch.
 
@@ -114,6 +147,7 @@ class Losses:
         targets: Scatter | None,
         structure: Structure,
         mean: bool,
+        dim: int,
         sizes: Sequence[int],
         randomness: Callable[[int], AbstractContextManager[Any]],
         gradients: LossGradients,
@@ -121,8 +155,9 @@ class Losses:
         self._loss = loss
         self._targets = targets
         self._structure = structure
-        batch = max(1, sum(sizes))
-        self._weights = [size / batch if mean else 1.0 for size in sizes]
+        self._weights = shares(sizes) if mean else [1.0] * len(sizes)
+        self._extras: Outputs | None = None
+        self._new_extras = partial(Outputs, sizes, dim, self._weights, "loss_fn")
         self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(sizes)
         self._losses: list[torch.Tensor | None] = [None] * len(sizes)
         self._values: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
@@ -154,8 +189,14 @@ class Losses:
             arguments.append(self._structure.on(device).build(parts))
         with self._randomness(m):
             loss = self._loss(*arguments)
+        if isinstance(loss, tuple) and len(loss) == 2:
+            loss, extras = loss
+            self._collect_extras(m, extras)
         if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"loss_fn returned {type(loss).__name__}; it must return a tensor")
+            raise TypeError(
+                f"loss_fn returned {type(loss).__name__}; it must return a tensor, or a tuple of "
+                "it and of values to return beside the loss"
+            )
         if loss.dim() != 0 or loss.is_complex():
             raise ValueError(
                 f"loss_fn returned a {loss.dtype} of shape {tuple(loss.shape)}; it must return a "
@@ -166,6 +207,13 @@ class Losses:
             self.gradients.capture(loss.grad_fn)
             self._losses[m], self._leaves[m] = loss, leaves
             self._required_grad = True
+
+    def _collect_extras(self, m: int, extras: Any) -> None:
+        tensors, structure = take_apart(extras, "what loss_fn returns beside the loss")
+        detached = tuple([tensor.detach() for tensor in tensors])
+        if self._extras is None:
+            self._extras = self._new_extras()
+        self._extras.collect(m, Activation(detached, (False,) * len(detached), structure))
 
     def grads(self, m: int) -> Grads:
         loss, self._losses[m] = self._losses[m], None
@@ -184,7 +232,9 @@ class Losses:
                 "is on; to only evaluate, use loss_fn(pipe(input), target)"
             )
 
-    def total(self) -> torch.Tensor:
-        """The loss of the whole batch: micro-batches summed in their order."""
+    def total(self) -> Any:
+        """The loss of the whole batch: micro-batches summed in their order; in a tuple with the
+        values returned beside it, if there are any."""
         weighted = [v * w for v, w in zip(self._values, self._weights, strict=True)]
-        return torch.stack(weighted).sum()
+        total = torch.stack(weighted).sum()
+        return total if self._extras is None else (total, self._extras.build(self._extras.take()))

@@ -29,7 +29,6 @@ from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
 from pipekernels.pipeline.stage.parameters import (
     StageParameters,
     accumulated,
-    deny_accumulated,
     installed,
     unique,
 )
@@ -362,7 +361,7 @@ class MiniBatch:
         """Collect the gradients of the body's backwards. Drop them after a failure: they must not
         leak into the next backward."""
         results = _Results()
-        deny_accumulated(self.parameters)
+        self.deny_foreign_backwards()
         with restoring(partial(self._take_grads, results)):
             yield results
             if self._transport.arrivals:
@@ -373,6 +372,10 @@ class MiniBatch:
                 for i, wants in enumerate(self._wants_grad)
             ]
             results.inputs = tuple([self._scatter.joined(column) for column in columns])
+
+    def deny_foreign_backwards(self) -> None:
+        """See :meth:`Stages.deny_foreign_backwards`."""
+        self._stages.deny_foreign_backwards(self.parameters)
 
     def _take_grads(self, results: _Results) -> None:
         self._second_parts.clear()

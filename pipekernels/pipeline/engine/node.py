@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from pipekernels._torch_private import keeps_graph
+from pipekernels._torch_private import keeps_graph, when_backward_ends
 from pipekernels.device.restoring import holding, restore_despite_interrupt
 from pipekernels.device.streams import has_streams
 from pipekernels.local_ops.once import check_differentiated_once
@@ -58,9 +59,16 @@ class PipeNode(torch.autograd.Function):
 def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool) -> Grads:
     with holding(ctx.lock):
         inputs, parameters = ctx.mini_batch.backward(ctx.outputs, grads, keep_graph)
+        # Autograd may run what a loss has besides the pipe's output after this node.
+        when_backward_ends(partial(_check, ctx.lock, ctx.mini_batch))
         if not keep_graph:
             ctx.recycle(ctx.mini_batch)
     return (*inputs, *parameters)
+
+
+def _check(lock: threading.RLock, mini_batch: MiniBatch) -> None:
+    with holding(lock):
+        mini_batch.deny_foreign_backwards()
 
 
 class GivenGradients(torch.autograd.Function):

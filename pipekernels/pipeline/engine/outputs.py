@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from pipekernels.device.restoring import restoring
-from pipekernels.pipeline.stage.task import Activation, Grads
-from pipekernels.pipeline.values.micro_batch import Gather
+from pipekernels.pipeline.stage.task import Activation, Grads, differentiable
+from pipekernels.pipeline.values.micro_batch import Average, Gather, shares
 from pipekernels.pipeline.values.structure import Structure, merged
 
 
@@ -29,17 +29,29 @@ class Sink(Protocol):
 class Outputs:
     """Joins micro-batches into whole outputs, and splits the gradients of the whole outputs.
 
+    Scalars are averaged.
+
     Args:
         sizes: rows of each micro-batch.
         dim: the batch dimension.
+        weights: of each micro-batch's scalars. Default: its share of the rows.
+        source: what has returned the outputs, in errors.
     """
 
-    def __init__(self, sizes: Sequence[int], dim: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dim: int,
+        weights: Sequence[float] | None = None,
+        source: str = "the last stage",
+    ) -> None:
         self.wants_grad: list[bool] = []
         self._sizes = sizes
         self._dim = dim
+        self._weights = shares(sizes) if weights is None else weights
+        self._source = source
         self._structures: list[Structure] = []
-        self._gathers: list[Gather] = []
+        self._gathers: list[Gather | Average] = []
         self._grads: list[Grads] = []
 
     def collect(self, m: int, outputs: Activation) -> None:
@@ -49,19 +61,24 @@ class Outputs:
             ValueError: their structure differs from that of earlier micro-batches.
         """
         if not self._gathers:
-            self._gathers = [Gather(self._sizes, self._dim) for _ in outputs.tensors]
+            self._gathers = [self._gather(tensor) for tensor in outputs.tensors]
             self.wants_grad = [False] * len(outputs.tensors)
             self._structures = [outputs.structure] * len(self._sizes)
         self._structures[m] = outputs.structure
         if not outputs.structure.fits(self._structures[0]):
             raise ValueError(
-                f"the last stage returned {len(outputs.tensors)} tensors for micro-batch {m} and "
+                f"{self._source} returned {len(outputs.tensors)} tensors for micro-batch {m} and "
                 f"{len(self._gathers)} before, or put them together in another way; all "
                 "micro-batches must be alike"
             )
         for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
             self._gathers[i].write(m, tensor)
             self.wants_grad[i] |= wants
+
+    def _gather(self, tensor: torch.Tensor) -> Gather | Average:
+        if tensor.dim() == 0 and differentiable(tensor):
+            return Average(self._weights)
+        return Gather(self._sizes, self._dim, self._source)
 
     def take(self) -> tuple[torch.Tensor, ...]:
         """The tensors of the whole outputs."""

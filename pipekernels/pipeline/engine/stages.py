@@ -14,6 +14,8 @@ from pipekernels.device.graphs import has_graphs
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.cuda_graphs.stage_graphs import StageGraphs
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
+from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
+from pipekernels.pipeline.stage.parameters import StageParameters, drop_accumulated
 from pipekernels.pipeline.stage.partition import has_collectives
 from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.task import Task
@@ -105,6 +107,16 @@ class Stages:
             recurrent=tuple(layer for layer in layers if isinstance(layer, nn.RNNBase)),
             one_thread=self._why_one_thread(layers),
         )
+
+    def deny_foreign_backwards(self, parameters: Sequence[StageParameters]) -> None:
+        """Raise a RuntimeError if another backward than one of a stage has reached ``parameters``,
+        unless it has raised that error itself; drop what it has accumulated."""
+        tasks = [*self.tasks, *filter(None, [self.fused])]
+        said = any(task.saw_foreign_backward for task in tasks)
+        for task in tasks if said else ():
+            task.saw_foreign_backward = False
+        if drop_accumulated(parameters) and not said:
+            raise RuntimeError(PAST_THE_OUTPUT)
 
     def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:
         if any(device.type != "cpu" for device in self.devices) or self.graphs:

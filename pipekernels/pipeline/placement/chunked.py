@@ -10,6 +10,7 @@ from torch import nn
 
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.stage.batchnorm import committed
+from pipekernels.pipeline.values.micro_batch import deny_constant
 from pipekernels.pipeline.values.nested import leaves, map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
@@ -24,18 +25,19 @@ def forward_in_chunks(
     kwargs: Mapping[str, Any],
     *,
     chunks: int,
+    dim: int = 0,
     order: Sequence[str] = (),
 ) -> Any:
     """``forward(*args, **kwargs)``, computed by ``min(chunks, batch)`` calls on micro-batches.
 
-    The batch size is that of dimension 0 of the first tensor among the arguments that has a
-    dimension. Every tensor of that size in dimension 0 is split, nested ones too; every call gets
+    The batch size is that of dimension ``dim`` of the first tensor among the arguments that has
+    one. Every tensor of that size in dimension ``dim`` is split, nested ones too; every call gets
     the other arguments unchanged, and tensors in ``NoChunk`` unsplit. With a single micro-batch,
     or without such a tensor, ``forward`` is called once.
 
-    Otherwise results are joined: tensors are concatenated along dimension 0, where each must have
-    the rows of its micro-batch or a multiple of them; an object that all calls return, or equal
-    hashable objects, are returned once.
+    Otherwise results are joined: tensors are concatenated along dimension ``dim``, where each must
+    have the rows of its micro-batch or a multiple of them; an object that all calls return, or
+    equal hashable objects, are returned once.
 
     Args:
         module: the module of ``forward``; its DeferredBatchNorms commit once.
@@ -43,6 +45,7 @@ def forward_in_chunks(
         args: positional arguments.
         kwargs: keyword arguments.
         chunks: the most micro-batches; their sizes differ by at most one.
+        dim: the batch dimension.
         order: names of keyword arguments to consider first, in the order of the signature.
 
     Raises:
@@ -52,22 +55,22 @@ def forward_in_chunks(
     """
     inputs = (tuple(args), {name: kwargs[name] for name in order if name in kwargs} | dict(kwargs))
     found = leaves(inputs)
-    tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    batch = tensors[0].size(0) if tensors else 0
+    tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
+    batch = tensors[0].size(dim) if tensors else 0
     sizes = micro_batch_sizes(batch, chunks)
     with committed([module]):
         if len(sizes) == 1:
             whole_args, whole_kwargs = whole(*inputs)
             return forward(*whole_args, **whole_kwargs)
         # One split per tensor object: attention layers check whether query and key are identical.
-        parts = {id(t): t.split(sizes) for t in tensors if t.size(0) == batch}
+        parts = {id(t): t.split(sizes, dim) for t in tensors if t.size(dim) == batch}
         results = []
         for m in range(len(sizes)):
             for leaf in found:
                 _deny_opaque(leaf)
             part_args, part_kwargs = _micro_batch(inputs, parts, m)
             results.append(forward(*part_args, **part_kwargs))
-    return map_leaves(lambda *pieces: _join(pieces, sizes), *results)
+    return map_leaves(lambda *pieces: _join(pieces, sizes, dim), *results)
 
 
 def whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -109,13 +112,13 @@ def _holds_tensors(value: Any, depth: int) -> bool:
     )
 
 
-def _join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _join(pieces: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
     """One value from those that the micro-batches returned at one place."""
     first = pieces[0]
     if all(piece is first for piece in pieces):
         return first
     if all(isinstance(piece, torch.Tensor) for piece in pieces):
-        return _concatenated(pieces, sizes)
+        return _concatenated(pieces, sizes, dim)
     comparable = isinstance(first, Hashable) and not isinstance(first, torch.Tensor)
     if comparable and all(type(piece) is type(first) and piece == first for piece in pieces):
         return first
@@ -127,15 +130,20 @@ def _join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     )
 
 
-def _concatenated(pieces: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+def _concatenated(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> torch.Tensor:
     first = pieces[0]
-    rows = first.size(0) // sizes[0] if first.dim() else 0
+    rows = first.size(dim) // sizes[0] if first.dim() > dim else 0
     for piece, size in zip(pieces, sizes, strict=True):
-        if piece.dim() == 0 or piece.size(0) != rows * size or piece.shape[1:] != first.shape[1:]:
+        shape = list(first.shape)
+        if rows:
+            shape[dim] = rows * size
+        if not rows or list(piece.shape) != shape:
             raise ValueError(
                 f"the module returned tensors of shapes {[list(p.shape) for p in pieces]} for "
-                f"micro-batches of sizes {list(sizes)}; they are joined along dimension 0, so each "
-                "must have as many rows as its micro-batch, or a multiple of them, and the others' "
-                "shape otherwise (take the mean over the batch, as in a loss, outside the module)"
+                f"micro-batches of sizes {list(sizes)}; they are joined along dimension {dim}, so "
+                "each must have there as many rows as its micro-batch, or a multiple of them, and "
+                "the others' shape otherwise (take the mean over the batch, as in a loss, outside "
+                "the module)"
             )
-    return torch.cat(list(pieces))
+    deny_constant(pieces, rows)
+    return torch.cat(list(pieces), dim)

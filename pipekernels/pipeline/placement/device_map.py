@@ -17,6 +17,7 @@ from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.placement.chunked import forward_in_chunks, whole
 from pipekernels.pipeline.placement.override import Override
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
+from pipekernels.pipeline.stage.partition import warn_of_sequence_first
 from pipekernels.pipeline.values.nested import map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
@@ -107,7 +108,11 @@ def unparallelize_module(module: nn.Module, common_device: Device | None = None)
 
 
 def parallelize_pipeline(
-    model: nn.Module, module_to_device: Mapping[str, Placement], *, chunks: int = 1
+    model: nn.Module,
+    module_to_device: Mapping[str, Placement],
+    *,
+    chunks: int = 1,
+    batch_dim: int = 0,
 ) -> nn.Module:
     """Place the modules of ``model`` on devices, in place, and move their arguments there.
 
@@ -134,15 +139,15 @@ def parallelize_pipeline(
     joined.) Nothing overlaps either if the model makes Python wait, as ``.item()`` does, or on CPUs
     alone, where ``Pipe`` has lanes.
 
-    The first tensor among the arguments, and every other tensor of the same size in dimension 0,
-    nested ones too, is split along dimension 0; each micro-batch gets the other arguments
+    The first tensor among the arguments, and every other tensor of the same size in dimension
+    ``batch_dim``, nested ones too, is split along it; each micro-batch gets the other arguments
     unchanged. Keyword arguments are considered in the order of the forward's parameters. Pass a
     tensor of that size that must not be split, such as a square mask, as ``NoChunk(tensor)``, or
     with a leading dimension of 1.
 
     The model may return tensors with the batch, or a multiple of it (``[batch * tokens, ...]``), in
-    dimension 0, in any nesting; they are concatenated. Other objects must be equal for all
-    micro-batches. So a model must not take or return a cache of its batch's keys and values
+    dimension ``batch_dim``, in any nesting; they are concatenated. Other objects must be equal for
+    all micro-batches. So a model must not take or return a cache of its batch's keys and values
     (``use_cache=False`` for models of Hugging Face). A mean over the batch inside the model is one
     over a micro-batch, and scalar results are refused: compute a loss outside. Layers that mix the
     batch's rows see a micro-batch;
@@ -156,6 +161,8 @@ def parallelize_pipeline(
             (processing device, output device). Not changed.
         chunks: the most micro-batches per call: ``min(chunks, batch)``, of sizes that differ by at
             most one.
+        batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
+            A warning is given if it is 0 and a layer that is not ``batch_first`` wants 1.
 
     Raises:
         ValueError: a name that the model does not have, or two names of one module with different
@@ -171,6 +178,8 @@ def parallelize_pipeline(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     chunks = integer("chunks", chunks)
+    batch_dim = integer("batch_dim", batch_dim, least=0)
+    warn_of_sequence_first(model.modules(), chunks, batch_dim)
     modules = dict(model.named_modules(remove_duplicate=False))
     placed = {name: _pair(name, value) for name, value in module_to_device.items()}
     _check(modules, placed)
@@ -189,7 +198,8 @@ def parallelize_pipeline(
         _attach(module, processing, output)
     undo = vars(model).setdefault(_UNDO, [])
     if chunks > 1 or has_deferred_batch_norm(model):  # forward_in_chunks commits its statistics.
-        in_chunks = partial(forward_in_chunks, chunks=chunks, order=_parameters(model.forward))
+        order = _parameters(model.forward)
+        in_chunks = partial(forward_in_chunks, chunks=chunks, dim=batch_dim, order=order)
         undo.append(Override(model, "forward", in_chunks))
     else:
         undo.append(model.register_forward_pre_hook(_unmark, with_kwargs=True))

@@ -22,19 +22,26 @@ class DeferredBatchNorm(BatchNormBase):
 
     Statistics of micro-batches are merged one by one (Chan, Golub and LeVeque, 1983). ``Pipe``,
     ``parallelize_pipeline`` and ``execute_pipeline`` call :meth:`commit` after every mini-batch's
-    forward; code that runs the layer without them must call it itself. The running statistics are
-    updated by the mean and unbiased variance that ``nn.BatchNorm`` computes of the mini-batch.
+    forward, however many micro-batches it had; elsewhere the layer calls it itself after ``chunks``
+    inputs. The running statistics are updated by the mean and unbiased variance that
+    ``nn.BatchNorm`` computes of the mini-batch.
 
-    Inputs: ``[N, C, ...]``, floating point. The constructor's arguments are those of
-    ``nn.BatchNorm1d``.
+    Inputs: ``[N, C, ...]``, floating point.
+
+    Args:
+        *args, **kwargs: those of ``nn.BatchNorm1d``.
+        chunks: number of micro-batches of a mini-batch.
     """
 
     _count: int
+    _micro_batches: int
     _mean: torch.Tensor
     _squares: torch.Tensor
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, chunks: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.chunks = integer("chunks", whole(chunks))
+        self.in_pipe = False  # True while a pipe runs the layer.
         self.discard()
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -51,6 +58,9 @@ class DeferredBatchNorm(BatchNormBase):
             return F.batch_norm(input, mean, var, self.weight, self.bias, False, 0.0, self.eps)
         if self.training and self.track_running_stats and not is_recomputing():
             self._merge(input.detach())
+            self._micro_batches += 1
+            if self._micro_batches >= self.chunks and not self.in_pipe:
+                self.commit()
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     def _merge(self, input: torch.Tensor) -> None:
@@ -74,6 +84,7 @@ class DeferredBatchNorm(BatchNormBase):
     def commit(self) -> None:
         """Update the running statistics, with all inputs since the last call as one mini-batch."""
         if not self._count:
+            self.discard()
             return
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -87,7 +98,7 @@ class DeferredBatchNorm(BatchNormBase):
 
     def discard(self) -> None:
         """Drop the statistics collected since the last commit, as after a failed mini-batch."""
-        self._count = 0
+        self._count = self._micro_batches = 0
         self._mean = self._squares = torch.empty(0)
 
     @classmethod
@@ -110,9 +121,12 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     def discard() -> None:
         for norm in norms:
+            norm.in_pipe = False
             norm.discard()
 
     with restoring(discard):
+        for norm in norms:
+            norm.in_pipe = True
         yield
         for norm in norms:
             norm.commit()
@@ -126,16 +140,17 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
     Args:
         module: the model; returned, or its replacement if it is a BatchNorm itself.
-        chunks: has no effect; accepted for compatibility with fairscale.
+        chunks: number of micro-batches after which a layer that is run outside a pipe updates its
+            running statistics.
 
     Raises:
         ValueError: ``chunks`` is below 1.
         TypeError: a BatchNorm has a forward of its own, is lazy or parametrized. Nothing is
             replaced then.
     """
-    integer("chunks", whole(chunks))
+    chunks = integer("chunks", whole(chunks))
     replacements: dict[nn.Module, nn.Module] = {
-        norm: _deferred(name, norm)
+        norm: _deferred(name, norm, chunks)
         for name, norm in module.named_modules()
         if isinstance(norm, BatchNormBase)
         and not isinstance(norm, (DeferredBatchNorm, nn.SyncBatchNorm))
@@ -147,7 +162,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
     return replacements.get(module, module)
 
 
-def _deferred(name: str, norm: BatchNormBase) -> DeferredBatchNorm:
+def _deferred(name: str, norm: BatchNormBase, chunks: int) -> DeferredBatchNorm:
     is_plain = type(norm).forward is BatchNormBase.forward and not hasattr(norm, "parametrizations")
     if not is_plain or isinstance(norm, LazyModuleMixin):
         raise TypeError(
@@ -155,6 +170,8 @@ def _deferred(name: str, norm: BatchNormBase) -> DeferredBatchNorm:
             "does, and that would be lost; use nn.BatchNorm1d, 2d or 3d there (a lazy one becomes "
             "that with its first input), or no deferred batch norm"
         )
-    deferred = DeferredBatchNorm(norm.num_features, affine=False, track_running_stats=False)
+    deferred = DeferredBatchNorm(
+        norm.num_features, affine=False, track_running_stats=False, chunks=chunks
+    )
     vars(deferred).update(vars(norm))
     return deferred

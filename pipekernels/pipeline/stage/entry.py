@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,14 +41,15 @@ class Leaf:
 
     Args:
         tensor: the input; the leaf shares its memory.
+        foreign: called before the error if another backward than one of the stage gets here.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, foreign: Callable[[], None]) -> None:
         self.tensor = tensor.detach().requires_grad_()
         # The tensor refers to this node weakly; its hook must not refer to the node or the leaf.
         self._accumulator = get_gradient_edge(self.tensor).node
         self._grads: list[torch.Tensor | None] = []  # Empty but during a backward of the stage.
-        self._accumulator.register_prehook(partial(_keep, self._grads))
+        self._accumulator.register_prehook(partial(_keep, self._grads, foreign))
 
     def open(self) -> None:
         """Begin a backward of the stage."""
@@ -58,8 +60,13 @@ class Leaf:
         return self._grads.pop()
 
 
-def _keep(place: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+def _keep(
+    place: list[torch.Tensor | None],
+    foreign: Callable[[], None],
+    grads: tuple[torch.Tensor | None, ...],
+) -> tuple[None]:
     if not place:
+        foreign()
         raise RuntimeError(PAST_THE_OUTPUT)
     place[:] = grads
     return (None,)  # Nothing is left to accumulate.

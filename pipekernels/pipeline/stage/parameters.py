@@ -18,7 +18,6 @@ from torch import nn
 
 from pipekernels._torch_private import are_parametrizations_cached
 from pipekernels.device.restoring import restoring
-from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
 
 
 def _make_alias(
@@ -195,13 +194,15 @@ def unique(stages: Sequence[StageParameters]) -> list[nn.Parameter]:
     return list({key: pair[0] for stage in stages for key, pair in stage.pairs.items()}.values())
 
 
-def deny_accumulated(stages: Sequence[StageParameters]) -> None:
-    """Raise a RuntimeError if another backward than one of a stage has reached an alias."""
+def drop_accumulated(stages: Sequence[StageParameters]) -> bool:
+    """Drop what backwards that are none of a stage's have accumulated; returns whether there was
+    anything."""
     aliases = [alias for stage in stages for _, alias in stage.pairs.values()]
-    if any(alias.grad is not None for alias in aliases):
+    found = any(alias.grad is not None for alias in aliases)
+    if found:
         for alias in aliases:
             alias.grad = None
-        raise RuntimeError(PAST_THE_OUTPUT)
+    return found
 
 
 def accumulated(

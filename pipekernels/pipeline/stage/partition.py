@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
@@ -250,3 +251,19 @@ def _deny_sharing_across_devices(
                     f"{what} is shared by stages on {other} and {device}; put the stages that "
                     "share it on one device"
                 )
+
+
+def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:
+    """Warn if one of ``modules`` says that its batch dimension is 1, and 0 is to be cut."""
+    if chunks == 1 or batch_dim != 0:
+        return
+    for layer in modules:
+        if getattr(layer, "batch_first", True) is False:
+            warnings.warn(
+                f"a {type(layer).__name__} has batch_first=False, so its dimension 0 is time, and "
+                "inputs are to be cut into micro-batches along dimension 0; give batch_dim=1 if "
+                "the model takes and returns tensors like this layer's",
+                UserWarning,
+                stacklevel=3,
+            )
+            return

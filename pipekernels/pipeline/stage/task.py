@@ -156,6 +156,10 @@ class Task:
         device: the device of the stages and of their inputs.
         received: skips that come from other tasks.
         sent: skips that go to other tasks.
+
+    Attributes:
+        saw_foreign_backward: whether a backward that is none of this task's has raised an error at
+            its inputs. Others reset it.
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class Task:
         self.sent_skips = tuple(sent)
         self._skips = [skips_of(stage) for stage in stages]
         self._has_skips = any(self._skips)
+        self.saw_foreign_backward = False
         self.inspect_layers()
 
     def inspect_layers(self) -> None:
@@ -290,6 +295,9 @@ class Task:
             return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
         return _taken(tape.leaves), second_part
 
+    def _note_foreign_backward(self) -> None:
+        self.saw_foreign_backward = True
+
     def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
         return [
             (root, grad)
@@ -307,7 +315,7 @@ class Task:
         with torch.enable_grad():
             for tensor, wants in zip(inputs.tensors, inputs.wants_grad, strict=True):
                 arg = copy_of(tensor) if copies else tensor
-                leaf = Leaf(arg) if wants else None
+                leaf = Leaf(arg, self._note_foreign_backward) if wants else None
                 leaves.append(leaf)
                 if leaf is not None:
                     arg = Entry.apply(leaf.tensor) if self._needs_entry else leaf.tensor

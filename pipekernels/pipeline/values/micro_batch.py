@@ -68,6 +68,7 @@ class Scatter:
         what: the word for a tensor in errors.
 
     Raises:
+        TypeError: a tensor is sparse or nested, and there are several micro-batches.
         ValueError: as :func:`rows_of`.
     """
 
@@ -77,6 +78,16 @@ class Scatter:
         self.batch = rows_of(tensors, dim, what)
         self.dim = dim
         self.sizes = micro_batch_sizes(self.batch, chunks)
+        if len(self.sizes) == 1:
+            self._parts = list(zip(*(_whole(t) for t in tensors), strict=True))
+            return
+        for i, tensor in enumerate(tensors):
+            if tensor.layout != torch.strided or tensor.is_nested:
+                raise TypeError(
+                    f"{what} {i} is a {type(tensor).__name__} of layout {tensor.layout}, whose "
+                    "rows cannot be cut into micro-batches; give its parts as dense tensors, give "
+                    "all of it to every micro-batch (NoChunk(tensor)), or use chunks=1"
+                )
         if dim == 0:
             self._parts = list(zip(*(_views(t, self.sizes) for t in tensors), strict=True))
         else:
@@ -109,6 +120,13 @@ class Scatter:
         return whole
 
 
+def _whole(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The only micro-batch."""
+    if tensor.layout == torch.strided and not tensor.is_nested:
+        return _views(tensor, [tensor.size(0)])
+    return [tensor if tensor.requires_grad else tensor.detach()]
+
+
 def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
     views: Sequence[torch.Tensor] = tensor.split(sizes)
     if tensor.requires_grad:
@@ -134,6 +152,48 @@ def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     return part.new_empty(shape)
 
 
+def shares(sizes: Sequence[int]) -> list[float]:
+    """The weight of each micro-batch in a mean over rows."""
+    batch = sum(sizes)
+    return [size / batch if batch else 1.0 / len(sizes) for size in sizes]
+
+
+class Average:
+    """A scalar of every micro-batch, such as an auxiliary loss, joined to the weighted sum of all.
+
+    Args:
+        weights: one per micro-batch.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = weights
+        self._parts: list[torch.Tensor | None] = [None] * len(weights)
+
+    def write(self, m: int, part: torch.Tensor) -> None:
+        """Keep the scalar of micro-batch ``m``.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if part.dim() > 0:
+            raise ValueError(
+                f"a tensor of shape {tuple(part.shape)} was returned for micro-batch {m} where a "
+                "scalar was before; all micro-batches must be alike"
+            )
+        self._parts[m] = part.detach()
+
+    def take(self) -> torch.Tensor:
+        """The sum, in order. Drops the references to the parts."""
+        pairs = zip(self._parts, self._weights, strict=True)
+        weighted = [part * weight for part, weight in pairs if part is not None]
+        self._parts.clear()
+        return torch.stack(weighted).sum()
+
+    def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """``whole``, a gradient of the sum, as one of each part."""
+        return [whole * weight for weight in self._weights]
+
+
 class Gather:
     """One tensor into which micro-batches are written in any order, which avoids a concatenation,
     unless their dtypes differ.
@@ -143,15 +203,18 @@ class Gather:
     Args:
         sizes: rows of each micro-batch.
         dim: the batch dimension.
+        source: what has returned the parts, in errors.
     """
 
-    def __init__(self, sizes: Sequence[int], dim: int = 0) -> None:
+    def __init__(self, sizes: Sequence[int], dim: int = 0, source: str = "the last stage") -> None:
         self._sizes = sizes
         self._dim = dim
+        self._source = source
         self._whole: torch.Tensor | None = None
         self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per micro-batch.
         self._parts: dict[int, torch.Tensor] = {}  # Those of another dtype.
-        self._lengths: list[int] = []  # Entries of each micro-batch along `dim`.
+        self._rows = 1  # Entries per row of the batch, along `dim`.
+        self._lengths: list[int] = []  # Entries of each micro-batch.
 
     def write(self, m: int, part: torch.Tensor) -> None:
         """Copy the part of micro-batch ``m``; a single one, or one of another
@@ -164,23 +227,23 @@ class Gather:
         dim = self._dim
         if part.dim() <= dim:
             raise ValueError(
-                f"the last stage returned a tensor of shape {tuple(part.shape)}; outputs are "
-                f"joined along dimension {dim} (compute a scalar loss outside the pipe, or with "
-                "train_step)"
+                f"{self._source} returned a tensor of shape {tuple(part.shape)} and dtype "
+                f"{part.dtype}; tensors are joined along dimension {dim}, and only scalars of a "
+                "floating-point dtype are averaged"
             )
         if len(self._sizes) == 1:
             self._lengths = [part.size(dim)]
             self._whole = part.detach()
             return
         if self._whole is None:
-            rows = part.size(dim) // self._sizes[m]
-            self._lengths = [rows * size for size in self._sizes]
+            self._rows = part.size(dim) // self._sizes[m]
+            self._lengths = [self._rows * size for size in self._sizes]
             self._whole = _new_whole(part, sum(self._lengths), dim)
             self._places = self._whole.split(self._lengths, dim)
         place = self._places[m]
         if part.shape != place.shape:
             raise ValueError(
-                f"the last stage returned a tensor of shape {tuple(part.shape)} for micro-batch "
+                f"{self._source} returned a tensor of shape {tuple(part.shape)} for micro-batch "
                 f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, so each "
                 "must have there the rows of its micro-batch, or one multiple of them, and "
                 "otherwise the shape of the others (drop it in a last layer, move its batch "
@@ -195,6 +258,7 @@ class Gather:
         """All parts, joined in order. Drops its references: the graph keeps this object."""
         whole = self._whole
         assert whole is not None
+        deny_constant(self._places, self._rows)
         if self._parts:
             parts = [self._parts.get(m, place) for m, place in enumerate(self._places)]
             whole = torch.cat(parts, self._dim)
@@ -206,6 +270,21 @@ class Gather:
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """``whole``, of the shape that :meth:`take` returned, as one view per micro-batch."""
         return list(whole.split(self._lengths, self._dim))
+
+
+def deny_constant(parts: Sequence[torch.Tensor], rows: int) -> None:
+    """Raise a ValueError if ``parts``, which have a multiple, ``rows``, of the rows of their
+    micro-batches, are equal: then they are no rows but one tensor for all of the batch."""
+    if rows < 2 or len(parts) < 2:
+        return
+    first, *others = parts
+    if all(first.shape == part.shape and torch.equal(first, part) for part in others):
+        raise ValueError(
+            f"a tensor of shape {tuple(first.shape)} was returned for every micro-batch, with "
+            f"equal values: it has {rows} times the rows of a micro-batch, and seems to belong to "
+            "the whole batch, not to rows of it; return it from a layer outside, with a leading "
+            "dimension of the batch (expand it), or use chunks=1"
+        )
 
 
 def apart(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pipekernels._torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from pipekernels.local_ops.p2p_copy import p2p_copy
@@ -42,6 +45,25 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def arguments_of(layer: nn.Module, value: Any) -> Any:
+    """``value``, or the :class:`Arguments` that it has: a tuple's or a dict's entries, if the
+    forward of ``layer`` takes several arguments and these are among them."""
+    if type(value) not in (tuple, dict):
+        return value
+    try:
+        parameters = inspect.signature(layer.forward).parameters.values()
+    except (TypeError, ValueError):  # A forward that is not written in Python may have none.
+        return value
+    kinds = [parameter.kind for parameter in parameters]
+    if len(kinds) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return value
+    if isinstance(value, tuple):
+        return Arguments(value, {})
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    named = takes_any or value.keys() <= {parameter.name for parameter in parameters}
+    return Arguments((), value) if named else value
+
+
 class _Tensor:
     """Placeholder for a tensor among the leaves of a value."""
 
@@ -57,7 +79,7 @@ class Structure:
         leaves: their leaves, with ``_TENSOR`` in place of each tensor.
     """
 
-    def __init__(self, spec: TreeSpec, leaves: Sequence[Any]) -> None:
+    def __init__(self, spec: TreeSpec | _Spec, leaves: Sequence[Any]) -> None:
         self._spec = spec
         self._leaves = leaves
 
@@ -67,7 +89,7 @@ class Structure:
             return tensors[0]
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+        return _unflatten(leaves, self._spec)
 
     def on(self, device: torch.device) -> Structure:
         """This structure with its unsplit (:class:`NoChunk`) tensors on ``device``."""
@@ -127,17 +149,18 @@ def merged(structures: Sequence[Structure]) -> Structure:
 def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
 
-    Containers are tuples, named tuples, lists, dicts and classes registered with torch's pytree.
+    Containers are tuples, named tuples, lists, dicts, dataclasses and classes registered with
+    torch's pytree.
 
     Raises:
-        TypeError: ``value`` has no tensor, or one in a dict or dataclass that pytree does not know,
-            which would be neither split nor differentiated.
+        TypeError: ``value`` has no tensor, or one in a dict that pytree does not know, which would
+            be neither split nor differentiated.
     """
     if isinstance(value, torch.Tensor):
         return (value,), LONE
-    leaves, spec = tree_flatten(value)
+    leaves, spec = _flatten(value)
     for leaf in leaves:
-        if _hides_tensors(leaf):
+        if isinstance(leaf, dict) and tensors_in(list(leaf.values())):
             raise TypeError(
                 f"{' '.join(map(str, what))} has tensors in a {type(leaf).__name__}, which torch's "
                 "pytree does not know; pass a plain dict, or register the class there "
@@ -160,19 +183,79 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
     return tensors, Structure(spec, marked)
 
 
+def deny_packed(value: Any, what: str) -> None:
+    """Raise a TypeError if there is a PackedSequence in ``value``, whose fields are no rows."""
+    packed = [v for v in tree_leaves(value, is_leaf=_is_packed) if _is_packed(v)]
+    if packed:
+        raise TypeError(
+            f"{what} has a PackedSequence, whose rows cannot be cut into micro-batches; give the "
+            "padded tensor and the lengths, and pack them in the first layer, or use chunks=1"
+        )
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in ``value``, in containers that torch's pytree knows."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _hides_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, dict):
-        inside = list(leaf.values())
-    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        inside = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
-    else:
-        return False
-    return bool(tensors_in(inside))
+class _Record(NamedTuple):
+    """A dataclass with tensors among the leaves of a value."""
+
+    place: int
+    kind: type
+    fields: tuple[str, ...]
+    spec: TreeSpec | _Spec
+    """Of the list of its fields' values."""
+    leaves: int
+    """Number of leaves of these."""
+
+
+class _Spec(NamedTuple):
+    """The containers of a value, some of them dataclasses, which pytree takes for leaves."""
+
+    outer: TreeSpec
+    records: tuple[_Record, ...]
+
+
+def _flatten(value: Any) -> tuple[list[Any], TreeSpec | _Spec]:
+    found, outer = tree_flatten(value)
+    leaves = []
+    records = []
+    for place, leaf in enumerate(found):
+        inner: list[Any] = []
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = tuple([field.name for field in dataclasses.fields(leaf)])
+            inner, spec = _flatten([getattr(leaf, name) for name in names])
+        if not any(isinstance(item, torch.Tensor) for item in inner):
+            leaves.append(leaf)
+            continue
+        records.append(_Record(place, type(leaf), names, spec, len(inner)))
+        leaves += inner
+    return leaves, _Spec(outer, tuple(records)) if records else outer
+
+
+def _unflatten(leaves: Sequence[Any], spec: TreeSpec | _Spec) -> Any:
+    if not isinstance(spec, _Spec):
+        return tree_unflatten(leaves, spec)
+    rest = iter(leaves)
+    records = {record.place: record for record in spec.records}
+    built = []
+    for place in range(spec.outer.num_leaves):
+        record = records.get(place)
+        if record is None:
+            built.append(next(rest))
+            continue
+        # Not by the constructor, which may take other arguments.
+        value: Any = object.__new__(record.kind)
+        parts = _unflatten([next(rest) for _ in range(record.leaves)], record.spec)
+        for name, part in zip(record.fields, parts, strict=True):
+            object.__setattr__(value, name, part)  # Works for frozen dataclasses too.
+        built.append(value)
+    return tree_unflatten(built, spec.outer)
 
 
 def _described(value: Any) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from pipekernels import NoChunk, parallelize_pipeline
+from pipekernels import NoChunk, Pipe, parallelize_pipeline
 from pipekernels.batchnorm import convert_deferred_batch_norm
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
@@ -361,3 +361,44 @@ def test_a_tensor_in_no_chunk_stays_whole(chunks: int) -> None:
     parallelize_pipeline(model, {"": "cpu"}, chunks=chunks)
     assert torch.equal(model(x, NoChunk(weights)), expected)
     assert torch.equal(model(x[:1], NoChunk(weights)), expected[:1])  # One micro-batch.
+
+
+@pytest.mark.parametrize("kind", ["encoder", "lstm"])
+def test_sequence_first_models(kind: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner: nn.Module = nn.LSTM(8, 8)
+            if kind == "encoder":
+                self.inner = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            return self.out(y[0] if isinstance(y, tuple) else y)
+
+    torch.manual_seed(0)
+    model = Model().double()
+    x = torch.randn(6, 4, 8, dtype=torch.float64)  # [time, batch, features]
+    expected = model(x)
+    parallelize_pipeline(model, {"": "cpu", "inner": "cpu"}, chunks=2, batch_dim=1)
+    torch.testing.assert_close(model(x), expected)
+    with pytest.warns(UserWarning, match=r"batch_first=False.*give batch_dim=1"):
+        parallelize_pipeline(Model(), {"": "cpu"}, chunks=2)
+    with pytest.warns(UserWarning, match="LSTM has batch_first=False"):
+        Pipe(nn.Sequential(nn.LSTM(8, 8)), [1], devices=["cpu"], chunks=2)
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_tensors_of_no_rows_are_refused(piped: bool) -> None:
+    class Anchors(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, torch.arange(8.0)
+
+    model: nn.Module = Anchors()
+    if piped:
+        model = Pipe(nn.Sequential(model), [1], devices=["cpu"], chunks=4)
+    else:
+        parallelize_pipeline(model, {"": "cpu"}, chunks=4)
+    with pytest.raises(ValueError, match=r"shape \(8,\).*equal values.*4 times the rows"):
+        model(torch.ones(8, 4))

@@ -167,3 +167,78 @@ def test_another_thread_waits_for_the_commit(monkeypatch: pytest.MonkeyPatch) ->
     pipe(x)
     other.join(timeout=60)
     assert begun.is_set() and pipe[0].num_batches_tracked == 2
+
+
+# ---- outside of a pipe: what torchgpipe's layer promises -----------------------------------------
+
+
+def in_chunks(module: nn.Module, x: torch.Tensor, chunks: int) -> torch.Tensor:
+    return torch.cat([module(part) for part in x.chunk(chunks)])
+
+
+def assert_same_statistics(norm: nn.Module, deferred: nn.Module) -> None:
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(deferred, name), getattr(norm, name))
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_layer_commits_by_itself_after_its_chunks(chunks: int, requires_grad: bool) -> None:
+    norm = nn.BatchNorm2d(3)
+    deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(norm), chunks)
+    for _ in range(2):
+        x = (
+            torch.randn(16, 3, 5, 5)
+            .mul(torch.randint(1, 9, (3, 1, 1)))
+            .requires_grad_(requires_grad)
+        )
+        norm(x)
+        in_chunks(deferred, x, chunks)
+        assert_same_statistics(norm, deferred)
+    norm.eval(), deferred.eval()
+    torch.testing.assert_close(in_chunks(deferred, x, chunks), norm(x))
+    assert_same_statistics(norm, deferred)
+
+
+def test_a_layer_learns_as_batch_norm_does() -> None:
+    norm = nn.BatchNorm2d(3)
+    deferred = convert_deferred_batch_norm(copy.deepcopy(norm), chunks=4)
+    optimizer = torch.optim.SGD(deferred.parameters(), lr=0.5)
+    for _ in range(5):
+        x = torch.randn(16, 3, 4, 4) * 3 + 1
+        in_chunks(deferred, x, 4).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            in_chunks(norm.train(), x[:4], 1)
+    assert deferred.num_batches_tracked == 5
+    # The gradient of a sum is one per row for the bias, and 0 for the weight.
+    torch.testing.assert_close(deferred.bias, torch.full((3,), -0.5 * 5 * 16 * 16.0))
+
+
+def test_layers_between_others() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    deferred = convert_deferred_batch_norm(copy.deepcopy(module), chunks=4)
+    x = torch.randn(16, 3, 5, 5)
+    module(x)
+    in_chunks(deferred, x, 4)
+    assert_same_statistics(module[1], deferred[1])
+
+
+def test_a_layer_without_statistics_tracks_none() -> None:
+    norm = nn.BatchNorm1d(3, track_running_stats=False)
+    deferred = convert_deferred_batch_norm(norm, chunks=2)
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(deferred(x), norm(x))
+    assert deferred.running_mean is None
+
+
+def test_a_pipe_commits_whatever_the_chunks_of_its_layers() -> None:
+    norm = nn.BatchNorm1d(3)
+    module = nn.Sequential(convert_deferred_batch_norm(copy.deepcopy(norm), chunks=2))
+    pipe = Pipe(module, [1], devices=["cpu"], chunks=3)
+    x = torch.randn(9, 3)
+    norm(x), pipe(x)
+    assert_same_statistics(norm, pipe[0])
+    norm(x), in_chunks(pipe[0], x, 2)  # And by itself again.
+    assert_same_statistics(norm, pipe[0])

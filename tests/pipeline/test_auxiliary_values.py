@@ -1,0 +1,235 @@
+"""Values beside the output: attributes, auxiliary losses, metrics, dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support.pipes import Pipe
+from torch import nn
+from torch.nn import functional
+
+from pipekernels import NoChunk
+
+ROWS, CHUNKS = 7, 3  # Micro-batches of 3, 2 and 2 rows.
+WEIGHTS = [3 / 7, 2 / 7, 2 / 7]
+MODES = ("always", "except_last", "never")
+
+
+class Leaves(nn.Module):
+    """Leaves an auxiliary loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        self.aux = {"loss": y.square().mean()}
+        return y
+
+
+class Returns(nn.Module):
+    """Adds its auxiliary loss to the one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: Any) -> Any:
+        x, aux = value if isinstance(value, tuple) else (value, 0.0)
+        y = self.linear(x).tanh()
+        return y, aux + y.square().mean()
+
+
+def make(kind: type[nn.Module], **options: Any) -> Pipe:
+    torch.manual_seed(0)
+    module = nn.Sequential(kind(), kind(), kind()).double()
+    return Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=CHUNKS, **options)
+
+
+def rows() -> torch.Tensor:
+    return torch.linspace(-1, 1, ROWS * 4, dtype=torch.float64).view(ROWS, 4)
+
+
+def grads(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_of_an_attribute_is_refused(execution: str, mode: str, stage: int) -> None:
+    pipe = make(Leaves, checkpoint=mode)
+    output = pipe(rows())
+    # torch finds the graph freed where it comes to the attribute after the pipe.
+    message = r"left in an attribute.*have the layers return it|backward through the graph a second"
+    with pytest.raises(RuntimeError, match=message):
+        (output.sum() + pipe[stage].aux["loss"]).backward()
+    pipe.zero_grad()  # Autograd may have been through the pipe before.
+    pipe(rows()).sum().backward()  # The pipe is usable.
+    expected = make(Leaves)
+    expected(rows()).sum().backward()
+    for a, b in zip(grads(pipe), grads(expected), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_inside_the_pipe_of_an_attribute_is_refused(
+    execution: str, schedule: str, stage: int
+) -> None:
+    pipe = make(Leaves)
+
+    def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
+        return output.square().mean() + pipe[stage].aux["loss"]
+
+    with pytest.raises(RuntimeError, match="left in an attribute"):
+        pipe.train_step(rows(), rows(), loss, schedule=schedule)
+    pipe.train_step(rows(), rows(), functional.mse_loss, schedule=schedule)
+
+
+def test_parameters_may_be_in_a_loss_inside_the_pipe() -> None:
+    pipe = make(Leaves)
+
+    def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
+        return output.square().mean() + pipe[0].linear.weight.square().sum()
+
+    pipe.train_step(rows(), rows(), loss)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scalars_are_averaged(execution: str, mode: str) -> None:
+    pipe = make(Returns, checkpoint=mode)
+    output, aux = pipe(rows())
+    (output.square().mean() + aux).backward()
+    module = make(Returns).to_sequential()
+    parts = [module(part) for part in rows().tensor_split(CHUNKS)]
+    expected = sum(w * part[1] for w, part in zip(WEIGHTS, parts, strict=True))
+    torch.testing.assert_close(aux, expected, rtol=0, atol=1e-12)
+    (torch.cat([y for y, _ in parts]).square().mean() + expected).backward()
+    for a, b in zip(grads(pipe), grads(module), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_scalar_of_one_micro_batch_is_itself() -> None:
+    pipe = make(Returns)
+    pipe.chunks = 1
+    _, aux = pipe(rows())
+    assert aux.equal(pipe.to_sequential()(rows())[1])
+
+
+def test_scalars_of_integers_are_refused() -> None:
+    class Count(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x, torch.tensor(len(x))
+
+    pipe = Pipe(nn.Sequential(Count()), [1], devices=["cpu"], chunks=2)
+    with pytest.raises(ValueError, match=r"int64.*only scalars of a floating-point dtype"):
+        pipe(torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_extras_of_a_loss(reduction: str, schedule: str) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
+        per_row = (output - target).square().mean(1)
+        value = getattr(per_row, reduction)()
+        return value, {"rows": per_row, "largest": [per_row.max()], "name": None}
+
+    pipe = make(Leaves)
+    target = rows().flip(0)
+    total, extras = pipe.train_step(
+        rows(), target, loss, schedule=schedule, loss_reduction=reduction
+    )
+    per_row = (pipe.to_sequential()(rows()) - target).square().mean(1)
+    torch.testing.assert_close(total, getattr(per_row, reduction)())
+    torch.testing.assert_close(extras["rows"], per_row)
+    weights = WEIGHTS if reduction == "mean" else [1.0] * CHUNKS
+    largest = sum(w * p.max() for w, p in zip(weights, per_row.tensor_split(CHUNKS), strict=True))
+    torch.testing.assert_close(extras["largest"], [largest])
+    assert extras["name"] is None
+    assert not extras["rows"].requires_grad
+
+
+def test_extras_without_a_tensor_are_refused() -> None:
+    with pytest.raises(TypeError, match="what loss_fn returns beside the loss"):
+        make(Leaves).train_step(rows(), rows(), lambda y, t: (y.sum(), 1.0))
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Any, mask: Any = None, *, scale: float = 1.0) -> torch.Tensor:
+        y = self.linear(x) * scale
+        return y if mask is None else y * mask
+
+
+class OneOfTwo(nn.Module):
+    def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return value[0] * value[1]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_takes_what_the_forward_takes(named: bool) -> None:
+    torch.manual_seed(0)
+    pipe = Pipe(
+        nn.Sequential(Several(), nn.Linear(4, 4)).double(), [1, 1], devices=["cpu"] * 2, chunks=3
+    )
+    mask = torch.linspace(0, 1, ROWS, dtype=torch.float64).view(ROWS, 1)
+    value: Any = {"x": rows(), "mask": mask, "scale": 2.0} if named else (rows(), mask)
+    loss = pipe.train_step(value, rows(), functional.mse_loss)
+    output = pipe(**value) if named else pipe(*value)
+    torch.testing.assert_close(loss, functional.mse_loss(output, rows()).detach())
+
+
+def test_a_step_of_a_layer_with_one_argument() -> None:
+    pipe = Pipe(nn.Sequential(OneOfTwo(), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.ones(4, 4)
+    pipe.train_step((x, x), x, functional.mse_loss)
+    with pytest.raises(KeyError):
+        pipe.train_step({"x": x, "scale": NoChunk(x)}, x, functional.mse_loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    hidden: torch.Tensor
+    steps: int = dataclasses.field(default=0, kw_only=True)
+    inner: Any = None
+
+    def __post_init__(self) -> None:
+        if self.inner is None:
+            raise ValueError("made by a constructor of another kind")
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: Any) -> State:
+        if isinstance(value, torch.Tensor):
+            value = State(value, inner=[{"x": value * 2}])
+        hidden = self.linear(value.hidden)
+        return State(hidden, steps=value.steps + 1, inner=[{"x": value.inner[0]["x"] + hidden}])
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_dataclasses_pass_between_stages(execution: str, mode: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Step(), Step(), Step()).double()
+    pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=CHUNKS, checkpoint=mode)
+    got, want = pipe(rows()), module(rows())
+    assert type(got) is State and got.steps == [3] * CHUNKS
+    torch.testing.assert_close(got.hidden, want.hidden)
+    torch.testing.assert_close(got.inner[0]["x"], want.inner[0]["x"])
+    got.inner[0]["x"].sum().backward()
+    got = grads(module)
+    module.zero_grad()
+    want.inner[0]["x"].sum().backward()
+    for a, b in zip(got, grads(module), strict=True):
+        torch.testing.assert_close(a, b)
