@@ -199,7 +199,7 @@ def test_rows_that_cannot_be_cut(kind: str) -> None:
             return value.to_dense() if kind == "sparse" else value.to_padded_tensor(0.0)
 
     pipe = Pipe(nn.Sequential(Dense()), [1], devices=["cpu"], chunks=2)
-    with pytest.raises(TypeError, match=rf"input 0.*{kind}.*NoChunk\(tensor\), or use chunks=1"):
+    with pytest.raises(TypeError, match=rf"input 0.*{kind}.*NoChunk\(tensor\)\), or use chunks=1"):
         pipe(x)
     with pytest.raises(TypeError, match=f"target 0.*{kind}"):
         pipe.train_step(torch.ones(4, 4), x, lambda y, t: y.sum())
