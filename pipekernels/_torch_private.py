@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 if TYPE_CHECKING:
@@ -182,9 +182,6 @@ compiler at the first call, not at decoration."""
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 """The number of active ``TorchDispatchMode`` objects of this thread."""
 
-dispatch_modes = _get_current_dispatch_mode_stack
-"""These objects, outermost first."""
-
 is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether this thread is profiled."""
 
@@ -222,12 +219,6 @@ def set_device_setting(device: torch.device | None) -> None:
     torch.utils._device.CURRENT_DEVICE = device
 
 
-def have_all_modules_hooks(kinds: Sequence[str]) -> bool:
-    """Whether there are global module hooks of these kinds, such as ``"_forward_hooks"``; torch has
-    no public query for them."""
-    return any(getattr(nn.modules.module, f"_global{kind}") for kind in kinds)
-
-
 # ---- memory ----
 
 
@@ -246,19 +237,6 @@ def storage_at(address: int, device: torch.device, size: int) -> torch.types.Sto
     """A storage over ``size`` bytes at ``address``, which the caller must keep alive. DLPack would
     need a capsule made in C."""
     return torch._C._construct_storage_from_data_pointer(address, device, size)
-
-
-def end_capture_allocations(device: int, pool: Any) -> None:
-    """Make the allocator leave a failed capture into ``pool``; torch does so for others only.
-
-    Raises:
-        RuntimeError: the capture had not begun to allocate there.
-    """
-    # The second name until torch 2.6. Looked up when called: builds for CPUs have neither.
-    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
-    end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
-    end(device, pool)
-    torch._C._cuda_releasePool(device, pool)
 
 
 # ---- streams ----

@@ -19,14 +19,11 @@ import pytest
 import torch
 from support import pipes
 from support.clocked_layers import Clock
-from support.cuda.graph_cases import CudaRecord
-from support.cuda.recorded_graphs import Record, recorded
 from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
 from pipekernels.comm import links
 from pipekernels.kernels import table
-from pipekernels.pipeline.cuda_graphs import slots as graph_slots
 from pipekernels.pipeline.planning import profile
 
 # Several ranks share one GPU: each of their streams needs a hardware queue of its own. CUDA reads
@@ -178,28 +175,3 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     torch.set_default_device(device)
     request.addfinalizer(lambda: torch.set_default_device(None))
     return device
-
-
-@pytest.fixture
-def record(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
-    """A record of the CUDA graphs that a test captures.
-
-    On the CPU these are :mod:`support.cuda.recorded_graphs`; their memory is overwritten whenever
-    the lease of their slot ends.
-    """
-    if device.type == "cuda":
-        yield CudaRecord()
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def spoil_slot(lease: graph_slots.Lease) -> None:
-        for captured in (lease.slot, *lease.slot.backwards.values()):
-            captured.graph.spoil()  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(graph_slots.Lease, "__del__", spoil_slot, raising=False)
-    try:
-        with recorded() as record:
-            yield record
-    finally:
-        torch.set_num_threads(threads)

@@ -3,9 +3,8 @@
 With all stages on one device nothing can overlap, so this measures the overhead of the pipeline.
 ``plain`` is the model on the whole batch; ``loop`` is the model over the same micro-batches, the
 same work as that of a pipe. ``pipe`` is ``loss_fn(pipe(x), y).backward()``; the schedules are
-``pipe.train_step``; ``graphs`` means that stages are CUDA graphs. The small model is bound by
-launches, the large one by its matrix products. Memory is the peak of torch's allocations during the
-first steps, beyond weights and gradients; graphs allocate theirs during the capture.
+``pipe.train_step``. The small model is bound by launches, the large one by its matrix products.
+Memory is the peak of torch's allocations during the first steps, beyond weights and gradients.
 """
 
 from __future__ import annotations
@@ -91,11 +90,9 @@ class Case:
 
         return model, step
 
-    def pipe(
-        self, chunks: int, checkpoint: str = "never", *, graphs: bool = False
-    ) -> tuple[nn.Module, Step]:
+    def pipe(self, chunks: int, checkpoint: str = "never") -> tuple[nn.Module, Step]:
         """Through autograd."""
-        pipe = self._pipe(chunks, checkpoint, graphs)
+        pipe = self._pipe(chunks, checkpoint)
 
         def step() -> torch.Tensor:
             loss = loss_fn(pipe(self.x), self.y)
@@ -105,10 +102,10 @@ class Case:
         return pipe, step
 
     def train_step(
-        self, chunks: int, schedule: str, checkpoint: str = "never", *, graphs: bool = False
+        self, chunks: int, schedule: str, checkpoint: str = "never"
     ) -> tuple[nn.Module, Step]:
         """Under a schedule."""
-        pipe = self._pipe(chunks, checkpoint, graphs)
+        pipe = self._pipe(chunks, checkpoint)
         options = SCHEDULES[schedule]
 
         def step() -> torch.Tensor:
@@ -116,7 +113,7 @@ class Case:
 
         return pipe, step
 
-    def _pipe(self, chunks: int, checkpoint: str, graphs: bool) -> Pipe:
+    def _pipe(self, chunks: int, checkpoint: str) -> Pipe:
         layers = copy.deepcopy(self.model)
         layers.zero_grad()
         balance = [len(layers) // STAGES] * STAGES
@@ -127,7 +124,6 @@ class Case:
             devices=[self.device] * STAGES,
             chunks=chunks,
             checkpoint=checkpoint,
-            cuda_graphs=graphs,
         )
 
 
@@ -144,12 +140,9 @@ def timed(module: nn.Module, step: Step, device: torch.device) -> Callable[[], f
 def times(case: Case, chunks: int, quick: bool) -> Row:
     """Times of all kinds of steps with ``chunks`` chunks, measured alternately."""
     ways = {"plain": case.plain(), "loop": case.loop(chunks), "pipe": case.pipe(chunks)}
-    ways["pipe, graphs"] = case.pipe(chunks, graphs=True)
     if chunks > 1:
         ways |= {name: case.train_step(chunks, name) for name in SCHEDULES}
-        ways["1f1b, graphs"] = case.train_step(chunks, "1f1b", graphs=True)
     runners = {name: timed(*way, case.device) for name, way in ways.items()}
-    # The third step captures graphs.
     samples = harness.alternate(runners, warmup=0 if quick else 4, rounds=2 if quick else 12)
     found = {name: harness.summary(seconds) for name, seconds in samples.items()}
     losses = {}
@@ -168,8 +161,6 @@ def memory(case: Case, chunks: int) -> Row:
         **{f"pipe, {mode}": lambda mode=mode: case.pipe(chunks, mode) for mode in CHECKPOINTS},
         "1f1b, never": lambda: case.train_step(chunks, "1f1b"),
         "1f1b, always": lambda: case.train_step(chunks, "1f1b", "always"),
-        "pipe, never, graphs": lambda: case.pipe(chunks, graphs=True),
-        "1f1b, never, graphs": lambda: case.train_step(chunks, "1f1b", graphs=True),
     }.items():
         module, step = make()
         peaks[name] = peak(module, step, case.device)
@@ -185,7 +176,7 @@ def peak(module: nn.Module, step: Step, device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if counted else 0
-    for _ in range(4):  # The third step captures graphs.
+    for _ in range(4):
         step()
     if not counted:
         return 0

@@ -1,2 +1,1 @@
-"""CUDA streams, copies between devices, and captured graphs, behind interfaces that tests can
-record."""
+"""CUDA streams and copies between devices, behind interfaces that tests can record."""

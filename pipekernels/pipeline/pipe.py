@@ -122,12 +122,6 @@ class Pipe(nn.Module):
             not depend on timing if torch's Python functions draw all random numbers. ``'split'``:
             likewise, and if graphs allow it the backward of ``pipe(x)`` computes gradients of
             inputs first. Stages that share layers or have collectives run inline.
-        cuda_graphs: experimental, no GPU has run it yet: launch the work of each stage on a CUDA
-            device as CUDA graphs, captured in the third mini-batch of a kind. Python code in layers
-            runs only during the capture, so its effects must depend on nothing but the shapes of a
-            stage's input, its layers' attributes, and constants. A stage that cannot be captured
-            runs without graphs, and a warning says why. Parameters must not be modified between a
-            forward and its backward.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential`` or has a forward, parameters or hooks of its
@@ -150,7 +144,6 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
         batch_dim: int = 0,
         execution: str = "auto",
-        cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
         check_sequential(module)
@@ -189,7 +182,6 @@ class Pipe(nn.Module):
         self.devices: list[torch.device] = chosen[: len(partitions)]
         self.checkpoint = modes[0]
         self.execution = execution
-        self.cuda_graphs = bool(cuda_graphs)
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
             convert_deferred_batch_norm(self.partitions, self.chunks)
@@ -478,12 +470,7 @@ class Pipe(nn.Module):
         self._engine = self._new_engine()
 
     def _new_engine(self) -> Engine:
-        return Engine(
-            self._partitions(),
-            self.devices,
-            cuda_graphs=self.cuda_graphs,
-            execution=self.execution,
-        )
+        return Engine(self._partitions(), self.devices, execution=self.execution)
 
     def _partitions(self) -> Sequence[nn.Sequential]:
         return list(self.partitions)  # type: ignore[arg-type]

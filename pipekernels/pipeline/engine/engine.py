@@ -55,7 +55,6 @@ class Engine:
     Args:
         partitions: the stages.
         devices: one per stage.
-        cuda_graphs: whether to capture the stages on CUDA devices.
         execution: one of ``execution.EXECUTIONS``.
     """
 
@@ -64,10 +63,9 @@ class Engine:
         partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
         *,
-        cuda_graphs: bool = False,
         execution: str = "auto",
     ) -> None:
-        self.stages = Stages(partitions, devices, cuda_graphs=cuda_graphs)
+        self.stages = Stages(partitions, devices)
         self._traits = self.stages.inspect_layers()
         self._findings = LayerFindings()
         self._chooser = Chooser(self.stages, self._findings, execution)

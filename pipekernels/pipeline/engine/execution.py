@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipekernels.pipeline.cuda_graphs.stage_graphs import GraphedTask
 from pipekernels.pipeline.engine.findings import LayerFindings
 from pipekernels.pipeline.engine.pace import Kind, Pace, Pass, Way
 from pipekernels.pipeline.engine.randomness import Mode, TaskRandomness
@@ -31,7 +30,7 @@ class Execution(NamedTuple):
     """How one mini-batch runs."""
 
     way: Way
-    tasks: Sequence[Task | GraphedTask]
+    tasks: Sequence[Task]
     """One per stage, or a single one of all stages."""
     program: Program
     """The actions of ``tasks``, in order."""
@@ -111,11 +110,9 @@ class Chooser:
         elif why_inline is None:
             way = "split" if self._execution == "split" and may_split else "threads"
             mode = "threads"
-        tasks: Sequence[Task | GraphedTask] = stages.tasks
+        tasks: Sequence[Task] = stages.tasks
         if way == "inline" and stages.fused is not None and not has_timeline:
             tasks = [stages.fused]
-        elif stages.graphs:
-            tasks = [self._graphed(index, parameters) for index in range(len(stages.tasks))]
         program = schedule.program(len(tasks), micro_batches, split=way == "split")
         findings = self._findings
         if mode == "inline" and (program.splits or (recomputed and not findings.knows_generators)):
@@ -165,11 +162,3 @@ class Chooser:
                 "a pipe of %d stages, %s, %d micro-batches: %s (%s)",
                 *(stages, schedule.name, micro_batches, way, why),
             )
-
-    def _graphed(
-        self, stage: int, parameters: Sequence[StageParameters] | None
-    ) -> Task | GraphedTask:
-        graphs = self._stages.graphs.get(stage)
-        if graphs is None:
-            return self._stages.tasks[stage]
-        return graphs.of_run(parameters[stage] if parameters else None)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from pipekernels.device.restoring import restoring
-from pipekernels.pipeline.cuda_graphs.stage_graphs import GraphedTask
 from pipekernels.pipeline.engine import executor
 from pipekernels.pipeline.engine.execution import Execution
 from pipekernels.pipeline.engine.findings import LayerFindings
@@ -299,7 +298,7 @@ class MiniBatch:
             self._input_grads[m] = result
         return result
 
-    def _run_backward(self, task: Task | GraphedTask, m: int, compute: Callable[[], T]) -> T:
+    def _run_backward(self, task: Task, m: int, compute: Callable[[], T]) -> T:
         """Call ``compute``, which runs autograd on graphs of micro-batch ``m``."""
         try:
             with self._execution.in_backward():
@@ -333,9 +332,7 @@ class MiniBatch:
         receiver = Receiver(stage - 1, m, backward=True)
         return self._transport.send(grads, self._homes[stage, m], receiver)
 
-    def _backward_at_once(
-        self, task: Task | GraphedTask, outputs: Outputs, keep_graph: bool
-    ) -> None:
+    def _backward_at_once(self, task: Task, outputs: Outputs, keep_graph: bool) -> None:
         """Enter autograd once for all micro-batches: possible on one thread with nothing to
         recompute. Autograd takes the latest forward first, as the program does."""
         begin = time.perf_counter()

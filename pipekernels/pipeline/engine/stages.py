@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipekernels.device.graphs import has_graphs
 from pipekernels.device.streams import has_streams
-from pipekernels.pipeline.cuda_graphs.stage_graphs import StageGraphs
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
 from pipekernels.pipeline.stage.parameters import StageParameters, drop_accumulated
 from pipekernels.pipeline.stage.partition import has_collectives
 from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.task import Task
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,13 +42,11 @@ class Stages:
     Args:
         modules: the stages' layers.
         devices: one per stage.
-        cuda_graphs: whether to capture the stages on CUDA devices.
 
     Attributes:
         modules, devices: as above.
         skips: the routes of skips between stages.
         tasks: one per stage.
-        graphs: by stage, for stages that run as CUDA graphs.
         fused: all stages as one task, or None if they must not be fused.
         with_streams: the devices whose work is issued to streams.
         done_when_issued: stages on devices without streams, whose calls return when done.
@@ -63,8 +56,6 @@ class Stages:
         self,
         modules: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
-        *,
-        cuda_graphs: bool,
     ) -> None:
         self.modules = list(modules)
         self.devices = list(devices)
@@ -73,18 +64,7 @@ class Stages:
             Task([stage], index, device, self.skips.received[index], self.skips.sent[index])
             for index, (stage, device) in enumerate(zip(modules, devices, strict=True))
         ]
-        self.graphs: dict[int, StageGraphs] = {}
-        if cuda_graphs:
-            self.graphs = {
-                index: StageGraphs(task)
-                for index, task in enumerate(self.tasks)
-                if has_graphs(task.device)
-            }
-            if not self.graphs:
-                _log.info("cuda_graphs=True has no effect: no stage is on a CUDA device")
-        # Fusing stages needs one seed per stage; a CUDA graph is seeded once.
-        may_fuse = len(set(devices)) == 1 and not self.graphs
-        self.fused = Task(modules, 0, devices[0]) if may_fuse else None
+        self.fused = Task(modules, 0, devices[0]) if len(set(devices)) == 1 else None
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
         self.done_when_issued = frozenset(
             index for index, device in enumerate(devices) if not has_streams(device)
@@ -119,7 +99,7 @@ class Stages:
             raise RuntimeError(PAST_THE_OUTPUT)
 
     def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:
-        if any(device.type != "cpu" for device in self.devices) or self.graphs:
+        if any(device.type != "cpu" for device in self.devices):
             return "one thread keeps devices busy, as their work is issued without waiting"
         # They would run it, and accumulate into its parameters, in an order that depends on timing.
         if len(layers) != len(set(layers)):

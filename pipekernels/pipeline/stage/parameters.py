@@ -53,19 +53,10 @@ class StageParameters:
     Args:
         module: the stage.
         previous: an earlier object for the stage; aliases that are still current are reused.
-        own_versions: give aliases version counters of their own, so that a graph's backward may run
-            after the parameters were modified.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        previous: StageParameters | None = None,
-        *,
-        own_versions: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, previous: StageParameters | None = None) -> None:
         known = previous.pairs if previous is not None else {}
-        self._own_versions = own_versions
         # Layers with their classes, modes, pre-hooks and classes of parameters.
         self._makeup: list[object] = []
         # id of the parameter -> (parameter, alias)
@@ -95,8 +86,7 @@ class StageParameters:
                 key = id(parameter)
                 pair = self.pairs.get(key) or known.get(key)
                 if pair is None or not _is_current(pair[1], parameter):
-                    detached = parameter.data if own_versions else parameter.detach()
-                    pair = (parameter, _make_alias(parameter, detached))
+                    pair = (parameter, _make_alias(parameter, parameter.detach()))
                 self.pairs[key] = pair
                 self._entries.append((layer._parameters, name, *pair))
 
@@ -108,10 +98,6 @@ class StageParameters:
         """The aliases and the frozen parameters."""
         aliases = [alias for _, alias in self.pairs.values()]
         return aliases + [parameter for _, _, parameter in self.frozen]
-
-    def has_moved_aliases(self) -> bool:
-        """Whether an alias no longer has the memory of its parameter."""
-        return any(alias.data_ptr() != p.data_ptr() for p, alias in self.pairs.values())
 
     def before_install(self) -> list[tuple[nn.Parameter | None, int]]:
         """The values that :meth:`install` will replace, and the addresses of the aliases."""
@@ -130,9 +116,8 @@ class StageParameters:
         for entry, (before, address) in zip(self._entries, found, strict=True):
             owner, name, parameter, alias = entry
             owner[name] = before
-            # The layer has assigned new memory to its parameter, here the alias. Memory that was
-            # assigned in a capture (own_versions) belongs to the CUDA graph.
-            if alias.data_ptr() != address and not self._own_versions:
+            # The layer has assigned new memory to its parameter, here the alias.
+            if alias.data_ptr() != address:
                 parameter.data = alias.data
 
 

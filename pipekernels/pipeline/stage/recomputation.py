@@ -51,7 +51,7 @@ def keep_changed(
     Args:
         found: the buffers before a forward that has ended.
         changing: ids of buffers that forwards change in place; this function adds to it. It is kept
-            across mini-batches because replaying a CUDA graph changes no version counter.
+            across mini-batches, as a layer that replays a CUDA graph changes no version counter.
         earlier: the buffers before forwards of earlier micro-batches; entries whose copy was
             dropped, but whose buffer this forward was the first to change, get their copy back.
     """
@@ -69,8 +69,8 @@ def keep_changed(
 @contextmanager
 def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
     """Give layers the buffers ``found``, with the same values, in the body."""
-    # Written to the buffers' own memory, which CUDA graphs read, through .data, which changes no
-    # version counter: graphs of other micro-batches may have saved the buffers, which have their
+    # Written to the buffers' own memory, which a layer's CUDA graph may read, through .data, which
+    # changes no version counter: graphs of other micro-batches may have saved the buffers, which have their
     # values back when the body ends.
     changed = [
         (entry.buffer.data, entry.value, entry.buffer.clone())

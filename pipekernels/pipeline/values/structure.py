@@ -102,22 +102,6 @@ class Structure:
         moved = any(new is not old for new, old in zip(leaves, self._leaves, strict=True))
         return Structure(self._spec, leaves) if moved else self
 
-    def foreign(self) -> str | None:
-        """The type of the first leaf that is neither a split tensor nor a constant such as a
-        number."""
-        for leaf in self._leaves:
-            if leaf is not _TENSOR and type(leaf) not in _PLAIN:
-                return "NoChunk" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        return None
-
-    def same(self, other: Structure) -> bool:
-        """Whether both fit and have the same constants. Neither may have :meth:`foreign` leaves."""
-        return self is other or (
-            self.fits(other)
-            and [(type(leaf), leaf) for leaf in self._leaves]
-            == [(type(leaf), leaf) for leaf in other._leaves]
-        )
-
     def fits(self, other: Structure) -> bool:
         """Whether both have the same containers, with tensors in the same places."""
         return self is other or (
@@ -126,8 +110,6 @@ class Structure:
             == [leaf is _TENSOR for leaf in other._leaves]
         )
 
-
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 LONE = Structure(tree_flatten(_TENSOR)[1], (_TENSOR,))
 """The structure of a value that is a tensor."""

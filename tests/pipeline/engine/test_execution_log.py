@@ -126,8 +126,3 @@ def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> Non
     run(nn.Linear(4, 4), nn.Linear(4, 4), times=20, execution="auto")
     run(nn.Linear(4, 4), nn.Linear(4, 4), execution="threads")
     assert not caplog.records
-
-
-def test_graphs_without_a_cuda_device(messages: Any) -> None:
-    run(nn.Linear(4, 4), nn.Linear(4, 4), cuda_graphs=True, times=1)
-    assert messages()[0] == "cuda_graphs=True has no effect: no stage is on a CUDA device"
