@@ -66,6 +66,23 @@ def extras_of(layer: nn.Module) -> str | None:
     return "hooks" if is_hooked(layer) else None
 
 
+def check_weights(layer: nn.Module) -> None:
+    """Raise a TypeError if a parameter of ``layer`` is of another class than torch's own, such as a
+    DTensor or a quantized weight of torchao: its elements would not be those that are sharded."""
+    for name, parameter in layer.named_parameters():
+        inner = type(parameter.data)
+        if type(parameter) is nn.Parameter and inner is torch.Tensor:
+            continue
+        kind = type(parameter) if inner is torch.Tensor else inner
+        order = "shard the model first, then quantize the layers that hold shards"
+        if kind.__name__ == "DTensor":
+            order = "shard the model first, then call fully_shard() or distribute the rest"
+        raise TypeError(
+            f"its {name} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut here; "
+            f"{order}"
+        )
+
+
 def is_hooked(layer: nn.Module) -> bool:
     """Whether ``layer`` or one of its parameters has hooks."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -70,8 +70,8 @@ def keep_changed(
 def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
     """Give layers the buffers ``found``, with the same values, in the body."""
     # Written to the buffers' own memory, which a layer's CUDA graph may read, through .data, which
-    # changes no version counter: graphs of other micro-batches may have saved the buffers, which have their
-    # values back when the body ends.
+    # changes no version counter: graphs of other micro-batches may have saved the buffers, which
+    # have their values back when the body ends.
     changed = [
         (entry.buffer.data, entry.value, entry.buffer.clone())
         for entry in found

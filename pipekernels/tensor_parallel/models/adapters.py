@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipekernels._torch_private import uncompiled
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -107,12 +108,23 @@ def _sharded_like(base: nn.Module, factor: nn.Linear, name: str) -> nn.Module:
 
 
 def adapted_base(model: nn.Module) -> nn.Module:
-    """The model that peft has wrapped, whose names plans use; other models themselves."""
+    """The model that peft or torch.compile has wrapped, whose names plans use; other models
+    themselves.
+
+    Raises:
+        ValueError: peft has put learned keys and values into it (prefix tuning).
+    """
+    base: Any = uncompiled(model)
     peft: Any = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return model
-    base: nn.Module = model.get_base_model()
-    return base
+    if peft is None or not isinstance(base, peft.PeftModel):
+        return base  # type: ignore[no-any-return]
+    for name, config in base.peft_config.items():
+        if config.peft_type == peft.PeftType.PREFIX_TUNING:
+            raise ValueError(
+                f"the adapter {name!r} is of prefix tuning, which hands keys and values of all "
+                "heads to every layer, and a rank has a part of them; use LoRA, or prompt tuning"
+            )
+    return base.get_base_model()  # type: ignore[no-any-return]
 
 
 def parts_of(name: str, module: Any, kind: str) -> list[tuple[str, nn.Module, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from pipekernels.tensor_parallel.models.kinds import (
     PACKED,
     SHARED,
     SPLIT,
+    SUMMED,
     canonical,
     is_known,
 )
@@ -64,7 +67,9 @@ _TABLES = {
         _of("q_lin k_lin v_lin lin1", "out_lin lin2"), {"*.attention": ("n_heads", "dim")}
     ),
     "gpt2": _Table(
-        _of("c_fc", "c_proj", c_attn=f"{PACKED}:3"), {"*.attn": ("num_heads", "split_size")}
+        _of("c_fc q_attn", "c_proj")
+        | {"*.attn.c_attn": f"{PACKED}:3", "*.crossattention.c_attn": f"{PACKED}:2"},
+        dict.fromkeys(("*.attn", "*.crossattention"), ("num_heads", "split_size")),
     ),
     # Queries, with one head of keys and values, are fused into one layer.
     "gpt_bigcode": _Table(
@@ -90,6 +95,16 @@ _TABLES = {
 """By ``model.config.model_type``. A pattern may match nothing in one of its models."""
 
 
+def _why_unfit(config: Any) -> str | None:
+    """Why the plan for a model is wrong here, where that is known by its configuration only."""
+    kind = getattr(config, "model_type", None)
+    if kind == "doge":
+        return "its mask of attention has all heads, of which the carried plan shards the queries'"
+    if kind == "gpt_bigcode" and config.add_cross_attention:
+        return "its cross-attention splits one layer into keys and values of all heads"
+    return None
+
+
 def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
     """The plan for ``tensor_parallelize(model, "auto", comm)``.
 
@@ -102,15 +117,19 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             attention heads cannot be dealt out evenly.
     """
     config: Any = getattr(model, "config", None)
+    unfit = _why_unfit(config)
+    if unfit is not None:
+        raise ValueError(
+            f"{type(model).__name__} has no plan that is right for ranks with a part of the heads: "
+            f"{unfit}; write one for its MLPs"
+        )
     carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    names = [name for name, _ in model.named_modules()]
-    divided = {}
+    divided: dict[str, dict[str, int]] = {}
     if carried:
-        plan = {pattern: canonical(word) for pattern, word in carried.items()}
+        plan = _present(model, {pattern: canonical(word) for pattern, word in carried.items()})
     elif getattr(config, "model_type", None) in _TABLES:
         table = _TABLES[config.model_type]
-        plan = {p: k for p, k in table.plan.items() if any(fnmatchcase(name, p) for name in names)}
-        plan |= dict.fromkeys(_output_head(model), GATHERED)
+        plan = _present(model, table.plan) | dict.fromkeys(_output_head(model), GATHERED)
         divided = {p: dict.fromkeys(keys, world_size) for p, keys in table.divided.items()}
     elif any(isinstance(module, _TORCH_LAYERS) for module in model.modules()):
         plan = _of_torch_layers(model)
@@ -129,14 +148,69 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             "write a plan that leaves these modules as they are"
         )
     plan = _with_tied(model, plan)
+    _check_functions(model, plan)
+    plan |= dict.fromkeys(_between(model, plan), SUMMED)
     columns = [p for p, kind in plan.items() if kind.partition(":")[0] in (COLUMN, PACKED)]
     if divided or any("attn" in pattern or "attention" in pattern for pattern in columns):
-        keys = [pattern for pattern in columns if pattern.endswith((".k_proj", ".v_proj"))]
-        copies = _key_copies(model, config, keys, world_size)
-        if copies > 1:
-            plan |= dict.fromkeys(keys, f"{SHARED}:{copies}")
-            divided |= {"*": {"num_key_value_groups": copies}}
+        _check_heads(model, config, world_size)
+        plan, grouped = _with_shared_keys(model, plan, world_size)
+        divided |= grouped
     return AutoPlan(plan, divided)
+
+
+def _present(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """``plan`` without patterns of modules that the model's configuration leaves out."""
+    names = [name for name, _ in model.named_modules()]
+    return {p: kind for p, kind in plan.items() if any(fnmatchcase(name, p) for name in names)}
+
+
+def _kind_of(plan: Mapping[str, str], name: str) -> str | None:
+    return next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), None)
+
+
+_SMALL = re.compile(r"(q|k|query|key)_?(norm|layernorm|layer_norm|ln)|act(ivation)?(_fn)?")
+
+
+def _check_functions(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raise a ValueError if a function between two sharded layers needs all features."""
+    for name, module in model.named_modules():
+        # Gemma 3n: features beyond a number of deviations from their mean are zero.
+        if getattr(module, "activation_sparsity", 0) and _kind_of(plan, f"{name}.gate_proj"):
+            raise ValueError(
+                f"{name!r} cuts its features off by their mean and deviation "
+                f"(activation_sparsity={module.activation_sparsity}), of which a rank would have a "
+                "part; leave it whole, in a plan for the attention"
+            )
+
+
+def _between(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+    """Names of small modules with parameters between column- and row-parallel layers, which plans
+    for inference leave out: norms of the queries and keys of a head, activations that are trained.
+
+    Raises:
+        ValueError: such a norm has weights for each head.
+    """
+    found = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        children = dict(module.named_children())
+        kinds = [(_kind_of(plan, prefix + child) or "").partition(":")[0] for child in children]
+        if COLUMN not in kinds or "row" not in kinds:
+            continue
+        for (child, layer), kind in zip(children.items(), kinds, strict=True):
+            shapes = [tuple(p.shape) for p in layer.parameters()]
+            if kind or not shapes or not _SMALL.fullmatch(child):
+                continue
+            size = getattr(module, "head_dim", None)
+            if any(len(shape) > 1 for shape in shapes):
+                raise ValueError(
+                    f"{prefix + child!r} has parameters of shape {shapes[0]}, for each head, which "
+                    "no kind of a plan shards; leave the attention of this model whole, in a plan "
+                    "for its MLPs"
+                )
+            if "norm" not in child and "ln" not in child or shapes[0] == (size,):
+                found.append(prefix + child)
+    return found
 
 
 def divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:
@@ -179,9 +253,7 @@ def _with_tied(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     share a parameter with something else, and without embeddings that are more than a lookup or
     have hooks, such as that of gradient checkpointing."""
 
-    def kind_of(name: str) -> str | None:
-        return next((kind for p, kind in plan.items() if fnmatchcase(name, p)), None)
-
+    kind_of = functools.partial(_kind_of, plan)
     modules = dict(model.named_modules())
     whole = {
         name
@@ -212,19 +284,58 @@ def _tied_modules(model: nn.Module) -> list[list[str]]:
     return [names for names in owners.values() if len(names) > 1]
 
 
-def _key_copies(model: nn.Module, config: Any, keys: list[str], world_size: int) -> int:
-    """How many ranks hold each key head. ValueError if heads cannot be dealt out evenly."""
+def _check_heads(model: nn.Module, config: Any, world_size: int) -> None:
+    """Raise a ValueError if the ranks cannot share the heads of queries evenly."""
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    for field in ("num_attention_heads", "decoder_attention_heads", "num_key_value_heads"):
+    for field in ("num_attention_heads", "decoder_attention_heads"):
         heads = getattr(config, field, None)
-        if not isinstance(heads, int) or heads % world_size == 0:
+        if isinstance(heads, int) and heads % world_size:
+            raise _uneven(type(model).__name__, f"{field}={heads}", world_size)
+
+
+def _uneven(owner: str, heads: str, world_size: int) -> ValueError:
+    return ValueError(
+        f"{owner} has {heads}, which {world_size} ranks cannot share evenly; use a number of ranks "
+        "that divides it, or write a plan that shards its MLPs only"
+    )
+
+
+def _with_shared_keys(
+    model: nn.Module, plan: Mapping[str, str], world_size: int
+) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    """``plan`` with key heads that several ranks hold, where an attention module has fewer of them
+    than there are ranks, and the attributes to divide then.
+
+    Raises:
+        ValueError: ranks cannot share the key heads of a module evenly.
+    """
+    shared: dict[str, str] = {}
+    divided: dict[str, dict[str, int]] = {}
+    for name, module in model.named_modules():
+        keys = [f"{name}.{key}" for key in ("k_proj", "v_proj")]
+        size: Any = getattr(module, "head_dim", None)
+        layer: Any = getattr(module, "k_proj", None)
+        if not isinstance(size, int) or _kind_of(plan, keys[0]) != COLUMN:
             continue
-        if field == "num_key_value_heads" and world_size % heads == 0 and keys:
-            return world_size // heads
-        raise ValueError(
-            f"{type(model).__name__} has {field}={heads}, which {world_size} ranks cannot share "
-            "evenly; use a number of ranks that divides it, or write a plan that shards its MLPs "
-            "only"
-        )
-    return 1
+        heads = layer.out_features // size  # Of a layer with adapters, too.
+        if heads % world_size == 0:
+            continue
+        if world_size % heads:
+            raise _uneven(f"{name!r}", f"{heads} heads of keys", world_size)
+        shared |= dict.fromkeys(keys, f"{SHARED}:{world_size // heads}")
+        divided[name] = {"num_key_value_groups": world_size // heads}
+    if not shared:
+        return dict(plan), {}
+    # A pattern must not match a name that has a kind of its own.
+    names = [name for name, _ in model.named_modules()]
+    others = {
+        name: kind
+        for pattern, kind in plan.items()
+        for name in names
+        if pattern.endswith((".k_proj", ".v_proj"))
+        and fnmatchcase(name, pattern)
+        and name not in shared
+    }
+    kept = {p: kind for p, kind in plan.items() if not p.endswith((".k_proj", ".v_proj"))}
+    return kept | others | shared, divided

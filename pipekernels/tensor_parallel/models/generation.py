@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import zlib
 from collections.abc import Mapping
 from types import MethodType
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.changes import add_forward_pre_hook, set_attribute
 from pipekernels.tensor_parallel.sharded import sharded_layers
 
 
@@ -96,3 +97,22 @@ def _digest(value: Any, known: int = 0) -> int:
 
 def _communicators(model: nn.Module) -> list[Communicator]:
     return list(dict.fromkeys(layer.comm for layer in sharded_layers(model)))
+
+
+def warn_of_attentions(model: nn.Module) -> None:
+    """Let a transformers model with sharded attention warn if it is to return attention weights."""
+    if hasattr(getattr(model, "config", None), "output_attentions"):
+        add_forward_pre_hook(model, _warn, with_kwargs=True)
+
+
+def _warn(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_attentions")
+    if not torch.compiler.is_compiling() and (
+        model.config.output_attentions if asked is None else asked
+    ):
+        warnings.warn(
+            "output_attentions=True returns the attention weights of this rank's heads only, where "
+            "the attention is sharded",
+            UserWarning,
+            stacklevel=2,
+        )

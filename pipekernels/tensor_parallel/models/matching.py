@@ -8,7 +8,13 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding, linear_classes
+from pipekernels.tensor_parallel.full_layer import (
+    REMEDY,
+    check_weights,
+    extras_of,
+    is_embedding,
+    linear_classes,
+)
 from pipekernels.tensor_parallel.models.adapters import parts_of
 from pipekernels.tensor_parallel.models.auto import auto_plan
 from pipekernels.tensor_parallel.models.kinds import (
@@ -99,6 +105,10 @@ def _add(
             "narrower pattern, or RowParallelLinear.from_linear(layer, comm)"
         )
     _check_class(module, name, pattern, kind)
+    try:
+        check_weights(module)
+    except TypeError as error:
+        raise TypeError(f"{pattern!r} matches {name!r}, but {error}") from None
     extras = None if kind == ATTENTION else extras_of(module)
     if extras is not None:
         raise TypeError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,11 @@ from pipekernels.tensor_parallel.models.adapters import adapted_base
 from pipekernels.tensor_parallel.models.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.models.alibi import split_alibi
 from pipekernels.tensor_parallel.models.auto import divide
-from pipekernels.tensor_parallel.models.generation import compare_ranks_in_generate
+from pipekernels.tensor_parallel.models.check import first_difference, outputs_of
+from pipekernels.tensor_parallel.models.generation import (
+    compare_ranks_in_generate,
+    warn_of_attentions,
+)
 from pipekernels.tensor_parallel.models.kinds import (
     ALIBI,
     EMBEDDING,
@@ -29,6 +34,7 @@ from pipekernels.tensor_parallel.models.kinds import (
 )
 from pipekernels.tensor_parallel.models.matching import match
 from pipekernels.tensor_parallel.models.pretrained import save_full_models
+from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,6 +46,7 @@ def tensor_parallelize(
     comm: Communicator,
     *,
     invariant: bool = False,
+    check: Tensor | Mapping[str, Any] | None = None,
 ) -> Model:
     """Replace the layers that ``plan`` names by this rank's shards of them, in place.
 
@@ -120,6 +127,10 @@ def tensor_parallelize(
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
             (:mod:`pipekernels.tensor_parallel.invariant`). ``"auto"`` leaves an embedding and a
             head whole whose vocabulary is no multiple of 64.
+        check: an input, or keyword arguments of the forward, the same on all ranks. The whole
+            model's outputs for it are compared with the sharded model's, module by module: a plan
+            is wrong if it cuts features of which a function in between needs all, as a softmax or a
+            mean over them does.
 
     Returns:
         ``model``. Its ``state_dict()`` holds this rank's shards;
@@ -138,9 +149,23 @@ def tensor_parallelize(
             disagree; a kind is unknown; a layer has fewer features than there are ranks, or shares
             a parameter with a module that is not sharded alike; layers, or the first elements of
             their weights, differ between ranks; with ``"auto"``, the model carries no plan or one
-            of unknown kinds, or its attention heads cannot be dealt out evenly. The model is then
-            unchanged.
+            of unknown kinds, or its attention heads cannot be dealt out evenly; or outputs for
+            ``check`` differ. The model is then unchanged.
     """
+    if check is not None:
+        before = outputs_of(model, check)
+        tensor_parallelize(model, plan, comm, invariant=invariant)
+        difference = first_difference(before, outputs_of(model, check))
+        found = comm.all_gather(torch.tensor([difference is not None], device="cpu"))
+        if found.any():
+            tensor_unparallelize(model)
+            name, error = difference or ("a module on another rank", float("nan"))
+            raise ValueError(
+                f"the sharded model is not the whole one: {name!r} is the first module whose "
+                f"output differs, by {error:.2g} of its largest magnitude; leave the modules "
+                "around it whole"
+            )
+        return model
     base = adapted_base(model)
     kinds, others, tied, divided = match(base, plan, comm.world_size)
     if invariant and plan == "auto":
@@ -149,6 +174,7 @@ def tensor_parallelize(
     for module, (name, kind) in others.items():
         if invariant and kind == SUMMED:
             check_own_parameters(module, name)
+    whole = _elements(model)
     sharded = {
         layer: shard(layer, *kind, comm, invariant=invariant) for layer, kind in kinds.items()
     }
@@ -172,7 +198,28 @@ def tensor_parallelize(
     _disable_fused_encoder(model, set(sharded.values()))
     save_full_models(model)
     compare_ranks_in_generate(model)
+    if divided or kinds:
+        warn_of_attentions(base)
+    if plan == "auto":
+        _warn_of_whole_layers(model, whole, comm)
     return model
+
+
+def _elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _warn_of_whole_layers(model: nn.Module, whole: int, comm: Communicator) -> None:
+    """Warn if a rank holds most of the ``whole`` elements all the same."""
+    share = _elements(model) / max(1, whole)
+    if comm.rank == 0 and 1 - share < 0.2 * (1 - 1 / comm.world_size):
+        warnings.warn(
+            f"a rank of {comm.world_size} holds {share:.2f} of the parameters of "
+            f"{type(model).__name__}: the plan 'auto' leaves most layers whole; plan_for(model, "
+            f"{comm.world_size}) shows which it shards, and a plan of your own can name others",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _has_slabs(layer: nn.Module, kind: str) -> bool:

@@ -165,7 +165,7 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
                 **SIZES | {"num_attention_heads": 12, "hidden_size": 48}, num_key_value_heads=4
             ),
             6,
-            "num_key_value_heads=4, which 6 ranks",
+            "4 heads of keys, which 6 ranks",
         ),
         (
             transformers.MixtralConfig(**GROUPED, num_local_experts=2),
