@@ -1,4 +1,4 @@
-"""Checks of integer arguments."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     if number is None or number < least:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
     return number
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError, naming ``name``, unless ``value`` is of a ``kind``, ``wanted`` in words."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
 
 
 def check_integer(name: str, value: Any) -> None:

@@ -29,7 +29,7 @@ from pipekernels.comm.hosts.cuda import HostsCudaEnd
 from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.join.rendezvous import Rendezvous, meet, of_color, over_group, over_store
 from pipekernels.comm.shared_memory import SharedMemoryEnd
-from pipekernels.comm.tensors import check_not_quantized
+from pipekernels.comm.tensors import check_not_quantized, check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,8 +147,8 @@ class Communicator(Collectives):
         check_blocks(device_blocks)
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is not initialised; call init_process_group() first, "
-                "or use Communicator.threads()"
+                "torch.distributed is not initialised; start the program by torchrun and call "
+                "init_process_group() first, or use Communicator.threads()"
             )
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the group; pass one that it is in")
@@ -363,6 +363,7 @@ class Communicator(Collectives):
             TypeError: ``like`` is quantized.
             ValueError: ``like`` is on a device that this rank does not use.
         """
+        check_tensor(like)
         check_not_quantized(like.dtype)
         if not (like.is_cpu or like.is_cuda):
             raise ValueError(

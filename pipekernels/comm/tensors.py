@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels._arguments import check_integer
+from pipekernels._arguments import check_integer, check_kind
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDUCIBLE
 from pipekernels.comm.end import ReadyCounters
 
@@ -104,6 +104,7 @@ def output_for(
     """
     if out is None:
         return torch.empty(shape, dtype=dense.dtype, device=dense.device)
+    check_kind("out", out, Tensor, "a tensor or None")
     is_plain = out.is_contiguous() and not (out.is_neg() or out.is_conj())
     fits = out.shape == shape and out.dtype == dense.dtype and out.device == dense.device
     if not (is_plain and fits):
@@ -142,6 +143,9 @@ def mark_changed(tensor: Tensor) -> None:
 def check_ready(tensor: Tensor, ready: ReadyCounters, blocks: int) -> None:
     """Raise the errors that :meth:`Communicator.all_reduce_when_ready` documents."""
     counters, target, block_rows = ready
+    check_kind("ready", counters, Tensor, "a tensor")
+    for name, number in (("target", target), ("block_rows", block_rows), ("blocks", blocks)):
+        check_integer(name, number)
     if counters.dtype != torch.int32:
         raise TypeError(f"ready must be int32, got {counters.dtype}")
     if not tensor.is_cuda or tensor.dim() == 0 or not tensor.is_contiguous():

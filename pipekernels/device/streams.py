@@ -71,7 +71,12 @@ def with_index(device: torch.device | str | int) -> torch.device:
         raise TypeError(
             f"a device must be a torch.device, a string or an index, got {type(device).__name__}"
         )
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch knows no device {device!r}; name 'cpu', or a GPU such as 'cuda:0' ({error})"
+        ) from None
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -89,6 +94,11 @@ def usable(device: torch.device | str | int) -> torch.device:
     found = with_index(device)
     if found.type == "cuda":
         require(device, found.index)
+    elif found.type != "cpu":
+        try:
+            torch.empty(0, device=found)
+        except Exception as error:  # noqa: BLE001 (Of any kind, by device.)
+            raise RuntimeError(f"device {str(device)!r} cannot be used: {error}") from None
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipekernels._arguments import check_kind, integer
 from pipekernels.pipeline.engine.lanes import run_together
 from pipekernels.pipeline.stage.partition import has_collectives
 
@@ -58,6 +59,10 @@ def generate_pipelined(
         RuntimeError: a stage did not begin before the next one.
         Exception: what the model raises for a micro-batch; the others then stop.
     """
+    check_kind("model", model, nn.Module, "a decoder of transformers")
+    check_kind("input_ids", input_ids, Tensor, "a tensor")
+    check_kind("attention_mask", attention_mask, (Tensor, type(None)), "a tensor or None")
+    check_kind("stages", stages, (list, tuple), "a list of names of modules")
     modules = dict(model.named_modules())
     unknown = [name for name in stages if not name or name not in modules]
     if unknown:
@@ -70,8 +75,7 @@ def generate_pipelined(
             "the model has layers over several ranks, whose collectives would run in the order of "
             "threads, another on each rank; call model.generate()"
         )
-    if chunks < 1:
-        raise ValueError(f"chunks must be positive, got {chunks}")
+    chunks = integer("chunks", chunks)
     if input_ids.dim() != 2 or (
         attention_mask is not None and attention_mask.shape != input_ids.shape
     ):

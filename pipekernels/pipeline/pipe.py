@@ -400,8 +400,11 @@ class Pipe(nn.Module):
         """Number of layers."""
         return sum(len(layers(partition)) for partition in self._partitions())
 
-    def __getitem__(self, index: int) -> nn.Module:
-        """Layer ``index`` of the wrapped module; negative ones count from the end."""
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """Layer ``index`` of the wrapped module; negative ones count from the end. Of a slice, an
+        ``nn.Sequential`` of these layers."""
+        if isinstance(index, slice):
+            return self.to_sequential()[index]
         flat, index = list(self), operator.index(index)
         if not -len(flat) <= index < len(flat):
             raise IndexError(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.full_layer import REMEDY
@@ -196,6 +197,7 @@ ShardKey: TypeAlias = tuple[ShardedLayer, str]  # A parameter's layer, and its n
 
 def sharded_layers(module: nn.Module) -> list[ShardedLayer]:
     """The sharded layers in ``module``, itself included."""
+    check_kind("the model", module, nn.Module, "an nn.Module")
     return [layer for layer in module.modules() if isinstance(layer, ShardedLayer)]
 
 

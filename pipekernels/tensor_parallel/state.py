@@ -30,8 +30,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 def gather_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor]:
     """:func:`full_state_dict`, of which this rank only keeps what is replicated unless ``keep`` is
     set. It then holds one gathered parameter at a time."""
-    state = module.state_dict(keep_vars=True)
     sharded = sharded_parameters(module)
+    state = module.state_dict(keep_vars=True)
     if not sharded.keys() <= {value for value in state.values() if isinstance(value, Tensor)}:
         raise RuntimeError(
             "a hook of state_dict() has put something else in place of parameters of sharded "

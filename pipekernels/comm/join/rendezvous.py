@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from pipekernels._arguments import check_integer
+from pipekernels._arguments import check_integer, check_kind
 from pipekernels._torch_private import default_group, store_of
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
@@ -90,6 +90,7 @@ def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> d
         TimeoutError: a rank did not enter in time.
         TypeError, ValueError: ``rank`` or ``world_size`` is not an integer in its range.
     """
+    check_kind("store", store, dist.Store, "a torch.distributed.Store")
     check_integer("rank", rank)
     check_integer("world_size", world_size)
     if not 1 <= world_size <= MOST_RANKS:

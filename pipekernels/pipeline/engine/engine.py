@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipekernels._log import info_once
 from pipekernels._torch_private import in_backward
 from pipekernels.device.restoring import holding, restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.execution import Chooser
@@ -28,6 +30,8 @@ from pipekernels.pipeline.stage.checkpoint import checkpointed
 from pipekernels.pipeline.stage.parameters import StageParameters, unique
 from pipekernels.pipeline.stage.task import Grads, differentiable
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter
+
+_log = logging.getLogger(__name__)
 
 # Engines whose layers are running: on this thread, or on the caller's if this thread is a lane
 # (lanes run in a copy of their caller's context).
@@ -212,6 +216,9 @@ class Engine:
         tensors = [t.detach() for t in batch.tensors] if grad else batch.tensors
         scatter = Scatter(tensors, batch.chunks, batch.dim)
         count = len(scatter)
+        if count < batch.chunks:
+            message = "an input of %d rows makes %d micro-batches, fewer than chunks=%d"
+            info_once(_log, message, scatter.batch, count, batch.chunks)
         recomputed = [grad and checkpointed(checkpoint, m, count) for m in range(count)]
         execution = self._chooser.choose(
             self._traits,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels._arguments import integer
+from pipekernels._arguments import check_kind, integer
 from pipekernels.device.streams import has_streams, usable, with_index
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.placement.chunked import forward_in_chunks, whole
@@ -175,8 +175,8 @@ def parallelize_pipeline(
 
     After one of these nothing has been changed.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    check_kind("model", model, nn.Module, "an nn.Module")
+    check_kind("module_to_device", module_to_device, Mapping, "a mapping of names to devices")
     chunks = integer("chunks", chunks)
     batch_dim = integer("batch_dim", batch_dim, least=0)
     warn_of_sequence_first(model.modules(), chunks, batch_dim)
@@ -218,6 +218,7 @@ def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None
         RuntimeError: a forward that was replaced here has been replaced again since, or
             ``common_device`` cannot be used. Nothing has been changed then.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
     device = None if common_device is None else _usable(common_device)
     for module in model.modules():
         for part in vars(module).get(_UNDO, []):

@@ -214,8 +214,8 @@ def plan_pipeline(
     max_chunks = integer("max_chunks", max_chunks)
     if batch < 1:
         raise ValueError("the sample has no rows; give a mini-batch of the size to be trained with")
-    if not param_scale >= 0:
-        raise ValueError(f"param_scale is {param_scale}; it must not be negative")
+    if not 0 <= param_scale < inf:
+        raise ValueError(f"param_scale is {param_scale}; it must be finite and not negative")
     possible = possible_settings(len(chosen), layer_count, batch, max_chunks, schedules)
     least, most = micro_batch_sizes(batch, max_chunks)[0], batch
     sizes = sorted({least, round((least * most) ** 0.5), most})

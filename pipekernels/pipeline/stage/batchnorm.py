@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from pipekernels._arguments import integer, whole
+from pipekernels._arguments import check_kind, integer, whole
 from pipekernels._torch_private import BatchNormBase
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
@@ -149,6 +149,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
             replaced then.
     """
     chunks = integer("chunks", whole(chunks))
+    check_kind("module", module, nn.Module, "an nn.Module")
     replacements: dict[nn.Module, nn.Module] = {
         norm: _deferred(name, norm, chunks)
         for name, norm in module.named_modules()

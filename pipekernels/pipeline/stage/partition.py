@@ -202,7 +202,8 @@ def split_module(
 
     Raises:
         ValueError: ``balance`` has an entry below 1 or does not add up to the number of layers, or
-            partitions on different devices share a parameter, or a module that has buffers.
+            partitions on different devices share a parameter, or a module that has buffers; or a
+            parameter has no values, as it is on the meta device.
         IndexError: fewer devices than partitions.
     """
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
@@ -226,6 +227,7 @@ def split_module(
         partitions.append(partition)
         begin += length
     _deny_sharing_across_devices(partitions, devices)
+    _deny_meta(module, devices)
     return [p.to(device) for p, device in zip(partitions, devices, strict=False)]
 
 
@@ -251,6 +253,16 @@ def _deny_sharing_across_devices(
                     f"{what} is shared by stages on {other} and {device}; put the stages that "
                     "share it on one device"
                 )
+
+
+def _deny_meta(module: nn.Module, devices: Iterable[torch.device]) -> None:
+    """Raise a ValueError if ``module`` has no values to copy to ``devices``."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and any(device.type != "meta" for device in devices):
+            raise ValueError(
+                f"{name!r} is on the meta device, so it has no values that could be copied to "
+                "another one; give it memory first (to_empty, then load_state_dict)"
+            )
 
 
 def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:

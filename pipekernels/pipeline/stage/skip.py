@@ -35,6 +35,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from pipekernels._arguments import check_kind
 from pipekernels.device.restoring import restoring
 
 
@@ -244,6 +245,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     Raises:
         TypeError: a skip is not; the message lists all faults.
     """
+    check_kind("module", module, nn.Module, "an nn.Sequential")
     faults: list[str] = []
     stashed: dict[Key, str] = {}
     popped: set[Key] = set()

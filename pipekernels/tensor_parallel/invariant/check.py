@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator, PeerError
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.models.plan import tensor_parallelize
@@ -81,6 +82,7 @@ def check_invariance(
         all bits are the same. Outputs between sharded layers are compared with the part that a
         rank should have.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
     [expected] = _run(model, inputs, plan, 1, loss)
     for world_size in world_sizes:
         for found in _run(model, inputs, plan, world_size, loss):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipekernels._arguments import check_kind
 from pipekernels._torch_private import non_persistent_buffers
 from pipekernels.tensor_parallel.dtensor import distributed_like
 from pipekernels.tensor_parallel.sharded import ShardedLayer
@@ -59,6 +60,8 @@ def load_pretrained(
             is then unchanged.
         ImportError: safetensors is not installed.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
+    check_kind("folder", folder, (str, Path), "a path")
     folder = Path(folder)
     with ExitStack() as stack:
         files = _renamed(_open(folder, stack), model)

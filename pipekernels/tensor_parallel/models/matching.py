@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from pipekernels._arguments import check_kind
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
     check_weights,
@@ -59,6 +60,8 @@ def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_siz
 
 def _known_kinds(plan: Mapping[str, str]) -> dict[str, str]:
     """``plan`` in our words."""
+    for pattern in plan:
+        check_kind("a key of plan", pattern, str, "a pattern for names of modules")
     kinds = {pattern: canonical(word) for pattern, word in plan.items()}
     for pattern, kind in kinds.items():
         if not is_known(kind):

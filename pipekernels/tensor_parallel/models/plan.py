@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import features_of
@@ -152,6 +153,9 @@ def tensor_parallelize(
             of unknown kinds, or its attention heads cannot be dealt out evenly; or outputs for
             ``check`` differ. The model is then unchanged.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
+    check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
+    check_kind("comm", comm, Communicator, "a pipekernels.Communicator")
     if check is not None:
         before = outputs_of(model, check)
         tensor_parallelize(model, plan, comm, invariant=invariant)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from pipekernels._arguments import check_kind, integer
 from pipekernels.tensor_parallel.functional import shard_sizes
 from pipekernels.tensor_parallel.models.adapters import adapted_base
 from pipekernels.tensor_parallel.models.kinds import (
@@ -85,6 +86,9 @@ def plan_for(
     Raises:
         TypeError, ValueError: as :func:`tensor_parallelize`.
     """
+    check_kind("model", model, nn.Module, "an nn.Module")
+    check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
+    world_size = integer("world_size", world_size)
     matched = match(adapted_base(model), plan, world_size)
     full = sum(parameter.numel() for parameter in model.parameters())
     saved: dict[Tensor, int] = {}  # Elements that a rank does without; tied ones count once.
