@@ -73,18 +73,24 @@ def _keep(
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of ``tensor``, and as far from a multiple of 64 bytes: kernels choose
-    by both. Contiguous where elements overlap, and for subclasses and other layouts."""
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or not tensor.numel():
+    """A copy with the strides of ``tensor``, and as far from a multiple of 64 bytes: kernels and
+    layers choose by both. Of a subclass or another layout, a clone."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    if not plain or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
         return tensor.detach().clone()
-    extent = 1
+    source = tensor.detach()
+    extent, overlaps = 1, False
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if n > 1 and stride < extent:
-            return tensor.detach().clone()
+        overlaps |= n > 1 and stride < extent
         extent += (n - 1) * stride
     offset = tensor.data_ptr() % 64 // tensor.element_size()
     memory = torch.empty(offset + extent, dtype=tensor.dtype, device=tensor.device)
-    return memory.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor.detach())
+    copy = memory.as_strided(tensor.shape, tensor.stride(), offset)
+    if overlaps:  # As of an expanded tensor: torch copies to distinct elements only.
+        memory[offset:].copy_(source.as_strided((extent,), (1,)))
+    else:
+        copy.copy_(source)
+    return copy
 
 
 def is_custom(node: Node) -> bool:
