@@ -16,20 +16,22 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipekernels import _backend
 from pipekernels.comm import limits as tuning
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
+from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.route import Route
+from pipekernels.comm.join.process import host_identity, start_time
 from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
 
 _log = logging.getLogger(__name__)
 
 _RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
+_LOOK = 0.2  # Seconds between looks whether processes still run.
 
 
 class _Process(NamedTuple):
@@ -134,15 +136,6 @@ def raise_join_failure(problems: Iterable[str]) -> None:
         raise RuntimeError(f"the ranks cannot be joined: {'; '.join(found)}")
 
 
-def host_identity() -> tuple[str, ...]:
-    """Equal for two processes of one user that can see each other's pids and abstract sockets, and
-    have the same environment variable ``PIPEKERNELS_HOST_ID``."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
-    override = os.environ.get("PIPEKERNELS_HOST_ID", "")
-    return (socket.gethostname(), boot_id, *namespaces, str(os.geteuid()), override)
-
-
 def _group_by_host(processes: list[_Process]) -> list[list[int]]:
     """The ranks on each host; hosts in the order of their first ranks."""
     hosts: dict[tuple[str, ...], list[int]] = {}
@@ -207,7 +200,10 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
                     f"rank(s) {', '.join(map(str, waiting.values()))} did not come for the shared "
                     f"memory within {deadline.seconds:.3g} s"
                 )
-            listener.settimeout(deadline.for_socket())
+            dead = [rank for pid, rank in waiting.items() if start_time(pid) is None]
+            if dead:
+                raise PeerError(f"rank {dead[0]} has died", dead[0])
+            listener.settimeout(min(deadline.for_socket(), _LOOK))
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
                 with connection:

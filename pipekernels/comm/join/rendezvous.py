@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -14,6 +14,8 @@ from pipekernels._arguments import check_integer, check_kind
 from pipekernels._torch_private import default_group, store_of
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
+from pipekernels.comm.errors import PeerError
+from pipekernels.comm.join.process import has_died, own_process
 
 T = TypeVar("T")
 
@@ -63,13 +65,14 @@ def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
 def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Rendezvous:
     """``world_size`` processes with a store of their own, see :func:`meet`."""
     rounds = 0
+    _introduce(store, rank)
 
     def all_gather(item: Any, parse: Callable[[Any], T]) -> list[T]:
         nonlocal rounds
         rounds += 1
         keys = [f"{rounds}/{peer}" for peer in range(world_size)]
         store.set(keys[rank], messages.encode(item).decode())
-        _check_none(late(store, keys, deadline), world_size, deadline)
+        _await_ranks(store, keys, store, deadline)
         return [
             messages.decode(store.get(key), f"rank {peer}", parse) for peer, key in enumerate(keys)
         ]
@@ -88,6 +91,7 @@ def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> d
 
     Raises:
         TimeoutError: a rank did not enter in time.
+        PeerError: a rank of this host has died after it had entered.
         TypeError, ValueError: ``rank`` or ``world_size`` is not an integer in its range.
     """
     check_kind("store", store, dist.Store, "a torch.distributed.Store")
@@ -126,9 +130,11 @@ def _open(store: dist.Store, token: str, world_size: int, deadline: Deadline) ->
     """As rank 0, open a session and list its tokens; returns the session's name."""
     session = token
     keys = _entries(session, world_size)
+    members = dist.PrefixStore(session, store)
+    _introduce(members, 0)
     store.set(keys[0], token)
     store.set(_LATEST, session)
-    _check_none(late(store, keys, deadline), world_size, deadline)
+    _await_ranks(store, keys, members, deadline)
     tokens = [store.get(key).decode(errors="replace") for key in keys]
     store.set(f"{session}/all", messages.encode(tokens).decode())
     return session
@@ -141,7 +147,9 @@ def _enter(store: dist.Store, token: str, rank: int, world_size: int, deadline: 
     while True:
         session = store.get(_LATEST).decode(errors="replace")
         keys = _entries(session, world_size)
+        members = dist.PrefixStore(session, store)
         if session != entered:
+            _introduce(members, rank)
             store.set(keys[rank], token)
             entered = session
         if store.check([f"{session}/all"]):
@@ -152,6 +160,8 @@ def _enter(store: dist.Store, token: str, rank: int, world_size: int, deadline: 
             absent = [peer for peer, key in enumerate(keys) if not store.check([key])]
             # If no entry is missing, the session is an old one, so rank 0 is missing.
             _check_none(absent or [0], world_size, deadline)
+        if pause == _LONGEST_PAUSE and not store.check([f"{session}/all"]):
+            _check_alive(members, range(world_size))
         time.sleep(pause)  # Not store.wait(): TCPStore logs every timeout.
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
@@ -159,6 +169,39 @@ def _enter(store: dist.Store, token: str, rank: int, world_size: int, deadline: 
 def _entries(session: str, world_size: int) -> list[str]:
     """Keys under which the ranks enter a session."""
     return [f"{session}/{rank}" for rank in range(world_size)]
+
+
+def _introduce(store: dist.Store, rank: int) -> None:
+    """Let the other ranks see whether this process still runs."""
+    store.set(f"process/{rank}", messages.encode(own_process()).decode())
+
+
+def _await_ranks(
+    store: dist.Store, keys: Sequence[str], members: dist.Store, deadline: Deadline
+) -> None:
+    """Wait for ``keys``, one of each rank.
+
+    Raises:
+        TimeoutError: a rank did not set its key in time.
+        PeerError: one of this host, which has introduced itself in ``members``, has died.
+    """
+    pause = 0.001
+    while not store.check(list(keys)):  # Not store.wait(): TCPStore logs every timeout.
+        is_late = deadline.left() == 0
+        if is_late or pause == _LONGEST_PAUSE:
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            _check_none(absent if is_late else (), len(keys), deadline)
+            _check_alive(members, absent)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def _check_alive(members: dist.Store, ranks: Iterable[int]) -> None:
+    """Raise PeerError if one of ``ranks`` is known to have died."""
+    for rank in ranks:
+        key = f"process/{rank}"
+        if members.check([key]) and has_died(members.get(key)):
+            raise PeerError(f"rank {rank} has died before the communicator was made", rank)
 
 
 def _check_none(ranks: Sequence[int], world_size: int, deadline: Deadline) -> None:
