@@ -233,12 +233,6 @@ def storage_references(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def storage_at(address: int, device: torch.device, size: int) -> torch.types.Storage:
-    """A storage over ``size`` bytes at ``address``, which the caller must keep alive. DLPack would
-    need a capsule made in C."""
-    return torch._C._construct_storage_from_data_pointer(address, device, size)
-
-
 # ---- streams ----
 
 current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -293,21 +287,6 @@ def register_backend(group: Any, device: torch.device, backend: Any) -> None:
     ``new_group()`` does for its groups."""
     group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-
-
-def set_timeout(options: Any, timeout: Any) -> None:
-    """Set the timeout, a ``timedelta``, in the options of a group's constructor."""
-    options._timeout = timeout
-
-
-def all_gather_into(group: Any, gathered: Tensor, tensor: Tensor) -> Any:
-    """``all_gather_into_tensor()`` of a group that is not registered with ``torch.distributed``."""
-    return group._allgather_base(gathered, tensor)
-
-
-def shut_down(group: Any) -> None:
-    """Shut down a ``ProcessGroupNCCL`` that torch did not make; private only in torch 2.6."""
-    (getattr(group, "shutdown", None) or group._shutdown)()
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> set[str]:

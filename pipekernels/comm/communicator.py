@@ -25,7 +25,7 @@ from pipekernels.comm.deadline import Deadline, check_timeout
 from pipekernels.comm.end import DeviceEnd, End, HostEnd
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, HostsEnd
-from pipekernels.comm.hosts.cuda import HostsCudaEnd
+from pipekernels.comm.hosts.cuda import GroupCudaEnd
 from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.join.rendezvous import Rendezvous, meet, of_color, over_group, over_store
 from pipekernels.comm.shared_memory import SharedMemoryEnd
@@ -52,11 +52,12 @@ class Communicator(Collectives):
     rounded once, so all ranks get the same bits, in every run and by every algorithm.
 
     Processes of one host, user, and pid and network namespace share memory. Over several hosts,
-    data are reduced inside each host as above, then between the hosts by Gloo (NCCL for CUDA
-    tensors), in its order and without wider intermediate results: 16-bit sums are rounded once
-    inside each host, and at most once for each addition between hosts. All ranks still get the same
-    bits. Ranks with different values of the environment variable ``PIPEKERNELS_HOST_ID`` count as
-    ranks of different hosts.
+    data are reduced inside each host as above, then between the hosts by Gloo, in its order and
+    without wider intermediate results: 16-bit sums are rounded once inside each host, and at most
+    once for each addition between hosts. All ranks still get the same bits. CUDA tensors are then
+    reduced by the process group alone, and NCCL's promises replace those made here: about the order
+    of sums, NaNs in maxima, different calls and lost ranks. Ranks with different values of the
+    environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of different hosts.
 
     Tensors may have any strides. Peers read a tensor made by :meth:`empty` in place, which saves
     copies. No collective is differentiable; see :mod:`pipekernels.ops`.
@@ -68,9 +69,7 @@ class Communicator(Collectives):
     device. Errors on the device are raised by this rank's next call, barrier or
     :meth:`synchronize`; until then all bits of the collective's result are set (NaN, or -1), and
     the CUDA context stays usable. Every such error ends the communicator; between processes of one
-    host, different calls do too. Over several hosts (experimental on CUDA: no GPU has run it yet) a
-    call waits on the CPU until all ranks have made it, so that different calls are found before
-    they reach NCCL; it cannot be captured in a graph.
+    host, different calls do too.
 
     A graph orders only the work captured in it: the collectives of one communicator must be in one
     stream or otherwise ordered, and so must replays and calls outside of the graph. Ranks that are
@@ -123,13 +122,13 @@ class Communicator(Collectives):
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
-        A collective over the group, with the group's own timeout; the group is not needed
-        afterwards.
+        A collective over the group, with the group's own timeout; on one host the group is not
+        needed afterwards.
 
         Args:
             group: the default group if ``None``. Between hosts, the communicator makes its own
-                connections through the group's store: by Gloo for CPU tensors, and at the first use
-                of CUDA by the group's backend for CUDA tensors (NCCL or Gloo).
+                connections by Gloo for CPU tensors, through the group's store; CUDA tensors are
+                reduced by the group itself, that is by NCCL.
             timeout: seconds that this rank waits for the others, while joining them after the first
                 exchange, and then in each call of the communicator. With several hosts, one second
                 more for ranks of its own host.
@@ -168,7 +167,7 @@ class Communicator(Collectives):
     ) -> Communicator:
         """A communicator over processes that share a store; they need no process group.
 
-        CUDA tensors go from host to host by NCCL.
+        CUDA tensors do not go from host to host without one.
 
         Args:
             store: must not be in use for another communicator at the same time. Entries of earlier
@@ -214,15 +213,14 @@ class Communicator(Collectives):
         make_device_end: Callable[[torch.device], DeviceEnd]
         make_device_end = functools.partial(CudaEnd, local, blocks=device_blocks)
         if spans_hosts:
-            host_end = hosts = HostsEnd(local, host_map, seat.route, timeout)
-            make_device_end = functools.partial(HostsCudaEnd, hosts, blocks=device_blocks)
+            host_end = HostsEnd(local, host_map, seat.link, timeout)
+            make_device_end = functools.partial(GroupCudaEnd, rendezvous.group)
         # On one host split() uses the shared memory and needs no store.
         store = rendezvous.store if spans_hosts else None
         divide = functools.partial(
             _divide_processes,
             device_blocks=device_blocks,
             store=store,
-            cuda_backend=rendezvous.cuda_backend,
         )
         return cls(host_end, make_device_end, host_map.rank, host_map.world_size, timeout, divide)
 
@@ -453,11 +451,10 @@ def _divide_processes(
     *,
     device_blocks: int,
     store: dist.Store | None,
-    cuda_backend: str,
 ) -> Communicator | None:
     """:meth:`Communicator.split` for ranks that are processes."""
     all_gather = functools.partial(_all_gather, parent)
-    rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store, cuda_backend)
+    rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store, None)
     return Communicator._join(rendezvous, parent.timeout, color, key, device_blocks)
 
 

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "comm.collectives": {"comm.tensors"},
     "comm.shared_memory": {"comm.tensors"},
     "comm.cuda": {"comm.shared_memory"},
-    "comm.hosts": {"comm.cuda", "comm.errors", "device"},
+    "comm.hosts": {"comm.cuda", "comm.errors", "comm.messages"},
     "comm.join": {"comm.hosts", "comm.limits", "comm.deadline", "comm.messages"},
     "comm.communicator": {"comm.collectives", "comm.join"},
     "comm.functional": {"comm.communicator", "local_ops"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,16 +27,13 @@ class _Failure(NamedTuple):
 class Agreement:
     """Starts a collective only if all ranks call the same one.
 
-    At the start of a collective the ranks exchange descriptions of their calls, on the CPU also for
-    CUDA tensors. So different calls are found before data move, no rank leaves a collective before
-    all have entered it, and no host starts an NCCL operation that another host does not join, which
-    would hang. On CUDA the caller waits for a round trip between the hosts; meanwhile the device
-    continues with earlier work.
+    At the start of a collective the ranks exchange descriptions of their calls. So different calls
+    are found before data move, and no rank leaves a collective before all have entered it.
 
     Args:
-        local: the end for CPU tensors over the ranks of this host; owned.
+        local: the end over the ranks of this host; owned.
         host_map: of all ranks.
-        link: the link of this rank's position for CPU tensors, if any; owned.
+        link: the link of this rank's position, if any; owned.
         timeout: seconds that a call waits for one in another thread.
     """
 
@@ -51,18 +48,9 @@ class Agreement:
         self._turn = threading.Lock()  # Held by each collective.
         self._failure: _Failure | None = None
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error has ended the communicator."""
-        return self._failure is not None
-
     @contextlib.contextmanager
-    def collective(self, call: Call, check: Callable[[], None] | None = None) -> Iterator[None]:
-        """Runs its body as one collective, once all ranks have made the same call.
-
-        Args:
-            call: this rank's.
-            check: raises errors of earlier collectives, as far as known.
+    def collective(self, call: Call) -> Iterator[None]:
+        """Runs its body as one collective, once all ranks have made the same ``call``.
 
         Raises:
             ValueError: the ranks call different collectives; the communicator stays usable.
@@ -74,22 +62,20 @@ class Agreement:
                 f"{self._timeout:g} s (its timeout)"
             )
         try:
-            self.check_usable()
-            if check is not None:
-                check()
-            with self.failing(str(call)):
+            self._check_usable()
+            with self._failing(str(call)):
                 calls = self._exchange(call)
             if len(set(calls)) > 1:
                 text = ", ".join(f"rank {rank} {other}" for rank, other in enumerate(calls))
                 if len({other._replace(shape=0) for other in calls}) == 1:
                     text += ", but of different shapes"
                 raise ValueError(f"the ranks call different collectives: {text}")
-            with self.failing(str(call)):
+            with self._failing(str(call)):
                 yield
         finally:
             self._turn.release()
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         """Raise PeerError or RuntimeError if an error has ended the communicator."""
         if self._failure is None:
             return
@@ -98,7 +84,7 @@ class Agreement:
         raise PeerError(message, rank) if by_peer else RuntimeError(message)
 
     @contextlib.contextmanager
-    def failing(self, what: str) -> Iterator[None]:
+    def _failing(self, what: str) -> Iterator[None]:
         """Ends the communicator if its body raises, so that no peer waits for this rank. ``what``
         describes the body, for errors."""
         try:

@@ -14,18 +14,16 @@ BYTES = MOVABLE[torch.uint8]
 
 
 class Operation(IntEnum):
-    """The methods of a communicator, and its set-up at the first use of CUDA."""
+    """The methods of a communicator."""
 
     BARRIER = 0
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
     ALL_GATHER = 3
     BROADCAST = 4
-    ALL_REDUCE_WHEN_READY = 5
-    CUDA_SET_UP = 6
 
 
-_REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_REDUCE_WHEN_READY)
+_REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
 
 
 class Call(NamedTuple):
@@ -37,24 +35,17 @@ class Call(NamedTuple):
     reduction: int = REDUCTIONS["sum"]
     algorithm: int = 0
     root: int = 0
-    blocks: int = 0
-    on_cuda: int = 0
     shape: int = 0
 
     def __str__(self) -> str:
-        if self.operation == Operation.CUDA_SET_UP:
-            return "first use of CUDA"
         name = Operation(self.operation).name.lower()
         if self.operation == Operation.BARRIER:
             return f"{name}()"
-        what = f"{self.elements} x {str(DTYPES[self.dtype]).removeprefix('torch.')}"
-        arguments = [what + (" on cuda" if self.on_cuda else "")]
+        arguments = [f"{self.elements} x {str(DTYPES[self.dtype]).removeprefix('torch.')}"]
         if self.operation in _REDUCING:
             arguments.append(list(REDUCTIONS)[self.reduction])
         if self.operation == Operation.ALL_REDUCE:
             arguments.append(list(ALGORITHMS)[self.algorithm])
-        if self.operation == Operation.ALL_REDUCE_WHEN_READY:
-            arguments.append(f"blocks={self.blocks}")
         if self.operation == Operation.BROADCAST:
             arguments.append(f"src={self.root}")
         return f"{name}({', '.join(arguments)})"

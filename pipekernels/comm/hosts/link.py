@@ -1,15 +1,15 @@
-"""The connection of one rank of every host. Over Gloo: for CPU tensors, and for CUDA tensors by
-copies through the host."""
+"""The connection of one rank of every host, over Gloo."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 # Codes for a lost rank, and for a timeout.
@@ -34,67 +34,47 @@ class LinkError(RuntimeError):
         self.late = late
 
 
-class Link(ABC):
-    """Connects one rank of every host; a rank in the link is the index of its host.
+class Link:
+    """Connects one rank of every host over Gloo; a rank in the link is the index of its host.
 
-    All tensors are contiguous, and on the link's device. Every method raises LinkError if another
-    rank is gone or late, and RuntimeError if this link is closed meanwhile.
+    Tensors are contiguous, and on the CPU. Every method raises LinkError if another rank is gone or
+    late, and RuntimeError if this link is closed meanwhile. Operations wait until they are done;
+    other hosts soon notice a disconnect.
 
-    On CUDA operations are ordered by the current stream. If one fails after its method has
-    returned, all bits of its result are set, and check() raises the error.
-    """
-
-    @abstractmethod
-    def sum(self, tensor: Tensor) -> None:
-        """Add up ``tensor`` over the hosts, in place; every host receives the same bits."""
-
-    @abstractmethod
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[hosts, *tensor.shape]``: the tensors of all hosts."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Copy ``tensor`` of host ``root`` to all hosts, in place."""
-
-    def check(self) -> None:
-        """Raise errors of operations that failed after their method returned."""
-        return
-
-    @abstractmethod
-    def close(self) -> None:
-        """Disconnect after the operations in progress."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Disconnect at once."""
-
-
-class GlooLink(Link):
-    """A link whose operations wait until they are done; other hosts soon notice a disconnect.
+    The link is a process group made directly, a collective over its ranks: ``new_group()`` needs
+    all ranks of the job, or names groups by the number of groups of a rank, which may differ.
 
     Args:
-        gloo: a ``ProcessGroupGloo`` of one rank per host; owned.
+        store: reachable by all hosts, for this link only.
+        host: the index of this rank's host.
+        hosts: the number of hosts.
+        timeout: of an operation, in seconds.
     """
 
-    def __init__(self, gloo: Any) -> None:
-        self._gloo: Any = gloo
-        self._size = gloo.size()
+    def __init__(self, store: dist.Store, host: int, hosts: int, timeout: float) -> None:
+        limit = datetime.timedelta(seconds=timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, host, hosts, limit)
+        self._size = hosts
         self._pending: Any = None  # The operation in progress.
         self._lock = threading.Lock()  # Held to start an operation, or to close.
         self._process = os.getpid()
 
     def sum(self, tensor: Tensor) -> None:
+        """Add up ``tensor`` over the hosts, in place; every host receives the same bits."""
         self._run(lambda gloo: gloo.allreduce([tensor]))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[hosts, *tensor.shape]``: the tensors of all hosts."""
         gathered = tensor.new_empty((self._size, *tensor.shape))
         self._run(lambda gloo: gloo.allgather([list(gathered.unbind())], [tensor]))
         return gathered
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy ``tensor`` of host ``root`` to all hosts, in place."""
         self._run(lambda gloo: gloo.broadcast(tensor, root))
 
     def close(self) -> None:
+        """Disconnect; an operation in progress fails."""
         if os.getpid() != self._process:
             return  # A forked child has no Gloo threads to end.
         with self._lock:
@@ -102,9 +82,6 @@ class GlooLink(Link):
         # Destroying Gloo waits for the pending operation, up to its timeout: do so in a thread.
         if gloo is not None and self._pending is not None:
             threading.Thread(target=_outlive, args=(gloo, self._pending), daemon=True).start()
-
-    def abort(self) -> None:
-        self.close()
 
     def _run(self, call: Callable[[Any], Any]) -> None:
         """Start ``call(gloo)`` and wait for its end, which close() and Ctrl-C can cut short."""
@@ -129,7 +106,7 @@ class GlooLink(Link):
                 if self._gloo is None:
                     return ""
             work, self._pending = self._pending, None
-            work.wait()  # On CUDA this also makes the current stream wait for Gloo's copies back.
+            work.wait()
         except RuntimeError as error:
             return str(error)
         return ""

@@ -3,15 +3,13 @@
 With ``P`` ranks on the host that has the fewest, the ranks at positions ``0 .. P - 1`` of each host
 carry a ``P``-th of the data each, over a link of their own::
 
-    host 0    rank a --- rank b     rank c      shared memory, or CUDA devices that reach each other
+    host 0    rank a --- rank b     rank c      shared memory
                 |          |
     host 1    rank d --- rank e
               link 0     link 1
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,52 +18,33 @@ from pipekernels.comm.end import End
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
 
-ReduceInPlace = Callable[[Tensor, str], None]
-
 
 class Steps:
-    """Steps of the collectives on tensors of one device.
+    """Steps of the collectives.
 
     Args:
-        local: the end for tensors on ``device`` over the ranks of this host.
-        link: the link of this rank's position for ``device``, if any.
+        local: the end over the ranks of this host.
+        link: the link of this rank's position, if any.
         host_map: of all ranks.
-        device: of the tensors.
     """
 
-    def __init__(
-        self, local: End, link: Link | None, host_map: HostMap, device: torch.device
-    ) -> None:
+    def __init__(self, local: End, link: Link | None, host_map: HostMap) -> None:
         self._local = local
         self._link = link
         self._host_map = host_map
-        self._device = device
-        self._places = torch.tensor(host_map.places, device=device)
+        self._places = torch.tensor(host_map.places, device="cpu")
 
-    def reduced(
-        self, tensor: Tensor, op: str, reduce_inside: ReduceInPlace | None = None
-    ) -> Tensor:
-        """``tensor`` reduced over all ranks: inside each host, then each link's part between hosts.
-
-        Args:
-            tensor: ``[n]``.
-            op: the reduction.
-            reduce_inside: reduces a whole tensor in place over the ranks of this host; if ``None``,
-                each rank reduces only its part, in a copy.
-        """
+    def reduced(self, tensor: Tensor, op: str) -> Tensor:
+        """``tensor``, ``[n]``, reduced over all ranks by ``op``: inside each host, then each link's
+        part between hosts."""
         inside = "sum" if op == "avg" else op
         part = -(-tensor.numel() // self._host_map.links)
-        if reduce_inside is not None:
-            reduce_inside(tensor, inside)
         # Ranks without a link reduce padding.
         padded = self._shared(len(self._host_map.members) * part, tensor.dtype)
         padded[: tensor.numel()] = tensor
         padded[tensor.numel() :] = 0
         mine = self._shared(part, tensor.dtype)
-        if reduce_inside is None:
-            self._local.reduce_scatter(padded, mine, inside)
-        else:
-            mine.copy_(self._part_of(padded, part))
+        self._local.reduce_scatter(padded, mine, inside)
         if self._link is not None:
             self._reduce_between(self._link, mine, op)
         self._local.all_gather(mine, padded)
@@ -82,7 +61,7 @@ class Steps:
         if self._link is not None:
             mine.copy_(self._link.all_gather(self._part_of(block, part)).flatten())
         shape = (len(self._host_map.members), hosts, part)
-        parts = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        parts = torch.empty(shape, dtype=torch.uint8, device="cpu")
         self._local.all_gather(mine, parts)
         blocks = parts[:links].transpose(0, 1).reshape(hosts, links * part)
         return blocks[:, : most * size].reshape(-1, size)[self._places]
@@ -107,7 +86,7 @@ class Steps:
         """Reduce over the hosts, in place."""
         if op in ("sum", "avg"):
             link.sum(mine)
-        else:  # Gather and reduce here, as max and min of Gloo and NCCL may lose a NaN.
+        else:  # Gather and reduce here, as max and min of Gloo may lose a NaN.
             parts = link.all_gather(mine)
             mine.copy_(parts.amax(0) if op == "max" else parts.amin(0))
         if op == "avg":
@@ -122,4 +101,4 @@ class Steps:
         return self._local.output(torch.Size((elements,)), dtype)
 
     def _zeros(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")

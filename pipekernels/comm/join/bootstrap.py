@@ -18,13 +18,15 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from pipekernels import _backend
 from pipekernels.comm import limits as tuning
 from pipekernels.comm import messages
 from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
-from pipekernels.comm.hosts.route import Route
+from pipekernels.comm.hosts.link import Link
 from pipekernels.comm.join.process import host_identity, start_time
 from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
 
@@ -43,20 +45,20 @@ class _Process(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """The resources of one rank of a new communicator. The receiver owns ``pidfds`` and the link of
-    ``route``.
+    """The resources of one rank of a new communicator. The receiver owns ``pidfds`` and
+    ``link``.
 
     Attributes:
         host_map: which ranks are on which host.
         segment: the memory that the ranks of this host share.
         pidfds: a pidfd for every rank of this host, -1 for this one.
-        route: to one rank of every other host, if any, see :mod:`pipekernels.comm.hosts.steps`.
+        link: to one rank of every other host, if any, see :mod:`pipekernels.comm.hosts.steps`.
     """
 
     host_map: HostMap
     segment: Any
     pidfds: list[int]
-    route: Route | None
+    link: Link | None
 
 
 def join_processes(
@@ -93,7 +95,7 @@ def join_processes(
         host_map = HostMap(_group_by_host(processes), rank)
 
         undo = stack.enter_context(contextlib.ExitStack())
-        segment, pidfds, route, problem = None, [], None, ""
+        segment, pidfds, link, problem = None, [], None, ""
         try:
             soon = deadline.early()  # Leaves time to tell the peers of a timeout.
             module = _backend.load()
@@ -106,9 +108,9 @@ def join_processes(
                 pidfds.append(-1 if member == rank else module.open_pidfd(processes[member].pid))
                 if pidfds[-1] >= 0:
                     undo.callback(os.close, pidfds[-1])
-            route = _connect_hosts(rendezvous, host_map, processes[0].address, timeout, soon)
-            if route is not None:
-                undo.callback(route.link.close)
+            link = _connect_hosts(rendezvous, host_map, processes[0].address, timeout, soon)
+            if link is not None:
+                undo.callback(link.close)
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(rank, error)
             listener.close()  # Peers that wait for the memory stop waiting.
@@ -121,7 +123,7 @@ def join_processes(
     hosts = len(host_map.hosts)
     where = "in shared memory of one host" if hosts == 1 else f"on {hosts} hosts, by way of Gloo"
     _log.info("rank %d of %d has joined its peers %s", rank, len(ranks), where)
-    return Seat(host_map, segment, pidfds, route)
+    return Seat(host_map, segment, pidfds, link)
 
 
 def problem_of(rank: int, error: Exception) -> str:
@@ -155,8 +157,8 @@ def _check_distinct(processes: list[_Process]) -> None:
 
 def _connect_hosts(
     rendezvous: Rendezvous, host_map: HostMap, name: str, timeout: float, deadline: Deadline
-) -> Route | None:
-    """A route to the ranks at this rank's position on the other hosts; None if a host has none."""
+) -> Link | None:
+    """A link to the ranks at this rank's position on the other hosts; None if a host has none."""
     if len(host_map.hosts) == 1 or host_map.position >= host_map.links:
         return None
     store = rendezvous.store
@@ -172,7 +174,7 @@ def _connect_hosts(
             f"{deadline.seconds:.3g} s"
         )
     hosts = len(host_map.hosts)
-    return Route(store, name, host_map.host, hosts, timeout, rendezvous.cuda_backend)
+    return Link(dist.PrefixStore(f"{name}/link", store), host_map.host, hosts, timeout)
 
 
 def _share(

@@ -39,7 +39,7 @@ class Rendezvous(NamedTuple):
         world_size: the number of ranks.
         all_gather: exchanges messages between the ranks.
         store: reachable by all ranks; used to connect hosts.
-        cuda_backend: :mod:`torch.distributed` backend for CUDA tensors between hosts; may be empty.
+        group: a :mod:`torch.distributed` group of the same ranks, if there is one.
         deadline: by which the ranks must have joined; ``None`` to start the timeout after the first
             exchange.
     """
@@ -48,7 +48,7 @@ class Rendezvous(NamedTuple):
     world_size: int
     all_gather: AllGather
     store: dist.Store | None
-    cuda_backend: str
+    group: dist.ProcessGroup | None
     deadline: Deadline | None = None
 
 
@@ -57,9 +57,8 @@ def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
     group = default_group() if group is None else group
     all_gather = partial(messages.all_gather_in_group, group=group)
     store = store_of(group)
-    cuda_backend = messages.backends_of(group).get("cuda", "")
     size = dist.get_world_size(group)
-    return Rendezvous(dist.get_rank(group), size, all_gather, store, cuda_backend)
+    return Rendezvous(dist.get_rank(group), size, all_gather, store, group)
 
 
 def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Rendezvous:
@@ -77,7 +76,7 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
             messages.decode(store.get(key), f"rank {peer}", parse) for peer, key in enumerate(keys)
         ]
 
-    return Rendezvous(rank, world_size, all_gather, store, "nccl", deadline)
+    return Rendezvous(rank, world_size, all_gather, store, None, deadline)
 
 
 def meet(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> dist.Store:

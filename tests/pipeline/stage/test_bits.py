@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipe_cases import differs
 from support.pipes import Pipe
+from support.sweeps.pipes import differs
 from torch import nn
 
 from pipekernels.pipeline.stage.entry import copy_of
@@ -154,5 +154,5 @@ def test_copies_of_other_tensors(view: torch.Tensor) -> None:
     "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.full)], ids=str
 )
 def test_random_layers(seeds: range) -> None:
-    """Views, strides, several tensors: see :mod:`support.pipe_cases`."""
+    """Views, strides, several tensors: see :mod:`support.sweeps.pipes`."""
     assert [text for seed in seeds if (text := differs(seed)) is not None] == []

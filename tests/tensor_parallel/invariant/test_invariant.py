@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.invariant_cases import RANKS, Results, assert_same_bits, gradients, random_case
 from support.levels import in_gate
 from support.ranks import run_threads
+from support.sweeps.invariant_layers import RANKS, Results, assert_same_bits, gradients, random_case
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize

@@ -1,6 +1,6 @@
 """Random pipes of layers that return strided tensors, views, and several tensors.
 
-``cd tests; python -m support.pipe_cases 10000`` compares the first 10,000 of them, in every
+``cd tests; python -m support.sweeps.pipes 10000`` compares the first 10,000 of them, in every
 execution, with a loop over the same micro-batches: outputs and all gradients, bit for bit.
 """
 

@@ -1,6 +1,6 @@
 """Random layers with ``invariant=True``, and how their bits are compared between numbers of ranks.
 
-``cd tests; python -m support.invariant_cases 10000`` compares the first 10,000 of them.
+``cd tests; python -m support.sweeps.invariant_layers 10000`` compares the first 10,000 of them.
 """
 
 from __future__ import annotations

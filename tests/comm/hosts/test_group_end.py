@@ -1,0 +1,76 @@
+"""CUDA tensors over several hosts: the end over a process group, here of Gloo, on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipekernels import Communicator, _backend
+from pipekernels.comm.hosts import cuda
+
+pytestmark = pytest.mark.processes
+
+CPU = torch.device("cpu")
+
+
+def use_group(rank: int) -> None:
+    """The end's collectives, and where a communicator takes it from."""
+    size = dist.get_world_size()
+    _backend.require_cuda = lambda device=None: None
+    cuda.backends_of = lambda group: {"cpu": "gloo", "cuda": "gloo"}
+    group = dist.new_group(backend="gloo")
+    end = cuda.GroupCudaEnd(group, torch.device("cuda", 0))
+    end._device = CPU
+    x = torch.arange(4.0) + rank
+    for op, expected in (
+        ("sum", 3 * torch.arange(4.0) + 3),
+        ("avg", torch.arange(4.0) + 1),
+        ("max", torch.arange(4.0) + 2),
+        ("min", torch.arange(4.0)),
+    ):
+        y = x.clone()
+        end.all_reduce(y, op, "auto")
+        assert y.equal(expected)
+        rows, out = x.repeat(size, 1), torch.empty(1, 4)
+        end.reduce_scatter(rows, out, op)
+        assert out[0].equal(expected)
+    counts = torch.full((2, 2), rank, dtype=torch.int64)
+    end.all_reduce(counts, "sum in tree order", "auto")  # Of integers the order does not matter.
+    assert counts.eq(3).all()
+    with pytest.raises(ValueError, match="order='tree' is for communicators on one host"):
+        end.all_reduce(x, "sum in tree order", "auto")
+    flags = torch.tensor([rank == 1, True])
+    gathered = end.empty(torch.Size((size, 2)), torch.bool)
+    end.all_gather(flags, gathered)
+    assert gathered.tolist() == [[False, True], [True, True], [False, True]]
+    end.broadcast(flags, 1)
+    assert flags.all()
+    end.check(), end.close(abort=False)
+    with pytest.raises(ValueError, match="is on cpu, but the tensor on cuda:1"):
+        end.check_is(torch.device("cuda", 1))
+    with Communicator.from_process_group(group) as comm:
+        assert type(comm._device_end(torch.device("cuda", 0))) is cuda.GroupCudaEnd
+        assert comm._device_end(torch.device("cuda", 0))._group is group
+        half = comm.split(0)
+        assert half is not None
+        with pytest.raises(RuntimeError, match="there is no group; make the communicator by"):
+            half._device_end(torch.device("cuda", 0))
+
+
+def test_collectives(run_group: Callable[..., list[Any]]) -> None:
+    run_group(3, use_group, hosts="aab")
+
+
+def test_groups_without_a_backend_for_cuda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backend, "require_cuda", lambda device=None: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(cuda, "backends_of", lambda group: {"cpu": "gloo"})
+        with pytest.raises(RuntimeError, match=r"there is a group with .*cpu:gloo,cuda:nccl"):
+            cuda.GroupCudaEnd(dist.group.WORLD, torch.device("cuda"))
+    finally:
+        dist.destroy_process_group()
