@@ -22,14 +22,15 @@
 #                   all_reduce --benchmark-json=PATH': options of pytest and pytest-benchmark)
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
-#   make docs       the site, from docs/ and docstrings, into build/docs
+#   make docs       the site, from docs/ and docstrings, into build/docs; only where they have changed
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
 #   make gpu-check  smoke cases, tests, benchmarks and memory checks on this machine's GPU, in 8
 #                   minutes, with the Python that is there (PYTHON=...)
 #   make bench-nccl collectives, the row-parallel layer and pipes on 2 to 8 GPUs, in turn with NCCL;
 #                   with the Python that is there (ARGS='--quick': tiny cases)
 #   make wheel      the source distribution and, from it, the wheel, by ordinary isolated builds into
-#                   build/wheel; then the wheel tried in an environment of its own
+#                   build/wheel; then the wheel tried in an environment of its own. Only where what it
+#                   is made of has changed
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eo pipefail -c
@@ -57,6 +58,8 @@ ALL := not weekly
 CACHE_TAG := import sys; print(sys.implementation.cache_tag)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
+MODULES := $(shell find pipekernels -name '*.py') pipekernels_autoload.py
+PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*') README.md CHANGELOG.md CONTRIBUTING.md
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
 .PHONY: demo check test test-all test-times oldest-triton test-oldest test-newest model soak bench peers \
@@ -173,9 +176,12 @@ lint: $(LINT)
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
+docs: build/docs.stamp
+
 # Every warning is an error, as is a name in a docstring that has no page.
-docs: $(DOCS)
+build/docs.stamp: $(DOCS) $(PAGES) $(MODULES)
 	$(BIN)/python -m sphinx -n -W --keep-going -E -q -b html docs build/docs
+	touch $@
 
 # Compiled from scratch, as only then ptxas and compile_seconds.py report; linked into a module of
 # its own, and loaded, as only then a missing symbol is found.
@@ -189,7 +195,7 @@ cuda-check: $(TESTS)
 	  || { cat build/cuda-check/log.txt; exit 1; }
 	$(BIN)/python csrc/cmake/kernel_report.py build/cuda-check/log.txt --require 80 90 100
 	PYTHONPATH=build/cuda-check $(BIN)/python -c 'import _C'
-	$(BIN)/python -m pytest -q tests/csrc/test_emitted_code.py
+	PIPEKERNELS_TEST_EMITTED=1 $(BIN)/python -m pytest -q tests/csrc/test_emitted_code.py
 
 gpu-check:
 	$(PYTHON) -m bench.gpu.check
@@ -200,7 +206,9 @@ bench-nccl:
 
 # Without CUDA unless PIPEKERNELS_CUDA says so, like the wheels that are published: all is compiled
 # anew. The new environment borrows torch, which is large.
-wheel: $(WHEEL)
+wheel: build/wheel.stamp
+
+build/wheel.stamp: $(WHEEL) $(PAGES) $(MODULES) $(CSRC) .ci/try_wheel.py MANIFEST.in
 	rm -rf build/wheel build/fresh
 	mkdir -p build
 	PIPEKERNELS_CUDA=$${PIPEKERNELS_CUDA:-0} $(BIN)/python -m build --outdir build/wheel \
@@ -210,6 +218,7 @@ wheel: $(WHEEL)
 	$(BIN)/python -c '$(TORCH_SITE)' > "$$(build/fresh/bin/python -c '$(SITE)')/torch.pth"
 	build/fresh/bin/pip install -q --no-deps build/wheel/*.whl
 	cd build/fresh && bin/python ../../.ci/try_wheel.py && bin/pipekernels info
+	touch $@
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info pipekernels/_C.*.so
