@@ -15,7 +15,9 @@ Other modules may use the names that torch intends for subclasses and for walkin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
 
 # Public classes and functions in modules with an underscore: dispatch modes, pytrees
 # (torch.utils.pytree is not in torch 2.6), the mode of ``with device:``, and the base class of all
@@ -70,17 +76,21 @@ when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def run_backward(
-    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
+    roots: Sequence[Tensor | GradientEdge],
+    grads: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+    inputs: Sequence[Tensor | GradientEdge] = (),
 ) -> None:
-    """``torch.autograd.backward`` for gradients that autograd itself has computed. The public
-    function first compares each gradient's shape with its root's in Python, which takes half as
-    long again as the backward of a small layer; the engine checks shapes once more."""
+    """``torch.autograd.backward`` for gradients of the right shapes. The public function first
+    compares each gradient's shape with its root's in Python, which takes half as long again as the
+    backward of a small layer, and at the first call imports sympy; the engine checks them, too."""
     _engine_run_backward(
         tuple(roots),
         tuple(grads),
         keep_graph,
         False,  # create_graph
-        (),  # inputs: all leaves
+        tuple(inputs),  # None: all leaves
         allow_unreachable=True,
         accumulate_grad=True,
     )
@@ -175,9 +185,24 @@ def is_batched(tensor: Tensor) -> bool:
 
 # ---- modes, the profiler, the compiler ----
 
-disable_dynamo = torch._disable_dynamo
-"""Decorator: a graph break for ``torch.compile``. Unlike ``torch.compiler.disable`` it imports the
-compiler at the first call, not at decoration."""
+
+def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: a graph break for ``torch.compile``.
+
+    ``torch.compiler.disable`` imports the compiler, which takes seconds, and ``_disable_dynamo``
+    does so at the first call. While the compiler has not been imported, nothing is compiled.
+    """
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
 
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 """The number of active ``TorchDispatchMode`` objects of this thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -320,7 +321,8 @@ def test_a_compiled_program_has_one_graph_break_per_call(recwarn: pytest.Warning
     # Compiled layers may have other breaks, due to the modes that watch the first pass.
     named = ("Pipe.", "torch/_compile.py")  # Torch 2.6 names the file of torch.compiler.disable.
     breaks = [n for why, n in counters["graph_break"].items() if any(map(why.__contains__, named))]
-    assert breaks == [1, 1]
+    # One in each program, and one in what the program then calls, which has no operations.
+    assert breaks and set(breaks) == {1}
     assert around.frame_count == 4  # Before and after the pipe, in both programs.
     old = torch.__version__.startswith("2.6.")  # It compiles nothing that a graph break calls.
     assert inside.frame_count > 0 or old
@@ -462,3 +464,31 @@ def test_channels_last_is_kept(dims: int, execution: str) -> None:
     (grad,) = torch.autograd.grad(out.square().sum(), x)
     for tensor in (out, grad):
         assert tensor.is_contiguous(memory_format=order) and not tensor.is_contiguous()
+
+
+FIRST_USE = """
+import sys
+import torch
+from torch import nn
+from pipekernels import Pipe
+
+pipe = Pipe(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), [2, 1], devices=["cpu"] * 2,
+            chunks=2, execution=sys.argv[1])
+before = set(sys.modules)
+x = torch.ones(4, 8)
+for schedule in ("gpipe", "1f1b", "zb-h1"):
+    pipe(x).sum().backward()
+    pipe.train_step(x, x, nn.functional.mse_loss, schedule=schedule)
+new = set(sys.modules) - before
+print(len(new), *new & {"torch._dynamo", "sympy", "torch.onnx"})
+"""
+
+
+@pytest.mark.processes
+def test_first_use_imports_no_compiler() -> None:
+    """It takes seconds. The default execution begins with those here."""
+    for execution in ("inline", "split"):
+        command = [sys.executable, "-c", FIRST_USE, execution]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        count, *compilers = done.stdout.split()
+        assert int(count) < 40 and not compilers, done.stdout

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from pipekernels._torch_private import run_backward
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.engine.outputs import Outputs
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, Entry
@@ -220,7 +221,7 @@ class Losses:
         leaves, self._leaves[m] = self._leaves[m], ()
         if loss is None:
             return ()
-        torch.autograd.backward(loss, loss.new_full((), self._weights[m]))
+        run_backward([loss], [loss.new_full((), self._weights[m])], keep_graph=False)
         return tuple(None if leaf is None else leaf.grad for leaf in leaves)
 
     def check(self) -> None:

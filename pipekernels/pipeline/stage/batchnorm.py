@@ -29,7 +29,8 @@ class DeferredBatchNorm(BatchNormBase):
     Inputs: ``[N, C, ...]``, floating point.
 
     Args:
-        *args, **kwargs: those of ``nn.BatchNorm1d``.
+        args: those of ``nn.BatchNorm1d``.
+        kwargs: likewise.
         chunks: number of micro-batches of a mini-batch.
     """
 

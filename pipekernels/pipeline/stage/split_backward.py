@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from pipekernels._torch_private import run_backward
 from pipekernels.pipeline.stage.entry import is_custom
 
 WeightBackward = Callable[[bool], None]
@@ -37,10 +38,10 @@ class _Consumer:
         """Accumulate the gradients of the parameters, from those that :meth:`capture` kept."""
         arrived = [(i, grad) for i, grad in enumerate(self._grads) if grad is not None]
         if arrived:
-            torch.autograd.backward(
+            run_backward(
                 [GradientEdge(self.node, i) for i, _ in arrived],
                 [grad for _, grad in arrived],
-                retain_graph=keep_graph,
+                keep_graph=keep_graph,
                 inputs=self._parameters,
             )
 
@@ -68,7 +69,7 @@ def backward_of_inputs(
         return None
     handles = [consumer.node.register_prehook(consumer.capture) for consumer in consumers]
     try:
-        torch.autograd.backward(roots, grads, retain_graph=True, inputs=leaves)
+        run_backward(roots, grads, keep_graph=True, inputs=leaves)
     finally:
         for handle in handles:
             handle.remove()

@@ -188,29 +188,50 @@ def _between(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
     for inference leave out: norms of the queries and keys of a head, activations that are trained.
 
     Raises:
-        ValueError: such a norm has weights for each head.
+        ValueError: such a norm is over all heads or has weights for each, or another parameter has
+            an element for each head.
     """
     found = []
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         children = dict(module.named_children())
         kinds = [(_kind_of(plan, prefix + child) or "").partition(":")[0] for child in children]
-        if COLUMN not in kinds or "row" not in kinds:
+        if COLUMN not in kinds:
             continue
+        size = getattr(module, "head_dim", None)
         for (child, layer), kind in zip(children.items(), kinds, strict=True):
-            shapes = [tuple(p.shape) for p in layer.parameters()]
-            if kind or not shapes or not _SMALL.fullmatch(child):
-                continue
-            size = getattr(module, "head_dim", None)
-            if any(len(shape) > 1 for shape in shapes):
-                raise ValueError(
-                    f"{prefix + child!r} has parameters of shape {shapes[0]}, for each head, which "
-                    "no kind of a plan shards; leave the attention of this model whole, in a plan "
-                    "for its MLPs"
-                )
-            if "norm" not in child and "ln" not in child or shapes[0] == (size,):
+            parameters = {} if kind else dict(layer.named_parameters(f"{prefix}{child}"))
+            if "row" in kinds and parameters and _SMALL.fullmatch(child):
+                is_norm = "norm" in child or "ln" in child
+                of_heads = [key for key, p in parameters.items() if tuple(p.shape) != (size,)]
+                if is_norm and size is not None and of_heads:
+                    raise _of_all_heads(of_heads[0], parameters[of_heads[0]])
                 found.append(prefix + child)
+        for key, parameter in module.named_parameters():
+            is_planned = any(_kind_of(plan, owner) for owner in _owners(prefix + key))
+            if (
+                size is not None
+                and heads != size
+                and parameter.shape == (heads,)
+                and not is_planned
+            ):
+                raise _of_all_heads(prefix + key, parameter)
     return found
+
+
+def _owners(key: str) -> list[str]:
+    """The names of the modules that a parameter is in."""
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _of_all_heads(key: str, parameter: nn.Parameter) -> ValueError:
+    return ValueError(
+        f"{key!r}, of shape {tuple(parameter.shape)}, is for all heads, of which a rank would have "
+        "a part, and no kind of a plan shards it; leave the attention of this model whole, in a "
+        "plan for its MLPs"
+    )
 
 
 def divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:

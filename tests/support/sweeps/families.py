@@ -318,15 +318,20 @@ def page(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def main(names: list[str]) -> None:
+def names() -> list[str]:
+    """The families that have a model for text or images."""
+    known = set().union(*(getattr(modeling_auto, f"{head}_MAPPING_NAMES") for head in HEADS))
+    return sorted(known & CONFIG_MAPPING_NAMES.keys())
+
+
+def main(chosen: list[str]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     findings = []
-    known = set().union(*(getattr(modeling_auto, f"{head}_MAPPING_NAMES") for head in HEADS))
-    for family in names or sorted(known & CONFIG_MAPPING_NAMES.keys()):
+    for family in chosen or names():
         findings.append(look_at(family))
         print(*findings[-1], sep=" | ", flush=True)
-    if not names:
+    if not chosen:
         PAGE.write_text(page(findings))
     print(collections.Counter(finding.state for finding in findings))
     sys.exit(any(finding.state in ("differs", "fails") for finding in findings))
