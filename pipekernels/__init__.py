@@ -21,6 +21,7 @@ from pipekernels.pipeline import (
     parallelize_module,
     parallelize_pipeline,
     plan_pipeline,
+    register_split,
     unparallelize_module,
     unparallelize_pipeline,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "parallelize_module",
     "parallelize_pipeline",
     "plan_pipeline",
+    "register_split",
     "skip",
     "tensor_parallelize",
     "unparallelize_module",

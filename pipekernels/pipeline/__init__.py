@@ -20,7 +20,7 @@ from pipekernels.pipeline.spmd.execute import (
 )
 from pipekernels.pipeline.stage.checkpoint import is_checkpointing, is_recomputing
 from pipekernels.pipeline.stages import PipelineParallel, PipelineStage
-from pipekernels.pipeline.values.structure import NoChunk
+from pipekernels.pipeline.values.structure import NoChunk, register_split
 
 __all__ = [
     "NoChunk",
@@ -40,6 +40,7 @@ __all__ = [
     "parallelize_module",
     "parallelize_pipeline",
     "plan_pipeline",
+    "register_split",
     "unparallelize_module",
     "unparallelize_pipeline",
 ]

@@ -303,9 +303,9 @@ class Pipe(nn.Module):
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
         batch = self._batch(arguments_of(self[0], input))
-        targets, structure = targets_for(batch, target)
+        targets, structures = targets_for(batch, target)
         is_mean = loss_reduction == "mean"
-        losses = partial(Losses, loss_fn, targets, structure, is_mean, self.batch_dim)
+        losses = partial(Losses, loss_fn, targets, structures, is_mean, self.batch_dim)
         return self._engine.train(
             batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
         )
@@ -324,7 +324,7 @@ class Pipe(nn.Module):
             )
         if self.chunks > 1:
             deny_packed(value, "the input")
-        tensors, structure = take_apart(value, "input")
+        tensors, structure = take_apart(value, "input", cuts=True)
         deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
 

@@ -43,8 +43,9 @@ def test_attributes_and_sequence_protocol() -> None:
     for index in (5, -6):
         with pytest.raises(IndexError, match="5 layers"):
             pipe[index]
-    with pytest.raises(TypeError, match="'slice' object"):
-        pipe[1:3]
+    assert type(pipe[1:3]) is nn.Sequential and list(pipe[1:3]) == original[1:3]
+    with pytest.raises(TypeError, match="'str' object"):
+        pipe["0"]
 
 
 def test_state_dict_has_the_modules_keys_after_a_prefix() -> None:

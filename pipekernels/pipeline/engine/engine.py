@@ -239,7 +239,7 @@ class Engine:
             self._findings,
             scatter,
             wants_grad,
-            batch.structure.on(stages.devices[0]),
+            batch.structure.on(stages.devices[0]).cut(scatter.sizes),
             parameters if grad else None,
             recomputed,
             self._timeline,

@@ -19,7 +19,6 @@ from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
 from pipekernels.pipeline.stage.task import Activation, Grads
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of, shares
 from pipekernels.pipeline.values.structure import (
-    LONE,
     Structure,
     deny_packed,
     take_apart,
@@ -100,18 +99,19 @@ class LossGradients:
         )
 
 
-def targets_for(batch: Batch, target: Any) -> tuple[Scatter | None, Structure]:
-    """The micro-batches of the tensors in ``target``, None if there are none, and their structure.
+def targets_for(batch: Batch, target: Any) -> tuple[Scatter | None, Sequence[Structure]]:
+    """The micro-batches of the tensors in ``target``, None if there are none, and the structure of
+    each.
 
     Raises:
         TypeError: there is no tensor in ``target``, or one that cannot be cut.
         ValueError: a target has a graph, or another batch size than the inputs of ``batch``.
     """
     if target is None:
-        return None, LONE
+        return None, ()
     if batch.chunks > 1:
         deny_packed(target, "the target")
-    tensors, structure = take_apart(target, "target")
+    tensors, structure = take_apart(target, "target", cuts=True)
     if any(tensor.grad_fn is not None for tensor in tensors):
         raise ValueError(
             "a target has a graph, whose backward each micro-batch would run again; detach it, or "
@@ -124,7 +124,7 @@ def targets_for(batch: Batch, target: Any) -> tuple[Scatter | None, Structure]:
             f"the target has batch size {targets.batch} and the input {rows}; both are split along "
             f"dimension {batch.dim} and must agree in it"
         )
-    return targets, structure
+    return targets, structure.cut(targets.sizes)
 
 
 class Losses:
@@ -134,7 +134,7 @@ class Losses:
         loss: called with the last stage's output for a micro-batch, and its targets; returns a
             scalar.
         targets: the tensors of the targets, None if ``loss`` takes none.
-        structure: of a micro-batch's targets.
+        structures: of the targets of each micro-batch.
         mean: whether ``loss`` is a mean over its rows, rather than a sum.
         dim: the batch dimension.
         sizes: rows of each micro-batch.
@@ -146,7 +146,7 @@ class Losses:
         self,
         loss: LossFunction,
         targets: Scatter | None,
-        structure: Structure,
+        structures: Sequence[Structure],
         mean: bool,
         dim: int,
         sizes: Sequence[int],
@@ -155,7 +155,7 @@ class Losses:
     ) -> None:
         self._loss = loss
         self._targets = targets
-        self._structure = structure
+        self._structures = structures
         self._weights = shares(sizes) if mean else [1.0] * len(sizes)
         self._extras: Outputs | None = None
         self._new_extras = partial(Outputs, sizes, dim, self._weights, "loss_fn")
@@ -187,7 +187,7 @@ class Losses:
             parts: Sequence[torch.Tensor] = self._targets.take(m)
             if any(part.device != device for part in parts):
                 parts = p2p_copy(parts, device)
-            arguments.append(self._structure.on(device).build(parts))
+            arguments.append(self._structures[m].on(device).build(parts))
         with self._randomness(m):
             loss = self._loss(*arguments)
         if isinstance(loss, tuple) and len(loss) == 2:

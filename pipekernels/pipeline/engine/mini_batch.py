@@ -56,7 +56,7 @@ class MiniBatch:
         scatter: the micro-batches; detached if a backward can follow, as the autograd node that
             holds this object holds the graph of the inputs.
         wants_grad: which inputs want a gradient.
-        structure: structure of the first stage's input.
+        structures: that of the first stage's input, for each micro-batch.
         parameters: the stages' parameters; None if no backward can follow.
         recomputed: which micro-batches keep only their inputs and are recomputed in the backward.
         timeline: records the actions, if given.
@@ -69,7 +69,7 @@ class MiniBatch:
         findings: LayerFindings,
         scatter: Scatter,
         wants_grad: tuple[bool, ...],
-        structure: Structure,
+        structures: Sequence[Structure],
         parameters: list[StageParameters] | None,
         recomputed: list[bool],
         timeline: Timeline | None,
@@ -84,7 +84,7 @@ class MiniBatch:
         self._scatter = scatter
         self._wants_grad = wants_grad
         # Dropped after the forward: its non-tensor values may be large.
-        self._structure: Structure | None = structure
+        self._structures: Sequence[Structure] = structures
         self._recomputed = recomputed
         self._recomputes = any(recomputed)
         self._timeline = timeline
@@ -129,7 +129,7 @@ class MiniBatch:
                 around = self._context.applied
             program = self._execution.program.forwards
             self._execute(program, forward, around, last=not self.grad)
-        self._structure = None
+        self._structures = ()
         if self._recomputes:
             self._as_in_forward = AsInForward(self._stages.modules, self.parameters)
         whole = outputs.take()
@@ -204,8 +204,7 @@ class MiniBatch:
     def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
         _, stage, m = action
         if inputs is None:
-            assert self._structure is not None
-            inputs = Activation(self._scatter.take(m), self._wants_grad, self._structure)
+            inputs = Activation(self._scatter.take(m), self._wants_grad, self._structures[m])
             inputs = self._to_device(inputs, stage, m)
         task = self._tasks[stage]
         if task.received_skips:

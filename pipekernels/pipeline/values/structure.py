@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,36 @@ class NoChunk:
                 "parameter of the layer that uses it"
             )
         self.tensor = tensor
+
+
+Split = Callable[[Any, Sequence[int]], Sequence[Any]]
+_splits: dict[type, Split] = {}
+
+
+def register_split(kind: type, split: Split) -> None:
+    """Let pipes cut values of a class, among their inputs and targets, into micro-batches.
+
+    For what is no tensor of rows: a ``PackedSequence``, a graph, a list of images of different
+    sizes in a class of its own. Beside it there must be a tensor, whose rows give the sizes. Such a
+    value gets no gradients.
+
+    Args:
+        kind: the class itself; subclasses are others.
+        split: ``split(value, sizes)`` returns one value for each micro-batch, of so many rows.
+
+    Raises:
+        TypeError: ``kind`` is no class, or one of tensors, tuples, lists or dicts.
+    """
+    if not isinstance(kind, type) or kind in (tuple, list, dict) or issubclass(kind, torch.Tensor):
+        raise TypeError(
+            f"kind is {kind!r}; it must be a class of its own, not one of tensors or plain "
+            "containers, which are cut by their rows"
+        )
+    _splits[kind] = split
+
+
+def _is_cut(value: object) -> bool:
+    return type(value) in _splits
 
 
 class Arguments(NamedTuple):
@@ -102,6 +132,26 @@ class Structure:
         moved = any(new is not old for new, old in zip(leaves, self._leaves, strict=True))
         return Structure(self._spec, leaves) if moved else self
 
+    def cut(self, sizes: Sequence[int]) -> list[Structure]:
+        """One structure for each micro-batch, of ``sizes`` rows: with its part of each value of a
+        class that :func:`register_split` knows.
+
+        Raises:
+            ValueError: a value has been cut into another number of parts.
+        """
+        if not any(map(_is_cut, self._leaves)):
+            return [self] * len(sizes)
+        columns = []
+        for leaf in self._leaves:
+            parts = list(_splits[type(leaf)](leaf, sizes)) if _is_cut(leaf) else [leaf] * len(sizes)
+            if len(parts) != len(sizes):
+                raise ValueError(
+                    f"the function that cuts a {type(leaf).__name__} returned {len(parts)} parts "
+                    f"for {len(sizes)} micro-batches of {list(sizes)} rows"
+                )
+            columns.append(parts)
+        return [Structure(self._spec, leaves) for leaves in zip(*columns, strict=True)]
+
     def fits(self, other: Structure) -> bool:
         """Whether both have the same containers, with tensors in the same places."""
         return self is other or (
@@ -128,11 +178,13 @@ def merged(structures: Sequence[Structure]) -> Structure:
     return Structure(first._spec, leaves)
 
 
-def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Structure]:
+def take_apart(
+    value: Any, *what: object, cuts: bool = False
+) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
 
     Containers are tuples, named tuples, lists, dicts, dataclasses and classes registered with
-    torch's pytree.
+    torch's pytree; with ``cuts``, not those that :func:`register_split` knows.
 
     Raises:
         TypeError: ``value`` has no tensor, or one in a dict that pytree does not know, which would
@@ -140,7 +192,7 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
     """
     if isinstance(value, torch.Tensor):
         return (value,), LONE
-    leaves, spec = _flatten(value)
+    leaves, spec = _flatten(value, _is_cut if cuts and _splits else None)
     for leaf in leaves:
         if isinstance(leaf, dict) and tensors_in(list(leaf.values())):
             raise TypeError(
@@ -167,11 +219,13 @@ def take_apart(value: Any, *what: object) -> tuple[tuple[torch.Tensor, ...], Str
 
 def deny_packed(value: Any, what: str) -> None:
     """Raise a TypeError if there is a PackedSequence in ``value``, whose fields are no rows."""
-    packed = [v for v in tree_leaves(value, is_leaf=_is_packed) if _is_packed(v)]
-    if packed:
+    if PackedSequence in _splits:
+        return
+    if any(map(_is_packed, tree_leaves(value, is_leaf=_is_packed))):
         raise TypeError(
             f"{what} has a PackedSequence, whose rows cannot be cut into micro-batches; give the "
-            "padded tensor and the lengths, and pack them in the first layer, or use chunks=1"
+            "padded tensor and the lengths, and pack them in the first layer, register a function "
+            "that cuts it (register_split), or use chunks=1"
         )
 
 
@@ -203,15 +257,17 @@ class _Spec(NamedTuple):
     records: tuple[_Record, ...]
 
 
-def _flatten(value: Any) -> tuple[list[Any], TreeSpec | _Spec]:
-    found, outer = tree_flatten(value)
+def _flatten(
+    value: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], TreeSpec | _Spec]:
+    found, outer = tree_flatten(value, is_leaf=is_leaf)
     leaves = []
     records = []
     for place, leaf in enumerate(found):
         inner: list[Any] = []
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if dataclasses.is_dataclass(leaf) and not (isinstance(leaf, type) or _is_cut(leaf)):
             names = tuple([field.name for field in dataclasses.fields(leaf)])
-            inner, spec = _flatten([getattr(leaf, name) for name in names])
+            inner, spec = _flatten([getattr(leaf, name) for name in names], is_leaf)
         if not any(isinstance(item, torch.Tensor) for item in inner):
             leaves.append(leaf)
             continue

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.pipes import Pipe
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
 
-from pipekernels import NoChunk
+from pipekernels import NoChunk, register_split
+from pipekernels.pipeline.values import structure
 
 MODES = ["never", "except_last", "always"]
 
@@ -216,3 +223,69 @@ def test_packed_sequences_are_not_cut() -> None:
     pipe = Pipe(nn.Sequential(First()), [1], devices=["cpu"], chunks=2)
     with pytest.raises(TypeError, match="input has a PackedSequence.*padded tensor"):
         pipe(packed)
+
+
+class Images(list):
+    """Of different sizes."""
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PackedSequences and images are cut during the test."""
+    monkeypatch.setattr(structure, "_splits", {})
+
+    def packed(value: Any, sizes: Sequence[int]) -> list[Any]:
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        pairs = zip(padded.split(list(sizes)), lengths.split(list(sizes)), strict=True)
+        return [
+            pack_padded_sequence(rows, own, batch_first=True, enforce_sorted=False)
+            for rows, own in pairs
+        ]
+
+    def images(value: Images, sizes: Sequence[int]) -> list[Images]:
+        rest = iter(value)
+        return [Images(next(rest) for _ in range(size)) for size in sizes]
+
+    register_split(PackedSequence, packed)
+    register_split(Images, images)
+
+
+@pytest.mark.usefixtures("registered")
+def test_values_of_registered_classes_are_cut(execution: str) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, batch_first=True)
+
+        def forward(self, packed: PackedSequence, images: Images, scale: torch.Tensor) -> Any:
+            _, (hidden, _) = self.lstm(packed)
+            means = torch.stack([image.mean() for image in images])
+            return hidden[0] * (means * scale).unsqueeze(1)
+
+    torch.manual_seed(0)
+    rows = [torch.randn(n, 3) for n in (2, 5, 1, 3, 4)]
+    packed = pack_sequence(rows, enforce_sorted=False)
+    images = Images(torch.randn(3, n + 1, 2) for n in range(5))
+    scale, target = torch.linspace(1, 2, 5), torch.randn(5, 4)
+    module = nn.Sequential(First(), nn.Linear(4, 4))
+    expected = module[1](module[0](packed, images, scale))
+    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3)
+    torch.testing.assert_close(pipe(packed, images, scale), expected)
+
+    def loss(output: torch.Tensor, wanted: Any) -> torch.Tensor:
+        assert len(wanted[1]) == len(output)
+        return (output - wanted[0]).square().mean()
+
+    found = pipe.train_step((packed, images, scale), (target, images), loss)
+    torch.testing.assert_close(found, (expected - target).square().mean().detach())
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_is_cut_into_another_number_of_parts() -> None:
+    register_split(Images, lambda value, sizes: [value])
+    pipe = Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], chunks=2)
+    with pytest.raises(ValueError, match=r"cuts a Images returned 1 parts for 2 micro-batches"):
+        pipe((torch.ones(4, 1), Images()))
+    for kind in (list, torch.Tensor, nn.Parameter, 3):
+        with pytest.raises(TypeError, match="it must be a class of its own"):
+            register_split(kind, lambda value, sizes: [value])  # type: ignore[arg-type]
