@@ -25,7 +25,7 @@ from pipekernels.comm.process_group.other_devices import (
     check_point_to_point,
     other_device,
 )
-from pipekernels.comm.process_group.work import DONE, CopiedWork, Work, run_detached
+from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work, run_detached
 
 _log = logging.getLogger("pipekernels.distributed")
 
@@ -102,6 +102,14 @@ class Group(dist.ProcessGroup):
         self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
         super().shutdown()
 
+    def _is_idle(self, opts: Any) -> bool:
+        """Whether a call may run at once: the caller waits for it, and no earlier one is left."""
+        if getattr(opts, "asyncOp", True):
+            return False
+        if self._last is not DONE and self._last.done():
+            self._last = DONE
+        return self._last is DONE
+
     def _run(self, opts: Any, body: Callable[[], None], results: list[Tensor]) -> dist.Work:
         """Run ``body`` after all earlier calls.
 
@@ -118,8 +126,10 @@ class Group(dist.ProcessGroup):
             self._thread_id = threading.get_ident()
             run()
 
-        is_idle = self._last.done() and not getattr(opts, "asyncOp", True)
-        if is_idle or threading.get_ident() == self._thread_id:
+        if self._is_idle(opts):
+            run()
+            return ENDED
+        if threading.get_ident() == self._thread_id:
             run()
             return Work(DONE, results)
         self._last = self._thread.submit(run_detached, run_on_thread)

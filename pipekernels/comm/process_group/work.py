@@ -92,6 +92,19 @@ def run_detached(body: Callable[[], None]) -> None:
         del body
 
 
+class _Ended(dist.Work):
+    """A call that has ended, for callers that only wait."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+ENDED = _Ended()
+
+
 class CopiedWork(dist.Work):
     """A call of another group that fills ``dense``, whose end copies that to ``tensor``."""
 
