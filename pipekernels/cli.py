@@ -189,8 +189,8 @@ def _answer(arguments: list[str] | None) -> str:
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
     tuning_parser = commands.add_parser(
         "tune",
-        help="measure which algorithms 'auto' is to take here: of all_reduce in a few seconds, on "
-        "a GPU of the sharded GEMM too",
+        help="measure which algorithms 'auto' should use on this machine: of all_reduce, in a few "
+        "seconds, and on a GPU of the sharded GEMM",
     )
     tuning_parser.add_argument("--quick", action="store_true", help="fewer calls, less precise")
     tuning_parser.add_argument(

@@ -124,7 +124,7 @@ class Agreement:
         self._local.all_gather(own, block)
         shape = (len(host_map.hosts), *block.shape)
         table = torch.empty(shape, dtype=torch.int64, device="cpu")
-        reason = "as its peer here has noticed"
+        reason = "reported by the rank on this host that owns the link"
         if host_map.position == 0:
             assert self._link is not None
             try:

@@ -121,7 +121,7 @@ def join_processes(
         raise_join_failure(problems)
         undo.pop_all()
     hosts = len(host_map.hosts)
-    where = "in shared memory of one host" if hosts == 1 else f"on {hosts} hosts, by way of Gloo"
+    where = "in shared memory of one host" if hosts == 1 else f"on {hosts} hosts, over Gloo"
     _log.info("rank %d of %d has joined its peers %s", rank, len(ranks), where)
     return Seat(host_map, segment, pidfds, link)
 
@@ -235,7 +235,7 @@ def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
     if flags & socket.MSG_CTRUNC:
         raise RuntimeError("there is no file descriptor left for the shared memory (see ulimit -n)")
     if not fds:
-        raise RuntimeError("the first rank of this host has hung up")
+        raise RuntimeError("the first rank of this host closed the connection")
     return fds[0]
 
 

@@ -207,6 +207,6 @@ def _check_none(ranks: Sequence[int], world_size: int, deadline: Deadline) -> No
     """Raise TimeoutError if any of ``ranks`` are late."""
     if ranks:
         raise TimeoutError(
-            f"rank(s) {', '.join(map(str, ranks))} of {world_size} did not come to make a "
-            f"communicator within {deadline.seconds:g} s"
+            f"rank(s) {', '.join(map(str, ranks))} of {world_size} did not join within "
+            f"{deadline.seconds:g} s"
         )

@@ -206,8 +206,8 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
 def _check_lanes(lanes: int, stages: int) -> None:
     if lanes < 1 or stages % lanes:
         raise ValueError(
-            f"{stages} stages cannot be dealt out to {lanes} lanes alike; "
-            "their number must be a multiple of the lanes'"
+            f"{stages} stages cannot be divided evenly among {lanes} lanes; use a multiple of "
+            f"{lanes}"
         )
 
 

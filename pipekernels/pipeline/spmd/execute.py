@@ -70,7 +70,7 @@ def execute_pipeline(
     in ``args`` and ``kwargs``. Every rank of the dimension must run the backward: all compute the
     same loss of the output, which has no effect on gradients except on the last stage. ``x`` gets
     its gradient on the first stage and zeros on the others. The activations of all micro-batches
-    are kept for the backward; ``torch.utils.checkpoint`` inside the module works as ever.
+    are kept for the backward; ``torch.utils.checkpoint`` inside the module works unchanged.
 
     Every micro-batch has random numbers of its own: they depend on this rank, the micro-batch's
     index, and one number that each call draws from the rank's default CPU generator.
@@ -171,7 +171,7 @@ def execute_pipeline_step(
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """One iteration of a pipeline, for loops of one's own: each stage works, then passes on.
+    """One iteration of a pipeline, for custom loops: each stage works, then passes on.
 
     All ranks of the mesh dimension call it in every iteration, each with the ``state`` that its
     previous call returned; :func:`execute_pipeline` says how they are differentiated together.

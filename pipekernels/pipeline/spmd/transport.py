@@ -217,11 +217,11 @@ class Source(ABC):
         """Micro-batch ``m``; they are taken in order."""
 
     def give_back(self, m: int, grad: Tensor | None) -> None:
-        """Take the gradient of micro-batch ``m``, the last one first. Some have nothing to do."""
+        """Take the gradient of micro-batch ``m``, the last one first. No-op by default."""
         return
 
     def skip(self) -> None:
-        """Drop the micro-batches that were not taken. Some have nothing to do."""
+        """Drop the micro-batches that were not taken. No-op by default."""
         return
 
     def finish(self) -> Tensor | None:
@@ -354,11 +354,11 @@ class Sink(ABC):
         return
 
     def finish(self) -> None:
-        """End the forward. Some have nothing to do."""
+        """End the forward. No-op by default."""
         return
 
     def begin_backward(self, grad: Tensor | None) -> None:
-        """Take the gradient of the whole output. Some have nothing to do."""
+        """Take the gradient of the whole output. No-op by default."""
         return
 
     @abstractmethod

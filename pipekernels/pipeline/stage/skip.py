@@ -243,7 +243,8 @@ def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip among the layers of ``module`` is stashed once and then popped once.
 
     Raises:
-        TypeError: a skip is not; the message lists all faults.
+        TypeError: a skip is not stashed and popped exactly once; the message lists all
+            violations.
     """
     check_kind("module", module, nn.Module, "an nn.Sequential")
     faults: list[str] = []

@@ -244,9 +244,9 @@ class Gather:
         if part.shape != place.shape:
             raise ValueError(
                 f"{self._source} returned a tensor of shape {tuple(part.shape)} for micro-batch "
-                f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, so each "
-                "must have there the rows of its micro-batch, or one multiple of them, and "
-                "otherwise the shape of the others (drop it in a last layer, move its batch "
+                f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, "
+                "which must equal the micro-batch's rows or a common multiple of them, and the "
+                "other dimensions must be equal (drop it in a last layer, move its batch "
                 "dimension, or use chunks=1)"
             )
         if part.dtype == place.dtype:

@@ -114,7 +114,7 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
 
     Raises:
         ValueError: there is no plan for the model, or it has kinds that are not supported, or the
-            attention heads cannot be dealt out evenly.
+            attention heads cannot be divided evenly.
     """
     config: Any = getattr(model, "config", None)
     unfit = _why_unfit(config)

@@ -33,9 +33,9 @@ class Matched(NamedTuple):
     """A plan, resolved. Modules have their name and kind."""
 
     layers: dict[nn.Module, tuple[str, str]]
-    """To be replaced by sharded ones."""
+    """Layers that sharded layers replace."""
     others: dict[nn.Module, tuple[str, str]]
-    """That stay."""
+    """Layers kept in place, with hooks added."""
     tied: list[list[nn.Module]]
     """Layers that share their weight."""
     divided: Mapping[str, Mapping[str, int]]

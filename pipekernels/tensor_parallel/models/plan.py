@@ -150,7 +150,7 @@ def tensor_parallelize(
             disagree; a kind is unknown; a layer has fewer features than there are ranks, or shares
             a parameter with a module that is not sharded alike; layers, or the first elements of
             their weights, differ between ranks; with ``"auto"``, the model carries no plan or one
-            of unknown kinds, or its attention heads cannot be dealt out evenly; or outputs for
+            of unknown kinds, or its attention heads cannot be divided evenly; or outputs for
             ``check`` differ. The model is then unchanged.
     """
     check_kind("model", model, nn.Module, "an nn.Module")

@@ -33,9 +33,9 @@ class PlannedLayer:
     count: int
     kind: str
     shape: tuple[int, ...]
-    """Of the full weight."""
+    """Shape of the full weight."""
     shard: tuple[int, ...]
-    """Of rank 0's weight, the largest."""
+    """Shape of rank 0's weight, the largest."""
     forward: str
     """What the ranks exchange per layer, the numbers of elements per token; empty if nothing."""
     backward: str
