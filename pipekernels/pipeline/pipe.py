@@ -37,7 +37,7 @@ from pipekernels.pipeline.stage.partition import (
 )
 from pipekernels.pipeline.stage.skip import verify_skippables
 from pipekernels.pipeline.values.micro_batch import Batch
-from pipekernels.pipeline.values.structure import Arguments, arguments_of, deny_packed, take_apart
+from pipekernels.pipeline.values.structure import Arguments, arguments_of, deny_packed, flatten
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -324,7 +324,7 @@ class Pipe(nn.Module):
             )
         if self.chunks > 1:
             deny_packed(value, "the input")
-        tensors, structure = take_apart(value, "input", cuts=True)
+        tensors, structure = flatten(value, "input", cuts=True)
         deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
 

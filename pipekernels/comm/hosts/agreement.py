@@ -105,14 +105,14 @@ class Agreement:
     def close(self) -> None:
         """Leave."""
         self._local.close()
-        self._hang_up()
+        self._close_link()
 
     def abort(self) -> None:
         """Leave, and tell the peers that an error is the reason."""
         self._local.abort()
-        self._hang_up()
+        self._close_link()
 
-    def _hang_up(self) -> None:
+    def _close_link(self) -> None:
         if self._link is not None:
             self._link.close()
 

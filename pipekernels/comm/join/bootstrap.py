@@ -44,7 +44,7 @@ class _Process(NamedTuple):
     key: int = 0
 
 
-class Seat(NamedTuple):
+class JoinedRank(NamedTuple):
     """The resources of one rank of a new communicator. The receiver owns ``pidfds`` and
     ``link``.
 
@@ -63,7 +63,7 @@ class Seat(NamedTuple):
 
 def join_processes(
     rendezvous: Rendezvous, timeout: float, color: int | None = 0, key: int = 0
-) -> Seat | None:
+) -> JoinedRank | None:
     """Join the ranks of ``rendezvous`` that give the same ``color``, ordered by ``key``, then rank.
 
     A collective over the rendezvous. Returns ``None`` for a rank without a colour. If it fails on
@@ -123,7 +123,7 @@ def join_processes(
     hosts = len(host_map.hosts)
     where = "in shared memory of one host" if hosts == 1 else f"on {hosts} hosts, over Gloo"
     _log.info("rank %d of %d has joined its peers %s", rank, len(ranks), where)
-    return Seat(host_map, segment, pidfds, link)
+    return JoinedRank(host_map, segment, pidfds, link)
 
 
 def problem_of(rank: int, error: Exception) -> str:

@@ -17,7 +17,7 @@ from pipekernels._log import info_once
 from pipekernels._torch_private import in_backward
 from pipekernels.device.restoring import holding, restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.execution import Chooser
-from pipekernels.pipeline.engine.findings import LayerFindings
+from pipekernels.pipeline.engine.findings import ObservedLayerBehavior
 from pipekernels.pipeline.engine.losses import Losses, LossGradients
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.node import GivenGradients, PipeNode
@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         self.stages = Stages(partitions, devices)
         self._traits = self.stages.inspect_layers()
-        self._findings = LayerFindings()
+        self._findings = ObservedLayerBehavior()
         self._chooser = Chooser(self.stages, self._findings, execution)
         self._timeline: Timeline | None = None
         # Held during each forward and each backward: both install the aliases and take the
@@ -207,7 +207,7 @@ class Engine:
             StageParameters(stage, previous)
             for stage, previous in zip(stages.modules, known, strict=True)
         ]
-        if not all(map(StageParameters.is_made_up_as, parameters, self._parameters)):
+        if not all(map(StageParameters.has_same_layers, parameters, self._parameters)):
             self._traits = stages.inspect_layers()
         self._parameters = parameters
         grad = torch.is_grad_enabled()

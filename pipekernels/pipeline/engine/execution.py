@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipekernels.pipeline.engine.findings import LayerFindings
+from pipekernels.pipeline.engine.findings import ObservedLayerBehavior
 from pipekernels.pipeline.engine.pace import Kind, Pace, Pass, Way
 from pipekernels.pipeline.engine.randomness import Mode, TaskRandomness
 from pipekernels.pipeline.engine.stages import LayerTraits, Stages
@@ -52,7 +52,7 @@ class Chooser:
         execution: one of ``EXECUTIONS``.
     """
 
-    def __init__(self, stages: Stages, findings: LayerFindings, execution: str) -> None:
+    def __init__(self, stages: Stages, findings: ObservedLayerBehavior, execution: str) -> None:
         self._stages = stages
         self._findings = findings
         self._execution = execution

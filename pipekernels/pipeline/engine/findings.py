@@ -7,7 +7,7 @@ import threading
 from pipekernels.pipeline.stage.other_random import Source
 
 
-class LayerFindings:
+class ObservedLayerBehavior:
     """Kept across mini-batches, which add to it from any thread.
 
     Attributes:

@@ -14,14 +14,14 @@ from torch.autograd.graph import Node
 from pipekernels._torch_private import run_backward
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.engine.outputs import Outputs
-from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, Entry
+from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
 from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
 from pipekernels.pipeline.stage.task import Activation, Grads
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of, shares
 from pipekernels.pipeline.values.structure import (
     Structure,
     deny_packed,
-    take_apart,
+    flatten,
     tensors_in,
 )
 
@@ -111,7 +111,7 @@ def targets_for(batch: Batch, target: Any) -> tuple[Scatter | None, Sequence[Str
         return None, ()
     if batch.chunks > 1:
         deny_packed(target, "the target")
-    tensors, structure = take_apart(target, "target", cuts=True)
+    tensors, structure = flatten(target, "target", cuts=True)
     if any(tensor.grad_fn is not None for tensor in tensors):
         raise ValueError(
             "a target has a graph, whose backward each micro-batch would run again; detach it, or "
@@ -178,7 +178,8 @@ class Losses:
             for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
         ]
         tensors = [
-            tensor if leaf is None else Entry.apply(leaf)  # A loss may modify its input in place.
+            # A loss may modify its input in place.
+            tensor if leaf is None else StageInput.apply(leaf)
             for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
         ]
         arguments = [outputs.structure.build(tensors)]
@@ -210,7 +211,7 @@ class Losses:
             self._required_grad = True
 
     def _collect_extras(self, m: int, extras: Any) -> None:
-        tensors, structure = take_apart(extras, "what loss_fn returns beside the loss")
+        tensors, structure = flatten(extras, "what loss_fn returns beside the loss")
         detached = tuple([tensor.detach() for tensor in tensors])
         if self._extras is None:
             self._extras = self._new_extras()

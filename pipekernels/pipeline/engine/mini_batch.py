@@ -14,7 +14,7 @@ import torch
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.engine import executor
 from pipekernels.pipeline.engine.execution import Execution
-from pipekernels.pipeline.engine.findings import LayerFindings
+from pipekernels.pipeline.engine.findings import ObservedLayerBehavior
 from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.engine.losses import Losses
 from pipekernels.pipeline.engine.outputs import Outputs, Sink
@@ -33,14 +33,14 @@ from pipekernels.pipeline.stage.parameters import (
 )
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.recomputation import (
-    AsInForward,
-    found_buffers,
-    keep_changed,
-    with_found,
+    ForwardState,
+    buffer_values_restored,
+    drop_unchanged_copies,
+    snapshot_buffers,
 )
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
-from pipekernels.pipeline.values.micro_batch import Scatter, apart
+from pipekernels.pipeline.values.micro_batch import Scatter, copy_if_aliased
 from pipekernels.pipeline.values.structure import Structure
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class MiniBatch:
         self,
         stages: Stages,
         execution: Execution,
-        findings: LayerFindings,
+        findings: ObservedLayerBehavior,
         scatter: Scatter,
         wants_grad: tuple[bool, ...],
         structures: Sequence[Structure],
@@ -97,7 +97,7 @@ class MiniBatch:
         # Context of the thread that starts the forward. Read only if lanes or recomputations need
         # it: the first read takes as long as two small layers.
         self._context: CallerContext | None = None
-        self._as_in_forward: AsInForward | None = None  # If backwards recompute.
+        self._forward_state: ForwardState | None = None  # If backwards recompute.
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in self._tasks]
         # Versions of the inputs of each (stage, micro-batch) to be recomputed.
         self._versions: dict[tuple[int, int], list[int]] = {}
@@ -131,9 +131,9 @@ class MiniBatch:
             self._execute(program, forward, around, last=not self.grad)
         self._structures = ()
         if self._recomputes:
-            self._as_in_forward = AsInForward(self._stages.modules, self.parameters)
+            self._forward_state = ForwardState(self._stages.modules, self.parameters)
         whole = outputs.take()
-        return whole if len(self.sizes) > 1 else apart(whole, given)
+        return whole if len(self.sizes) > 1 else copy_if_aliased(whole, given)
 
     def backward(
         self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
@@ -157,15 +157,15 @@ class MiniBatch:
                 "the graphs of its stages; pass retain_graph=True to the first"
             )
         self._released = not keep_graph
-        as_in_forward = self._as_in_forward
+        forward_state = self._forward_state
         with (
             self._phase(),
             outputs.given(grads),
             self._accumulating() as results,
-            nullcontext() if as_in_forward is None else preserved(self._stages.devices),
-            nullcontext() if as_in_forward is None else as_in_forward.again(),
+            nullcontext() if forward_state is None else preserved(self._stages.devices),
+            nullcontext() if forward_state is None else forward_state.restored(),
         ):
-            if self._tasks == [self._stages.fused] and as_in_forward is None:
+            if self._tasks == [self._stages.fused] and forward_state is None:
                 self._backward_at_once(self._tasks[0], outputs, keep_graph)
             else:
                 backward = partial(self._backward, outputs, keep_graph)
@@ -213,7 +213,7 @@ class MiniBatch:
             self._transport.receive(Receiver(stage, m))
         if self._recomputed[m]:
             self._versions[stage, m] = inputs.versions()
-        found = found_buffers([layers for _, layers in task.stages]) if self._recomputes else []
+        found = snapshot_buffers([layers for _, layers in task.stages]) if self._recomputes else []
         randomness = self._randomness.kept if self._recomputed[m] else self._randomness.of
         try:
             outputs, tape = task.forward(
@@ -227,7 +227,7 @@ class MiniBatch:
             raise
         if found:
             earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
-            keep_changed(found, self._findings.changing_buffers, earlier)
+            drop_unchanged_copies(found, self._findings.changing_buffers, earlier)
             if self._recomputed[m] and tape is not None:
                 tape.buffers = found
         self._tapes[stage][m] = tape
@@ -318,7 +318,7 @@ class MiniBatch:
         task, context = self._tasks[stage], self._context
         assert context is not None
         try:
-            with context.applied(), with_found(tape.buffers):
+            with context.applied(), buffer_values_restored(tape.buffers):
                 return task.recompute(tape, partial(self._randomness.again, m))
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")

@@ -65,7 +65,7 @@ class Outputs:
             self.wants_grad = [False] * len(outputs.tensors)
             self._structures = [outputs.structure] * len(self._sizes)
         self._structures[m] = outputs.structure
-        if not outputs.structure.fits(self._structures[0]):
+        if not outputs.structure.has_same_layout(self._structures[0]):
             raise ValueError(
                 f"{self._source} returned {len(outputs.tensors)} tensors for micro-batch {m} and "
                 f"{len(self._gathers)} before, or put them together in another way; all "

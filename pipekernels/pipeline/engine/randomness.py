@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any, Literal
 
 from pipekernels.device.restoring import entered, holding
-from pipekernels.pipeline.engine.findings import LayerFindings
+from pipekernels.pipeline.engine.findings import ObservedLayerBehavior
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.stage.other_random import OtherRandom, States
 from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
     DrawWatch,
     HookWatch,
-    RunRandom,
+    MiniBatchSeeds,
 )
 
 Mode = Literal["inline", "hooks", "audited", "threads"]
@@ -39,11 +39,11 @@ class TaskRandomness:
         in_backward: returns the context in which autograd runs a graph's backward.
     """
 
-    def __init__(self, stages: Stages, findings: LayerFindings, mode: Mode) -> None:
+    def __init__(self, stages: Stages, findings: ObservedLayerBehavior, mode: Mode) -> None:
         self.saw_tensor_hooks = False
         self.in_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._findings = findings
-        self._random = RunRandom(stages.devices)
+        self._random = MiniBatchSeeds(stages.devices)
         self._other = OtherRandom(stages.modules, findings.generators)
         self._mode = mode
         if mode == "threads":

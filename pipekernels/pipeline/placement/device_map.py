@@ -202,7 +202,7 @@ def parallelize_pipeline(
         in_chunks = partial(forward_in_chunks, chunks=chunks, dim=batch_dim, order=order)
         undo.append(Override(model, "forward", in_chunks))
     else:
-        undo.append(model.register_forward_pre_hook(_unmark, with_kwargs=True))
+        undo.append(model.register_forward_pre_hook(_unwrap_no_chunk, with_kwargs=True))
     return model
 
 
@@ -335,7 +335,7 @@ def _receive(device: torch.device, module: nn.Module, args: Any, kwargs: Any) ->
     return map_leaves(partial(_moved, device), (args, kwargs))
 
 
-def _unmark(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _unwrap_no_chunk(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return whole(args, kwargs)
 
 

@@ -30,7 +30,7 @@ from pipekernels.pipeline.stage.partition import has_collectives, layers
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.skip import Key, carried
 from pipekernels.pipeline.values.micro_batch import rows_of
-from pipekernels.pipeline.values.structure import take_apart, tensors_in
+from pipekernels.pipeline.values.structure import flatten, tensors_in
 
 PASSES = 3
 """The fewest times that a layer is timed; the fastest counts."""
@@ -200,12 +200,12 @@ def batch_size(sample: Any) -> int:
         TypeError: there is no tensor in ``sample``.
         ValueError: it cannot be cut along dimension 0: a tensor has none, or they differ there.
     """
-    return rows_of(take_apart(sample, "the sample")[0], 0, "sample tensor")
+    return rows_of(flatten(sample, "the sample")[0], 0, "sample tensor")
 
 
 def first_rows(sample: Any, rows: int) -> Any:
     """A micro-batch: the first ``rows`` rows of every tensor in ``sample`` that is cut up."""
-    tensors, structure = take_apart(sample, "the sample")
+    tensors, structure = flatten(sample, "the sample")
     return structure.build([tensor[:rows] for tensor in tensors])
 
 

@@ -41,7 +41,7 @@ from pipekernels.pipeline.spmd.transport import (
     zeros,
 )
 from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.stage.random_state import RunRandom, preserved
+from pipekernels.pipeline.stage.random_state import MiniBatchSeeds, preserved
 from pipekernels.pipeline.values.structure import tensors_in
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _execute(
         FromBatch(x, num_microbatches) if axis.is_first else FromPrevious(axis, num_microbatches)
     )
     sink = ToWhole(num_microbatches) if axis.is_last else ToNext(axis, num_microbatches)
-    random = RunRandom([axis.device])
+    random = MiniBatchSeeds([axis.device])
 
     def stage(m: int, part: Tensor) -> Any:
         with random.inline(m, key):
@@ -272,7 +272,7 @@ class PipelineModule(nn.Module):
 @restore_despite_interrupt
 def _made(module_fn: Callable[[], nn.Module], axis: Axis) -> nn.Module:
     """``module_fn()``, run with random numbers that depend on the stage."""
-    random = RunRandom([axis.device])
+    random = MiniBatchSeeds([axis.device])
     with preserved([axis.device]), random.inline(0, axis.index):
         return module_fn()
 

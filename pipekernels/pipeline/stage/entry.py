@@ -12,7 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from pipekernels._torch_private import function_of
 
 
-class Entry(torch.autograd.Function):
+class StageInput(torch.autograd.Function):
     """Identity; its output may be modified in place, which autograd forbids for leaves and their
     views."""
 
@@ -94,5 +94,5 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_custom(node: Node) -> bool:
-    """Whether ``node`` belongs to a custom function other than :class:`Entry`."""
-    return function_of(node) not in (None, Entry)
+    """Whether ``node`` belongs to a custom function other than :class:`StageInput`."""
+    return function_of(node) not in (None, StageInput)

@@ -58,7 +58,7 @@ class StageParameters:
     def __init__(self, module: nn.Module, previous: StageParameters | None = None) -> None:
         known = previous.pairs if previous is not None else {}
         # Layers with their classes, modes, pre-hooks and classes of parameters.
-        self._makeup: list[object] = []
+        self._fingerprint: list[object] = []
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # (parameter dict of a layer, name in it, parameter, alias)
@@ -74,10 +74,10 @@ class StageParameters:
             layer = stack.pop()
             if layer is None:
                 continue
-            self._makeup += layer, type(layer), layer.training, bool(layer._forward_pre_hooks)
+            self._fingerprint += layer, type(layer), layer.training, bool(layer._forward_pre_hooks)
             stack.extend(reversed(layer._modules.values()))
             for name, parameter in layer._parameters.items():
-                self._makeup.append(type(parameter))
+                self._fingerprint.append(type(parameter))
                 if parameter is None:
                     continue
                 if not parameter.requires_grad:
@@ -90,16 +90,16 @@ class StageParameters:
                 self.pairs[key] = pair
                 self._entries.append((layer._parameters, name, *pair))
 
-    def is_made_up_as(self, other: StageParameters) -> bool:
+    def has_same_layers(self, other: StageParameters) -> bool:
         """Whether both have the same layers, with the same classes, modes and pre-hooks."""
-        return self._makeup == other._makeup
+        return self._fingerprint == other._fingerprint
 
     def all(self) -> list[nn.Parameter]:
         """The aliases and the frozen parameters."""
         aliases = [alias for _, alias in self.pairs.values()]
         return aliases + [parameter for _, _, parameter in self.frozen]
 
-    def before_install(self) -> list[tuple[nn.Parameter | None, int]]:
+    def snapshot(self) -> list[tuple[nn.Parameter | None, int]]:
         """The values that :meth:`install` will replace, and the addresses of the aliases."""
         return [
             # The parameter dict of a scripted layer has no get().
@@ -112,7 +112,7 @@ class StageParameters:
             owner[name] = alias
 
     def remove(self, found: Sequence[tuple[nn.Parameter | None, int]]) -> None:
-        """Put back ``found``, the result of :meth:`before_install`."""
+        """Put back ``found``, the result of :meth:`snapshot`."""
         for entry, (before, address) in zip(self._entries, found, strict=True):
             owner, name, parameter, alias = entry
             owner[name] = before
@@ -135,7 +135,7 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
             "first; leave it away around forwards and backwards of a pipe, or evaluate under "
             "no_grad()"
         )
-    found = [parameters.before_install() for parameters in stages]
+    found = [parameters.snapshot() for parameters in stages]
 
     def remove() -> None:
         for parameters, before in zip(stages, found, strict=True):
@@ -163,7 +163,7 @@ def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
         yield
 
 
-def refrozen(stages: Sequence[StageParameters]) -> AbstractContextManager[None]:
+def freeze_as_in_forward(stages: Sequence[StageParameters]) -> AbstractContextManager[None]:
     """In the body, a recomputation, put back and freeze the parameters that were frozen when
     ``stages`` were made: the forward may have run inside ``torch.func.functional_call``."""
     return replaced(

@@ -227,7 +227,7 @@ def split_module(
         partitions.append(partition)
         begin += length
     _deny_sharing_across_devices(partitions, devices)
-    _deny_meta(module, devices)
+    _deny_meta(partitions, devices)
     return [p.to(device) for p, device in zip(partitions, devices, strict=False)]
 
 
@@ -255,14 +255,15 @@ def _deny_sharing_across_devices(
                 )
 
 
-def _deny_meta(module: nn.Module, devices: Iterable[torch.device]) -> None:
-    """Raise a ValueError if ``module`` has no values to copy to ``devices``."""
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta and any(device.type != "meta" for device in devices):
-            raise ValueError(
-                f"{name!r} is on the meta device, so it has no values that could be copied to "
-                "another one; give it memory first (to_empty, then load_state_dict)"
-            )
+def _deny_meta(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raise a ValueError if a partition has no values that could be copied to its device."""
+    for partition, device in zip(partitions, devices, strict=False):
+        for name, parameter in partition.named_parameters():
+            if parameter.is_meta and device.type != "meta":
+                raise ValueError(
+                    f"{name!r} is on the meta device, so it has no values that could be copied to "
+                    f"{device}; give it memory first (to_empty, then load_state_dict)"
+                )
 
 
 def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:

@@ -258,7 +258,7 @@ class LaneRandom(HookWatch):
         return not self._hidden
 
 
-class RunRandom:
+class MiniBatchSeeds:
     """The random numbers of one mini-batch, with stages on ``devices``. The constructor draws one
     number from the default CPU generator."""
 

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from pipekernels.device.restoring import restoring
-from pipekernels.pipeline.stage.parameters import StageParameters, installed, refrozen, replaced
+from pipekernels.pipeline.stage.parameters import (
+    StageParameters,
+    freeze_as_in_forward,
+    installed,
+    replaced,
+)
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -20,7 +25,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 @dataclass(slots=True)
-class FoundBuffer:
+class BufferSnapshot:
     """A buffer that requires no gradient, as it was before the forward of a micro-batch."""
 
     owner: dict[str, Any]
@@ -32,10 +37,10 @@ class FoundBuffer:
     """A copy, or None if the buffer itself still has the value."""
 
 
-def found_buffers(stages: Sequence[nn.Module]) -> list[FoundBuffer]:
+def snapshot_buffers(stages: Sequence[nn.Module]) -> list[BufferSnapshot]:
     """The buffers of ``stages``, with copies of all: any of them may be changed by the forward."""
     return [
-        FoundBuffer(layer._buffers, name, buffer, versions([buffer])[0], buffer.clone())
+        BufferSnapshot(layer._buffers, name, buffer, versions([buffer])[0], buffer.clone())
         for stage in stages
         for layer in stage.modules()
         for name, buffer in layer._buffers.items()
@@ -43,8 +48,8 @@ def found_buffers(stages: Sequence[nn.Module]) -> list[FoundBuffer]:
     ]
 
 
-def keep_changed(
-    found: Sequence[FoundBuffer], changing: set[int], earlier: Sequence[Sequence[FoundBuffer]]
+def drop_unchanged_copies(
+    found: Sequence[BufferSnapshot], changing: set[int], earlier: Sequence[Sequence[BufferSnapshot]]
 ) -> None:
     """Drop the copies of buffers that forwards do not change.
 
@@ -67,7 +72,7 @@ def keep_changed(
 
 
 @contextmanager
-def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
+def buffer_values_restored(found: Sequence[BufferSnapshot]) -> Iterator[None]:
     """Give layers the buffers ``found``, with the same values, in the body."""
     # Written to the buffers' own memory, which a layer's CUDA graph may read, through .data, which
     # changes no version counter: graphs of other micro-batches may have saved the buffers, which
@@ -93,7 +98,7 @@ def with_found(found: Sequence[FoundBuffer]) -> Iterator[None]:
         yield
 
 
-class AsInForward:
+class ForwardState:
     """The state of the stages' layers when this object is made. That is at the end of a forward,
     in which layers may still create submodules, parameters and buffers.
 
@@ -116,9 +121,9 @@ class AsInForward:
         ]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Give layers their training flags, aliases, frozen parameters and buffers of the forward,
-        in the body. :func:`with_found` restores the values of buffers.
+        in the body. :func:`buffer_values_restored` restores the values of buffers.
 
         Raises:
             RuntimeError: something else that a recomputation needs has changed.
@@ -140,7 +145,7 @@ class AsInForward:
         with restoring(put_back), replaced(buffers):
             for layer, mode in modes:
                 layer.training = not mode
-            with installed(self._parameters), refrozen(self._parameters):
+            with installed(self._parameters), freeze_as_in_forward(self._parameters):
                 yield
 
     def _check(self) -> None:

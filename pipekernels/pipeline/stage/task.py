@@ -13,13 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels._torch_private import is_node_of_python, run_backward
 from pipekernels.pipeline.stage import checkpoint
-from pipekernels.pipeline.stage.entry import Entry, Leaf, copy_of
+from pipekernels.pipeline.stage.entry import Leaf, StageInput, copy_of
 from pipekernels.pipeline.stage.parameters import replaced
 from pipekernels.pipeline.stage.partition import layers
-from pipekernels.pipeline.stage.recomputation import FoundBuffer, versions
+from pipekernels.pipeline.stage.recomputation import BufferSnapshot, versions
 from pipekernels.pipeline.stage.skip import Key, carried, skips_of
 from pipekernels.pipeline.stage.split_backward import WeightBackward, backward_of_inputs
-from pipekernels.pipeline.values.structure import Arguments, Structure, take_apart
+from pipekernels.pipeline.values.structure import Arguments, Structure, flatten
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -84,7 +84,7 @@ class Tape:
     """Keys of the skips among the outputs, the last of ``roots``."""
     outputs: int = 0
     """Number of output tensors without skips."""
-    buffers: Sequence[FoundBuffer] = ()
+    buffers: Sequence[BufferSnapshot] = ()
     """Buffers before a checkpointed forward, for its recomputation."""
 
 
@@ -318,7 +318,7 @@ class Task:
                 leaf = Leaf(arg, self._note_foreign_backward) if wants else None
                 leaves.append(leaf)
                 if leaf is not None:
-                    arg = Entry.apply(leaf.tensor) if self._needs_entry else leaf.tensor
+                    arg = StageInput.apply(leaf.tensor) if self._needs_entry else leaf.tensor
                 args.append(arg)
             versions = [arg._version for arg in args] if copies else []
             outputs = self._call(inputs, args, randomness)
@@ -366,7 +366,7 @@ class Task:
                         value = layer(value)
                 else:
                     value = stage(value)
-            result = take_apart(value, "the output of stage", index)
+            result = flatten(value, "the output of stage", index)
         return result
 
 

@@ -287,7 +287,7 @@ def deny_constant(parts: Sequence[torch.Tensor], rows: int) -> None:
         )
 
 
-def apart(
+def copy_if_aliased(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """``tensors``, with copies of those that share memory with ``others`` or an earlier tensor."""

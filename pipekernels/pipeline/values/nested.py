@@ -56,9 +56,9 @@ def _mapped(function: Callable[..., Any], value: Any, others: Sequence[Any]) -> 
             if not any(changed for _, changed in mapped):
                 return value, False
             return tree_unflatten([new for new, _ in mapped], spec), True
-        entries = _entries_of_alike(value, others)
+        entries = _common_entries(value, others)
         if entries is not None:
-            return _with_entries_mapped(function, value, entries)
+            return _map_entries(function, value, entries)
     new = function(value, *others)
     return new, new is not value
 
@@ -81,7 +81,7 @@ def _entries(value: Any) -> dict[Any, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _entries_of_alike(value: Any, others: Sequence[Any]) -> list[dict[Any, Any]] | None:
+def _common_entries(value: Any, others: Sequence[Any]) -> list[dict[Any, Any]] | None:
     """The entries of all values; None if there are none, or classes or keys differ."""
     found: list[dict[Any, Any]] = []
     for item in (value, *others):
@@ -92,7 +92,7 @@ def _entries_of_alike(value: Any, others: Sequence[Any]) -> list[dict[Any, Any]]
     return found
 
 
-def _with_entries_mapped(
+def _map_entries(
     function: Callable[..., Any], value: Any, entries: Sequence[dict[Any, Any]]
 ) -> tuple[Any, bool]:
     mapped = {}

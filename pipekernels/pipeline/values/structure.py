@@ -115,11 +115,11 @@ class Structure:
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The value with ``tensors``."""
-        if self is LONE:
+        if self is SINGLE_TENSOR:
             return tensors[0]
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        return _unflatten(leaves, self._spec)
+        return _unflatten_tree(leaves, self._spec)
 
     def on(self, device: torch.device) -> Structure:
         """This structure with its unsplit (:class:`NoChunk`) tensors on ``device``."""
@@ -152,7 +152,7 @@ class Structure:
             columns.append(parts)
         return [Structure(self._spec, leaves) for leaves in zip(*columns, strict=True)]
 
-    def fits(self, other: Structure) -> bool:
+    def has_same_layout(self, other: Structure) -> bool:
         """Whether both have the same containers, with tensors in the same places."""
         return self is other or (
             self._spec == other._spec
@@ -161,7 +161,7 @@ class Structure:
         )
 
 
-LONE = Structure(tree_flatten(_TENSOR)[1], (_TENSOR,))
+SINGLE_TENSOR = Structure(tree_flatten(_TENSOR)[1], (_TENSOR,))
 """The structure of a value that is a tensor."""
 
 
@@ -178,7 +178,7 @@ def merged(structures: Sequence[Structure]) -> Structure:
     return Structure(first._spec, leaves)
 
 
-def take_apart(
+def flatten(
     value: Any, *what: object, cuts: bool = False
 ) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
@@ -191,8 +191,8 @@ def take_apart(
             be neither split nor differentiated.
     """
     if isinstance(value, torch.Tensor):
-        return (value,), LONE
-    leaves, spec = _flatten(value, _is_cut if cuts and _splits else None)
+        return (value,), SINGLE_TENSOR
+    leaves, spec = _flatten_tree(value, _is_cut if cuts and _splits else None)
     for leaf in leaves:
         if isinstance(leaf, dict) and tensors_in(list(leaf.values())):
             raise TypeError(
@@ -257,7 +257,7 @@ class _Spec(NamedTuple):
     records: tuple[_Record, ...]
 
 
-def _flatten(
+def _flatten_tree(
     value: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], TreeSpec | _Spec]:
     found, outer = tree_flatten(value, is_leaf=is_leaf)
@@ -267,7 +267,7 @@ def _flatten(
         inner: list[Any] = []
         if dataclasses.is_dataclass(leaf) and not (isinstance(leaf, type) or _is_cut(leaf)):
             names = tuple([field.name for field in dataclasses.fields(leaf)])
-            inner, spec = _flatten([getattr(leaf, name) for name in names], is_leaf)
+            inner, spec = _flatten_tree([getattr(leaf, name) for name in names], is_leaf)
         if not any(isinstance(item, torch.Tensor) for item in inner):
             leaves.append(leaf)
             continue
@@ -276,7 +276,7 @@ def _flatten(
     return leaves, _Spec(outer, tuple(records)) if records else outer
 
 
-def _unflatten(leaves: Sequence[Any], spec: TreeSpec | _Spec) -> Any:
+def _unflatten_tree(leaves: Sequence[Any], spec: TreeSpec | _Spec) -> Any:
     if not isinstance(spec, _Spec):
         return tree_unflatten(leaves, spec)
     rest = iter(leaves)
@@ -289,7 +289,7 @@ def _unflatten(leaves: Sequence[Any], spec: TreeSpec | _Spec) -> Any:
             continue
         # Not by the constructor, which may take other arguments.
         value: Any = object.__new__(record.kind)
-        parts = _unflatten([next(rest) for _ in range(record.leaves)], record.spec)
+        parts = _unflatten_tree([next(rest) for _ in range(record.leaves)], record.spec)
         for name, part in zip(record.fields, parts, strict=True):
             object.__setattr__(value, name, part)  # Works for frozen dataclasses too.
         built.append(value)

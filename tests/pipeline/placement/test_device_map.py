@@ -427,7 +427,7 @@ def test_errors_do_not_change_the_model(
 
 
 def test_a_model_that_is_not_a_module() -> None:
-    with pytest.raises(TypeError, match="model must be an nn.Module, not function"):
+    with pytest.raises(TypeError, match="model must be an nn.Module, got function"):
         parallelize_pipeline(lambda x: x, {"": "cpu"})
 
 

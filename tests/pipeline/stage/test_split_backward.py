@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 
 from pipekernels import Pipe
-from pipekernels.pipeline.stage.entry import Entry
+from pipekernels.pipeline.stage.entry import StageInput
 from pipekernels.pipeline.stage.split_backward import backward_of_inputs
 from pipekernels.pipeline.stage.task import Task
 
@@ -141,7 +141,7 @@ def test_an_output_that_does_not_depend_on_the_inputs() -> None:
 
 def test_a_graph_with_the_entry_of_a_stage_can_be_split() -> None:
     leaf = torch.randn(4, 6).requires_grad_()
-    root = nn.Linear(6, 6)(Entry.apply(leaf).mul_(2)).sum()
+    root = nn.Linear(6, 6)(StageInput.apply(leaf).mul_(2)).sum()
     assert backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf]) is not None
 
 
