@@ -81,11 +81,12 @@ class _Group(Group):
         if not is_dense(tensors):
             return self._other(tensors).allreduce(tensors, opts)
         name, factor = _reduction(opts)
-        flat = tensors[0].detach()
-        if len(tensors) == 1 and factor is None and flat.is_contiguous() and self._is_idle(opts):
+        if len(tensors) == 1 and factor is None and self._is_idle(opts):
             # One native call, if it can do everything.
-            flat = flat if flat.dim() == 1 else flat.view(-1)
-            if self._comm._all_reduce_tensor(flat, name, "auto", "rank"):
+            flat = tensors[0].detach()
+            if flat.dim() != 1 and flat.is_contiguous():
+                flat = flat.view(-1)
+            if flat.dim() == 1 and self._comm._all_reduce_tensor(flat, name, "auto", "rank"):
                 return ENDED
 
         def all_reduce(flat: Tensor) -> None:

@@ -56,9 +56,9 @@ class TaskRandomness:
 
     def of(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
         """A context for a forward, entered on its thread."""
-        if self._mode in ("inline", "hooks"):
-            return self._seeded(micro_batch, stage, {})
-        return self.kept(micro_batch, stage)
+        if self._mode == "audited":  # The forward that decides about lanes.
+            return self.kept(micro_batch, stage)
+        return self._seeded(micro_batch, stage, {})
 
     @contextmanager
     def kept(self, micro_batch: int, stage: int) -> Iterator[None]:

@@ -8,6 +8,7 @@ put back for its recomputation.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import random
 import sys
@@ -28,6 +29,8 @@ class Source(NamedTuple):
     get: Callable[[], Any]
     set: Callable[[Any], object]
     same: Callable[[Any, Any], bool] = operator.eq
+    whole: Source | None = None
+    """The generator with all of its state, if ``get`` reads a part that suffices at first."""
 
 
 class _Draw(NamedTuple):
@@ -69,9 +72,28 @@ def _process_wide() -> dict[object, Source]:
     sources: dict[object, Source] = {"random": Source(random.getstate, random.setstate)}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        get = partial(numpy.random.get_state, legacy=False)
-        sources["numpy"] = Source(get, numpy.random.set_state, _equal)
+        sources["numpy"] = _global_numpy(numpy)
     return sources
+
+
+def _global_numpy(numpy: Any) -> Source:
+    """NumPy's global generator. Its state takes as long to read as a small layer runs, so what is
+    read is the memory of its Mersenne Twister. The rest, half of a pair of normal numbers, is known
+    until the first draw: there is none."""
+    whole = Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _equal)
+    begin = whole.get()
+    has_memory = hasattr(numpy.random, "get_bit_generator")  # From NumPy 1.24 on.
+    if begin["bit_generator"] != "MT19937" or begin["has_gauss"] or not has_memory:
+        return whole
+    words = 624  # Followed by the position, an int.
+    address = numpy.random.get_bit_generator().ctypes.state_address
+
+    def put(memory: bytes) -> None:
+        key = numpy.frombuffer(memory, numpy.uint32, words).copy()
+        position = int.from_bytes(memory[4 * words :], sys.byteorder)
+        whole.set({**begin, "state": {"key": key, "pos": position}})
+
+    return Source(lambda: ctypes.string_at(address, 4 * words + 4), put, whole=whole)
 
 
 class OtherRandom:
@@ -85,6 +107,7 @@ class OtherRandom:
     def __init__(self, stages: Sequence[nn.Module], given: dict[object, Source]) -> None:
         self._stages = stages
         self._given = given
+        self._process_wide: dict[object, Source] = {}
         self._owned: dict[int, dict[object, Source]] = {}  # By stage.
         self._draws: dict[tuple[int, int], list[_Draw]] = {}  # By (stage, micro-batch).
 
@@ -104,7 +127,8 @@ class OtherRandom:
             layers = [layer for s in self._stages[stage : stage + 1] for layer in s.modules()]
             found = {id(v): source_of(v) for layer in layers for v in vars(layer).values()}
             self._owned[stage] = {key: source for key, source in found.items() if source}
-        known = _process_wide() | self._owned[stage] | self._given
+        wide = self._process_wide = self._process_wide or _process_wide()
+        known = wide | self._owned[stage] | self._given
         states: States = {key: (source, source.get()) for key, source in known.items()}
         yield states
         draws = []
@@ -112,6 +136,8 @@ class OtherRandom:
             after = source.get()
             if not source.same(before, after):
                 draws.append(_Draw(source, before, after))
+                if source.whole is not None:
+                    self._process_wide = {**self._process_wide, key: source.whole}
             if key not in known:
                 self._given[key] = source
         if draws:
@@ -134,7 +160,8 @@ class OtherRandom:
             RuntimeError: something else has.
         """
         draws = self._draws[stage, micro_batch]
-        now = [(draw.source.set, draw.source.get()) for draw in draws]
+        sources = [draw.source.whole or draw.source for draw in draws]
+        now = [(source.set, source.get()) for source in sources]
 
         def put_back() -> None:
             for put, state in now:
@@ -144,7 +171,7 @@ class OtherRandom:
             for draw in draws:
                 draw.source.set(draw.before)
             yield
-            for source, before, after in () if alone else draws:
+            for source, before, after in () if alone else draws:  # As read in the forward.
                 end = source.get()
                 if not source.same(end, after) and not source.same(end, before):
                     raise RuntimeError(

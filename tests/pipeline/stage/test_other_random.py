@@ -145,3 +145,26 @@ def test_stages_that_begin_to_draw_at_the_same_time() -> None:
     threads.pop()
     pipe(x).sum().backward()
     assert pipe._engine._findings.needs_one_thread()
+
+
+def test_halves_of_normal_pairs_are_replayed(execution: str) -> None:
+    """NumPy's global generator keeps the second of two normal numbers, beside its own state."""
+    layers = [Scale(lambda: float(numpy.random.randn())) for _ in range(3)]
+    pipe = Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    for kept in (0, 1):
+        numpy.random.seed(5)
+        numpy.random.randn(kept)
+        for layer in layers:
+            layer.drawn.clear()
+        x = torch.linspace(-1, 1, 6, requires_grad=True)
+        output = pipe(x)
+        state = numpy.random.get_state(legacy=False)
+        (grad,) = torch.autograd.grad(output.sum(), x)
+        after = numpy.random.get_state(legacy=False)
+        assert (state["has_gauss"], state["gauss"]) == (after["has_gauss"], after["gauss"])
+        assert (state["state"]["key"] == after["state"]["key"]).all()
+        rows = x.detach().clone().requires_grad_()
+        parts = list(rows.split(2))
+        for layer in layers:
+            parts = [(part * f).tanh() for part, f in zip(parts, layer.drawn, strict=True)]
+        torch.testing.assert_close(grad, torch.autograd.grad(torch.cat(parts).sum(), rows)[0])
