@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,17 @@ def source_of(generator: object) -> Source | None:
         bits = generator.bit_generator
         return Source(lambda: bits.state, partial(setattr, bits, "state"), _equal)
     return None
+
+
+def _has_state(kind: type) -> bool:
+    """Whether :func:`source_of` knows objects of this class."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.RandomState, numpy.random.Generator)
+    return issubclass(kind, (torch.Generator, random.Random, *of_numpy))
+
+
+_is_generator: Callable[[Any], bool] = cache(_has_state)
+"""Cached, as it is asked for every attribute of every layer."""
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -125,7 +136,8 @@ class OtherRandom:
         if stage not in self._owned:
             # The losses are one more stage, without layers.
             layers = [layer for s in self._stages[stage : stage + 1] for layer in s.modules()]
-            found = {id(v): source_of(v) for layer in layers for v in vars(layer).values()}
+            values = (v for layer in layers for v in vars(layer).values() if _is_generator(type(v)))
+            found = {id(value): source_of(value) for value in values}
             self._owned[stage] = {key: source for key, source in found.items() if source}
         wide = self._process_wide = self._process_wide or _process_wide()
         known = wide | self._owned[stage] | self._given
