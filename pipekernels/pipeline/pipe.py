@@ -153,7 +153,7 @@ class Pipe(nn.Module):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
         self.chunks = integer("chunks", whole(chunks))
         self.batch_dim = integer("batch_dim", batch_dim, least=0)
-        # A layer of one's own may transpose its input before it calls such a layer.
+        # A custom layer may transpose its input before it calls such a layer.
         of_torch = [layer for layer in module if type(layer).__module__.startswith("torch.nn.")]
         inner = chain.from_iterable(layer.modules() for layer in of_torch)
         warn_of_sequence_first(inner, self.chunks, self.batch_dim)
@@ -201,7 +201,7 @@ class Pipe(nn.Module):
         Returns:
             What the module returns, on the last stage's device, with tensors of all micro-batches
             joined along ``batch_dim``. A floating-point scalar, such as an auxiliary loss, becomes
-            the mean weighted by the micro-batches' rows. A value that is no tensor becomes a list
+            the mean weighted by the micro-batches' rows. Any other value becomes a list
             with an entry per micro-batch, but None stays None. A pipe without layers returns its
             input itself.
 

@@ -30,7 +30,7 @@ class DeferredBatchNorm(BatchNormBase):
 
     Args:
         args: those of ``nn.BatchNorm1d``.
-        kwargs: likewise.
+        kwargs: those of ``nn.BatchNorm1d``.
         chunks: number of micro-batches of a mini-batch.
     """
 
