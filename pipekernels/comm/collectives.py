@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pipekernels.comm.backend import Backend, DeviceBackend, ReadyCounters
 from pipekernels.comm.codes import reduction_in
-from pipekernels.comm.end import DeviceEnd, End, ReadyCounters
 from pipekernels.comm.tensors import (
     check_ready,
     check_reducible,
@@ -34,15 +34,15 @@ class Collectives(ABC):
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._all_reduce_tensor = all_reduce_tensor  # Of the end for CPU tensors.
+        self._all_reduce_tensor = all_reduce_tensor  # Of the backend for CPU tensors.
 
     @abstractmethod
-    def _end(self, device: torch.device) -> End:
-        """This rank's end for tensors on ``device``."""
+    def _backend_for(self, device: torch.device) -> Backend:
+        """This rank's backend for tensors on ``device``."""
 
     @abstractmethod
-    def _device_end(self, device: torch.device) -> DeviceEnd:
-        """This rank's end for tensors on the CUDA device ``device``."""
+    def _device_backend(self, device: torch.device) -> DeviceBackend:
+        """This rank's backend for tensors on the CUDA device ``device``."""
 
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto", order: str = "rank"
@@ -82,7 +82,7 @@ class Collectives(ABC):
         check_tensor(tensor)
         check_reducible(tensor, op, algorithm, order)
         dense = to_dense_in_place(tensor)
-        self._end(tensor.device).all_reduce(dense, reduction_in(op, order), algorithm)
+        self._backend_for(tensor.device).all_reduce(dense, reduction_in(op, order), algorithm)
         return put_back(dense, tensor)
 
     def all_reduce_when_ready(
@@ -132,7 +132,7 @@ class Collectives(ABC):
         check_reducible(tensor, op)
         counters = ReadyCounters(ready, target, block_rows)
         check_ready(tensor, counters, blocks)
-        self._device_end(tensor.device).all_reduce_when_ready(tensor, op, counters, blocks)
+        self._device_backend(tensor.device).all_reduce_when_ready(tensor, op, counters, blocks)
         mark_changed(tensor)
         return tensor
 
@@ -167,7 +167,7 @@ class Collectives(ABC):
         dense = to_dense(input)
         rows = input.shape[0] // self._world_size
         output = output_for(dense, (rows, *input.shape[1:]), out)
-        self._end(input.device).reduce_scatter(dense, output, reduction_in(op, order))
+        self._backend_for(input.device).reduce_scatter(dense, output, reduction_in(op, order))
         if out is not None:
             mark_changed(out)
         return output
@@ -196,7 +196,7 @@ class Collectives(ABC):
         rows = self._world_size * input.shape[0]
         in_place = self._rank * dense.numel() * dense.itemsize
         output = output_for(dense, (rows, *input.shape[1:]), out, in_place)
-        self._end(input.device).all_gather(dense, output)
+        self._backend_for(input.device).all_gather(dense, output)
         if out is not None:
             mark_changed(out)
         return output
@@ -217,5 +217,5 @@ class Collectives(ABC):
         check_tensor(tensor)
         check_root(src, self._world_size)
         dense = to_dense_in_place(tensor)
-        self._end(tensor.device).broadcast(dense, src)
+        self._backend_for(tensor.device).broadcast(dense, src)
         return put_back(dense, tensor)

@@ -19,16 +19,16 @@ from pipekernels import _backend
 from pipekernels._arguments import check_integer
 from pipekernels.comm import limits as tuning
 from pipekernels.comm import messages
+from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.collectives import Collectives
-from pipekernels.comm.cuda import MOST_BLOCKS, CudaEnd, check_blocks
+from pipekernels.comm.cuda import MOST_BLOCKS, CudaBackend, check_blocks
 from pipekernels.comm.deadline import Deadline, check_timeout
-from pipekernels.comm.end import DeviceEnd, End, HostEnd
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.hosts.cpu import GRACE, HostsEnd
-from pipekernels.comm.hosts.cuda import GroupCudaEnd
+from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend
+from pipekernels.comm.hosts.cuda import GroupBackend
 from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.join.rendezvous import Rendezvous, meet, of_color, over_group, over_store
-from pipekernels.comm.shared_memory import SharedMemoryEnd
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import check_not_quantized, check_tensor
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _by_handle: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 
 
 class Communicator(Collectives):
-    """One rank's end of a communicator.
+    """One rank's view of a communicator.
 
     Made by :meth:`from_process_group` or :meth:`from_store` (ranks are processes), or
     :meth:`threads` (ranks are threads of this process). All ranks call the same collectives in the
@@ -93,20 +93,20 @@ class Communicator(Collectives):
 
     def __init__(
         self,
-        host_end: HostEnd,
-        make_device_end: Callable[[torch.device], DeviceEnd],
+        cpu_backend: CpuBackend,
+        make_device_backend: Callable[[torch.device], DeviceBackend],
         rank: int,
         world_size: int,
         timeout: float,
         divide: Callable[[Communicator, int | None, int], Communicator | None],
     ) -> None:
-        super().__init__(rank, world_size, host_end.all_reduce_tensor)
-        self._host_end = host_end
-        self._make_device_end = make_device_end
+        super().__init__(rank, world_size, cpu_backend.all_reduce_tensor)
+        self._cpu_backend = cpu_backend
+        self._make_device_backend = make_device_backend
         self._timeout = timeout
         self._divide = divide
-        self._cuda_end: DeviceEnd | None = None  # Made at the first use of CUDA.
-        self._lock = threading.Lock()  # Held while ``_cuda_end`` is made.
+        self._cuda_backend: DeviceBackend | None = None  # Made at the first use of CUDA.
+        self._lock = threading.Lock()  # Held while ``_cuda_backend`` is made.
         # torch caches compiled graphs across processes and runs, keyed by the handle only; but they
         # depend on rank and world size, so these are part of it.
         self._handle = next(_handles) << 40 | rank << 20 | world_size
@@ -201,20 +201,20 @@ class Communicator(Collectives):
         key: int = 0,
         device_blocks: int = MOST_BLOCKS,
     ) -> Communicator | None:
-        seat = join_processes(rendezvous, timeout, color, key)
-        if seat is None:
+        joined = join_processes(rendezvous, timeout, color, key)
+        if joined is None:
             return None
-        host_map = seat.host_map
+        host_map = joined.host_map
         spans_hosts = len(host_map.hosts) > 1
         patience = timeout + GRACE if spans_hosts else timeout
-        core = _load().Communicator(seat.segment, host_map.position, seat.pidfds, patience)
-        local = SharedMemoryEnd(core)
-        host_end: HostEnd = local
-        make_device_end: Callable[[torch.device], DeviceEnd]
-        make_device_end = functools.partial(CudaEnd, local, blocks=device_blocks)
+        core = _load().Communicator(joined.segment, host_map.position, joined.pidfds, patience)
+        local = SharedMemoryBackend(core)
+        cpu_backend: CpuBackend = local
+        make_device_backend: Callable[[torch.device], DeviceBackend]
+        make_device_backend = functools.partial(CudaBackend, local, blocks=device_blocks)
         if spans_hosts:
-            host_end = HostsEnd(local, host_map, seat.link, timeout)
-            make_device_end = functools.partial(GroupCudaEnd, rendezvous.group)
+            cpu_backend = MultiHostBackend(local, host_map, joined.link, timeout)
+            make_device_backend = functools.partial(GroupBackend, rendezvous.group)
         # On one host split() uses the shared memory and needs no store.
         store = rendezvous.store if spans_hosts else None
         divide = functools.partial(
@@ -222,7 +222,9 @@ class Communicator(Collectives):
             device_blocks=device_blocks,
             store=store,
         )
-        return cls(host_end, make_device_end, host_map.rank, host_map.world_size, timeout, divide)
+        return cls(
+            cpu_backend, make_device_backend, host_map.rank, host_map.world_size, timeout, divide
+        )
 
     @classmethod
     def threads(
@@ -251,15 +253,15 @@ class Communicator(Collectives):
             segment = module.Segment(fd, world_size)
         finally:
             os.close(fd)
-        ends = [
-            SharedMemoryEnd(module.Communicator(segment, rank, [], timeout))
+        backends = [
+            SharedMemoryBackend(module.Communicator(segment, rank, [], timeout))
             for rank in range(world_size)
         ]
-        make = functools.partial(CudaEnd, blocks=device_blocks)
+        make = functools.partial(CudaBackend, blocks=device_blocks)
         divide = functools.partial(_divide_threads, device_blocks=device_blocks)
         return [
-            cls(end, functools.partial(make, end), rank, world_size, timeout, divide)
-            for rank, end in enumerate(ends)
+            cls(backend, functools.partial(make, backend), rank, world_size, timeout, divide)
+            for rank, backend in enumerate(backends)
         ]
 
     @staticmethod
@@ -300,9 +302,9 @@ class Communicator(Collectives):
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Does not wait for work on a device."""
-        if self._cuda_end is not None:
-            self._cuda_end.check()
-        self._host_end.barrier()
+        if self._cuda_backend is not None:
+            self._cuda_backend.check()
+        self._cpu_backend.barrier()
 
     def synchronize(self) -> None:
         """Wait until this rank's collectives on its CUDA device have ended.
@@ -313,8 +315,8 @@ class Communicator(Collectives):
         Raises:
             ValueError, PeerError, TimeoutError: one of the collectives failed.
         """
-        if self._cuda_end is not None:
-            self._cuda_end.synchronize()
+        if self._cuda_backend is not None:
+            self._cuda_backend.synchronize()
 
     def empty(
         self,
@@ -348,8 +350,9 @@ class Communicator(Collectives):
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         check_not_quantized(dtype)
-        end = self._host_end if device is None else self._end(torch.device(device))
-        return end.empty(sizes, dtype)
+        if device is None:
+            return self._cpu_backend.empty(sizes, dtype)
+        return self._backend_for(torch.device(device)).empty(sizes, dtype)
 
     def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
         """As :meth:`empty`, of the dtype and on the device of ``like``; for results.
@@ -368,7 +371,7 @@ class Communicator(Collectives):
                 f"the memory of this communicator is on cpu, but the input on {like.device}; move "
                 "it with .to('cpu')"
             )
-        return self._end(like.device).output(torch.Size(shape), like.dtype)
+        return self._backend_for(like.device).output(torch.Size(shape), like.dtype)
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
@@ -402,9 +405,9 @@ class Communicator(Collectives):
         this, fails; collectives on a CUDA device are waited for.
         """
         _by_handle.pop(self._handle, None)
-        if self._cuda_end is not None:
-            self._cuda_end.close(abort=False)
-        self._host_end.close()
+        if self._cuda_backend is not None:
+            self._cuda_backend.close(abort=False)
+        self._cpu_backend.close()
 
     def __enter__(self) -> Self:
         return self
@@ -416,20 +419,20 @@ class Communicator(Collectives):
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:  # Tell the peers that this rank failed.
-            if self._cuda_end is not None:
-                self._cuda_end.close(abort=True)
-            self._host_end.abort()
+            if self._cuda_backend is not None:
+                self._cuda_backend.close(abort=True)
+            self._cpu_backend.abort()
         self.close()
 
-    def _end(self, device: torch.device) -> End:
-        return self._host_end if device.type == "cpu" else self._device_end(device)
+    def _backend_for(self, device: torch.device) -> Backend:
+        return self._cpu_backend if device.type == "cpu" else self._device_backend(device)
 
-    def _device_end(self, device: torch.device) -> DeviceEnd:
+    def _device_backend(self, device: torch.device) -> DeviceBackend:
         with self._lock:
-            if self._cuda_end is None:
-                self._cuda_end = self._make_device_end(device)
-        self._cuda_end.check_is(device)
-        return self._cuda_end
+            if self._cuda_backend is None:
+                self._cuda_backend = self._make_device_backend(device)
+        self._cuda_backend.check_is(device)
+        return self._cuda_backend
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"
@@ -472,12 +475,12 @@ def _divide_threads(
             )
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
-    answers = _all_gather(parent, ([end.handle for end in made], problem), _parse_handles)
+    answers = _all_gather(parent, ([each.handle for each in made], problem), _parse_handles)
     handles, problem = answers[ranks[0]]
-    end = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
+    own = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # Keep ``made`` alive until every rank has taken its communicator.
     raise_join_failure([problem])
-    return end
+    return own
 
 
 def _parse_choice(record: Any) -> tuple[int | None, int]:

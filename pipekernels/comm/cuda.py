@@ -1,4 +1,4 @@
-"""A rank's end for tensors on its CUDA device, if all ranks are on one host."""
+"""A rank's backend for tensors on its CUDA device, if all ranks are on one host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._torch_private import in_backward
+from pipekernels.comm.backend import ReadyCounters
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
-from pipekernels.comm.end import ReadyCounters
-from pipekernels.comm.shared_memory import SharedMemoryEnd
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import elements_of, shape_digest
 
 _log = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ def check_blocks(device_blocks: int) -> None:
         raise ValueError(f"device_blocks must be at most {MOST_BLOCKS}, got {device_blocks}")
 
 
-class CudaEnd:
-    """A :class:`pipekernels.comm.end.DeviceEnd` over the ranks that share memory with this one.
+class CudaBackend:
+    """A backend for a CUDA device, over the ranks that share memory with this one.
 
     Making one is a collective over ``local``.
 
     Args:
-        local: the end for CPU tensors; to be closed after this.
+        local: the backend for CPU tensors; to be closed after this.
         device: a CUDA device.
         blocks: the most thread blocks of a collective; the same on all ranks.
 
@@ -59,7 +59,7 @@ class CudaEnd:
     """
 
     def __init__(
-        self, local: SharedMemoryEnd, device: torch.device, *, blocks: int = MOST_BLOCKS
+        self, local: SharedMemoryBackend, device: torch.device, *, blocks: int = MOST_BLOCKS
     ) -> None:
         _backend.require_cuda(device)
         if torch.cuda.is_current_stream_capturing():
@@ -76,8 +76,8 @@ class CudaEnd:
             "collectives on %s take at most %d thread blocks, and their algorithms by size",
             *(self._device, blocks),
         )
-        # Without this, the destructor of an end that was not closed would wait while it holds the
-        # GIL, which the threads of other ranks may need to finish what it waits for.
+        # Without this, the destructor of a backend that was not closed would wait and hold the GIL,
+        # which the threads of other ranks may need to finish what it waits for.
         closing = weakref.finalize(self, self._own.close, False)
         closing.atexit = False  # Do not wait for collectives when the process exits.
 
@@ -192,7 +192,7 @@ class CudaEnd:
         capsule = self._own.allocate(sizes.numel() * dtype.itemsize, self._stream())
         if capsule is None:
             return None
-        # Not a view, for the reason given in SharedMemoryEnd.empty().
+        # Not a view, for the reason given in SharedMemoryBackend.empty().
         storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage).resize_(sizes)
 

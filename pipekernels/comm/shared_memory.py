@@ -1,4 +1,4 @@
-"""A rank's end for CPU tensors, over shared memory."""
+"""A rank's backend for CPU tensors, over shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class _AlgorithmLog:
     """Reductions that log which algorithm they take, once for each dtype and power of two of bytes.
 
-    Has no reference to the end, which must not be in a reference cycle.
+    Has no reference to the backend, which must not be in a reference cycle.
     """
 
     def __init__(self, core: _backend.Communicator) -> None:
@@ -45,8 +45,8 @@ class _AlgorithmLog:
             _log.info("all_reduce of %d bytes of %s: %s, %s", size, tensor.dtype, algorithm, why)
 
 
-class SharedMemoryEnd:
-    """A :class:`pipekernels.comm.end.HostEnd` over memory that all ranks have mapped.
+class SharedMemoryBackend:
+    """A :class:`pipekernels.comm.backend.CpuBackend` over memory that all ranks have mapped.
 
     Args:
         core: this rank's native communicator; owned. Algorithms are logged if the logger is enabled

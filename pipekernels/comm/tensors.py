@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer, check_kind
+from pipekernels.comm.backend import ReadyCounters
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDUCIBLE
-from pipekernels.comm.end import ReadyCounters
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 

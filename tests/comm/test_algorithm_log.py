@@ -52,6 +52,6 @@ def test_by_a_measured_limit(caplog: pytest.LogCaptureFixture, cache: Path) -> N
 
 def test_reductions_are_not_watched_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
     (comm,) = Communicator.threads(1)
-    assert comm._all_reduce_tensor == comm._host_end.core.all_reduce_tensor
+    assert comm._all_reduce_tensor == comm._cpu_backend.core.all_reduce_tensor
     comm.all_reduce(torch.ones(2))
     assert not caplog.records

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
 from pipekernels.comm import cuda, tensors
-from pipekernels.comm.end import ReadyCounters
+from pipekernels.comm.backend import ReadyCounters
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
@@ -160,7 +160,7 @@ def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_backend, "require_cuda", lambda device: None)
     monkeypatch.setattr(_backend, "load", lambda: module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    device = cuda.CudaEnd(SimpleNamespace(core=Core()), torch.device("cuda:3"))
+    device = cuda.CudaBackend(SimpleNamespace(core=Core()), torch.device("cuda:3"))
     assert closed == []
     del device
     gc.collect()

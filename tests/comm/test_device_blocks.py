@@ -32,5 +32,5 @@ def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> N
     (comm,) = Communicator.threads(1, device_blocks=5)
     end = comm.split(0) if split else comm
     assert end is not None
-    end._device_end(torch.device("cuda:0"))
+    end._device_backend(torch.device("cuda:0"))
     assert made == [5]

@@ -111,7 +111,10 @@ def test_a_bad_file_is_ignored_with_a_warning_that_names_the_remedy(cache: Path,
         assert tuning.one_shot_bytes(2) == 0
     with pytest.warns(RuntimeWarning):
         communicators = Communicator.threads(2)
-    assert [communicator._host_end.core.one_shot_bytes for communicator in communicators] == [0, 0]
+    assert [communicator._cpu_backend.core.one_shot_bytes for communicator in communicators] == [
+        0,
+        0,
+    ]
     assert f"! {path} is not used" in cli.info()
 
 
@@ -135,7 +138,7 @@ def test_special_and_huge_files_are_ignored(cache: Path, make: Callable[[Path], 
     make(tuning.path())
     script = (
         "import warnings; from pipekernels import Communicator; warnings.simplefilter('always'); "
-        "print(Communicator.threads(2)[0]._host_end.core.one_shot_bytes)"
+        "print(Communicator.threads(2)[0]._cpu_backend.core.one_shot_bytes)"
     )
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
@@ -156,7 +159,7 @@ def test_an_unmeasured_world_size_takes_the_limit_of_the_next_smaller_one() -> N
 def test_threads_use_the_measured_limits(cache: Path) -> None:
     tuning.save(Tuning({2: 5000, 3: 7000}, DATE))
     limits = [
-        c._host_end.core.one_shot_bytes for size in (2, 3) for c in Communicator.threads(size)
+        c._cpu_backend.core.one_shot_bytes for size in (2, 3) for c in Communicator.threads(size)
     ]
     assert limits == [5000] * 2 + [7000] * 3
 
@@ -169,7 +172,7 @@ def join_with_own_file(first: Communicator, folder: str) -> int:
         for bytes_ in (500, 2000, 10_000, 100_000):
             ones = torch.ones(bytes_ // 4)
             assert torch.equal(communicator.all_reduce(ones), torch.full_like(ones, 3))
-        return communicator._host_end.core.one_shot_bytes
+        return communicator._cpu_backend.core.one_shot_bytes
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipekernels.comm.end import HostEnd
+from pipekernels.comm.backend import CpuBackend
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.call import Call
 from pipekernels.comm.hosts.host_map import HostMap
@@ -31,14 +31,14 @@ class Agreement:
     are found before data move, and no rank leaves a collective before all have entered it.
 
     Args:
-        local: the end over the ranks of this host; owned.
+        local: the backend over the ranks of this host; owned.
         host_map: of all ranks.
         link: the link of this rank's position, if any; owned.
         timeout: seconds that a call waits for one in another thread.
     """
 
     def __init__(
-        self, local: HostEnd, host_map: HostMap, link: Link | None, timeout: float
+        self, local: CpuBackend, host_map: HostMap, link: Link | None, timeout: float
     ) -> None:
         self._local = local
         self._host_map = host_map

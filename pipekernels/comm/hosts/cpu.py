@@ -11,7 +11,7 @@ from pipekernels.comm.hosts.call import Call, Operation
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
 from pipekernels.comm.hosts.steps import Steps
-from pipekernels.comm.shared_memory import SharedMemoryEnd
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import elements_of, shape_digest
 
 # Extra seconds that the ranks of a host wait for each other, so that ranks with a link can first
@@ -19,19 +19,19 @@ from pipekernels.comm.tensors import elements_of, shape_digest
 GRACE = 1.0
 
 
-class HostsEnd:
-    """A :class:`pipekernels.comm.end.HostEnd` over several hosts: agrees on each collective, then
+class MultiHostBackend:
+    """A backend for CPU tensors over several hosts: agrees on each collective, then
     runs its steps.
 
     Args:
-        local: the end over the ranks of this host; owned.
+        local: the backend over the ranks of this host; owned.
         host_map: of all ranks.
         link: to the ranks at this position on the other hosts; ``None`` if a host has none.
         timeout: seconds that a call waits for one in another thread.
     """
 
     def __init__(
-        self, local: SharedMemoryEnd, host_map: HostMap, link: Link | None, timeout: float
+        self, local: SharedMemoryBackend, host_map: HostMap, link: Link | None, timeout: float
     ) -> None:
         self._host_map = host_map
         self._steps = Steps(local, link, host_map)

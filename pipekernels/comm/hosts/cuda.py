@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.end import ReadyCounters
+from pipekernels.comm.backend import ReadyCounters
 from pipekernels.comm.hosts.cpu import in_any_order
 from pipekernels.comm.messages import backends_of
 
@@ -21,8 +21,8 @@ _OPERATIONS = {
 }
 
 
-class GroupCudaEnd:
-    """A :class:`pipekernels.comm.end.DeviceEnd` over a ``torch.distributed`` group.
+class GroupBackend:
+    """A :class:`pipekernels.comm.backend.DeviceBackend` over a ``torch.distributed`` group.
 
     What its backend (NCCL) promises holds, and not what a communicator promises inside a host: the
     order of a sum is the backend's, 16-bit sums may be rounded at each addition, a NaN may get lost

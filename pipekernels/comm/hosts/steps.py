@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipekernels.comm.end import End
+from pipekernels.comm.backend import Backend
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
 
@@ -23,12 +23,12 @@ class Steps:
     """Steps of the collectives.
 
     Args:
-        local: the end over the ranks of this host.
+        local: the backend over the ranks of this host.
         link: the link of this rank's position, if any.
         host_map: of all ranks.
     """
 
-    def __init__(self, local: End, link: Link | None, host_map: HostMap) -> None:
+    def __init__(self, local: Backend, link: Link | None, host_map: HostMap) -> None:
         self._local = local
         self._link = link
         self._host_map = host_map

@@ -23,7 +23,7 @@ def use_group(rank: int) -> None:
     _backend.require_cuda = lambda device=None: None
     cuda.backends_of = lambda group: {"cpu": "gloo", "cuda": "gloo"}
     group = dist.new_group(backend="gloo")
-    end = cuda.GroupCudaEnd(group, torch.device("cuda", 0))
+    end = cuda.GroupBackend(group, torch.device("cuda", 0))
     end._device = CPU
     x = torch.arange(4.0) + rank
     for op, expected in (
@@ -53,12 +53,12 @@ def use_group(rank: int) -> None:
     with pytest.raises(ValueError, match="is on cpu, but the tensor on cuda:1"):
         end.check_is(torch.device("cuda", 1))
     with Communicator.from_process_group(group) as comm:
-        assert type(comm._device_end(torch.device("cuda", 0))) is cuda.GroupCudaEnd
-        assert comm._device_end(torch.device("cuda", 0))._group is group
+        assert type(comm._device_backend(torch.device("cuda", 0))) is cuda.GroupBackend
+        assert comm._device_backend(torch.device("cuda", 0))._group is group
         half = comm.split(0)
         assert half is not None
         with pytest.raises(RuntimeError, match="there is no group; make the communicator by"):
-            half._device_end(torch.device("cuda", 0))
+            half._device_backend(torch.device("cuda", 0))
 
 
 def test_collectives(run_group: Callable[..., list[Any]]) -> None:
@@ -71,6 +71,6 @@ def test_groups_without_a_backend_for_cuda_are_refused(monkeypatch: pytest.Monke
     try:
         monkeypatch.setattr(cuda, "backends_of", lambda group: {"cpu": "gloo"})
         with pytest.raises(RuntimeError, match=r"there is a group with .*cpu:gloo,cuda:nccl"):
-            cuda.GroupCudaEnd(dist.group.WORLD, torch.device("cuda"))
+            cuda.GroupBackend(dist.group.WORLD, torch.device("cuda"))
     finally:
         dist.destroy_process_group()

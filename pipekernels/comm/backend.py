@@ -1,4 +1,4 @@
-"""One rank's end of a communicator, on tensors of one device.
+"""What runs the collectives of one rank, on tensors of one device.
 
 Shared memory (:mod:`pipekernels.comm.shared_memory`), a CUDA device (:mod:`pipekernels.comm.cuda`)
 and several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces.
@@ -26,7 +26,7 @@ class ReadyCounters(NamedTuple):
         return self.block_rows * math.prod(tensor.shape[1:])
 
 
-class End(Protocol):
+class Backend(Protocol):
     """The collectives of one rank.
 
     Callers pass dense tensors only (contiguous, without overlap, neither conjugate nor negative
@@ -54,8 +54,8 @@ class End(Protocol):
         """A symmetric tensor for a result; an ordinary one if none can be allocated now."""
 
 
-class HostEnd(End, Protocol):
-    """The end for CPU tensors, which every communicator has."""
+class CpuBackend(Backend, Protocol):
+    """The backend for CPU tensors, which every communicator has."""
 
     @property
     def all_reduce_tensor(self) -> Callable[[Tensor, str, str, str], bool]:
@@ -73,8 +73,8 @@ class HostEnd(End, Protocol):
         """Leave, and tell the peers that an error is the reason."""
 
 
-class DeviceEnd(End, Protocol):
-    """The end for tensors on a CUDA device. Calls run in the current stream and return at once."""
+class DeviceBackend(Backend, Protocol):
+    """Tensors on a CUDA device. Calls run in the current stream and return at once."""
 
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
@@ -83,7 +83,7 @@ class DeviceEnd(End, Protocol):
         ``blocks`` thread blocks."""
 
     def check_is(self, device: torch.device) -> None:
-        """Raise ValueError if this end is on another device."""
+        """Raise ValueError if this backend is on another device."""
 
     def check(self) -> None:
         """Raise errors of earlier calls, as far as known."""
