@@ -24,6 +24,7 @@ from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.planning.cuts import check_partitions, solve
 from pipekernels.pipeline.planning.profile import (
     Device,
     batch_size,
@@ -31,7 +32,7 @@ from pipekernels.pipeline.planning.profile import (
     measure_bytes,
     measure_seconds,
 )
-from pipekernels.pipeline.stage.partition import check_partitions, check_sequential, layers, solve
+from pipekernels.pipeline.stage.partition import check_sequential, layers
 
 __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]
 

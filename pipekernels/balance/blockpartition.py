@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipekernels.pipeline.stage import partition
+from pipekernels.pipeline.planning import cuts
 
 
 def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
@@ -26,7 +26,7 @@ def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
     """
     blocks = []
     begin = 0
-    for length in partition.solve(sequence, partitions):
+    for length in cuts.solve(sequence, partitions):
         blocks.append(list(sequence[begin : begin + length]))
         begin += length
     return blocks

@@ -21,6 +21,7 @@ from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
 from pipekernels.pipeline.engine.execution import EXECUTIONS
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, targets_for
+from pipekernels.pipeline.planning.cuts import solve
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.spmd.torch_stage import torch_stage
@@ -28,7 +29,6 @@ from pipekernels.pipeline.stage.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.parameters import identity
 from pipekernels.pipeline.stage.partition import (
-    balance_by_parameters,
     balance_hint,
     check_sequential,
     layers,
@@ -174,7 +174,8 @@ class Pipe(nn.Module):
             balance = []
         elif balance is None:
             stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
-            balance = balance_by_parameters(module, stages)
+            sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
+            balance = solve([1 + size for size in sizes], stages)
         self.balance = _integers(balance)
         if devices is None and not chosen:
             chosen = [torch.device("cpu")] * len(self.balance)

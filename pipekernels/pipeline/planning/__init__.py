@@ -1,4 +1,5 @@
 """Measures the cost of layers, predicts that of pipes, and searches for the best pipe.
 
-Depends on ``Pipe``, which it builds; ``pipekernels.balance`` uses the measurements too.
+Depends on ``Pipe``, which it builds, but for ``cuts.py``, which ``Pipe`` and
+``pipekernels.balance`` use.
 """

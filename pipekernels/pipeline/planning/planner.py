@@ -19,6 +19,7 @@ from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.planning.cost import Affine, CostModel, LayerCost, Setting
+from pipekernels.pipeline.planning.cuts import cuts
 from pipekernels.pipeline.planning.profile import (
     Device,
     batch_size,
@@ -29,7 +30,7 @@ from pipekernels.pipeline.planning.profile import (
 )
 from pipekernels.pipeline.schedule.program import SCHEDULES, Schedule, simulate
 from pipekernels.pipeline.stage.checkpoint import MODES
-from pipekernels.pipeline.stage.partition import check_sequential, cuts, layers
+from pipekernels.pipeline.stage.partition import check_sequential, layers
 
 STAGES_PER_LANE = 2
 """For the interleaved schedule."""

@@ -1,68 +1,25 @@
-"""Cutting a sequence of layers into contiguous partitions."""
+"""Cuts a module into partitions, and says what cannot be cut."""
 
 from __future__ import annotations
 
-import operator
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
-from itertools import accumulate
-from math import inf
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
-from pipekernels._arguments import integer
 from pipekernels.comm import Communicator
 
-Cost = Callable[[int, int, int], float]
-"""``cost(p, begin, end)``: that of partition ``p`` with the elements ``begin`` to ``end - 1``.
-Non-negative, not less for a later ``end``, in any unit; ``inf`` for a partition not allowed."""
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes in which a module keeps its hooks."""
-
-
-def solve(costs: Sequence[float], partitions: int) -> list[int]:
-    """Lengths of the contiguous partitions of ``costs`` whose largest sum is smallest.
-
-    Exact, by dynamic programming: the linear partition problem, O(partitions x len(costs)^2). Ties
-    go to the smallest sum of squared sums, then to the smallest sum of squared lengths.
-
-    Args:
-        costs: non-negative cost of each element, in any unit.
-        partitions: number of partitions, each of at least one element.
-
-    Raises:
-        ValueError: fewer elements than partitions, ``partitions`` is no integer of at least 1, or a
-            cost is negative or not finite.
-    """
-    n = len(costs)
-    check_partitions(n, partitions)
-    if not all(0 <= cost < inf for cost in costs):
-        raise ValueError(f"costs are {list(costs)}; all must be finite, none negative")
-    prefix = [0, *accumulate(costs)]
-
-    def cost(p: int, begin: int, end: int) -> float:
-        return prefix[end] - prefix[begin]
-
-    limit = _smallest_rest(n, partitions, cost, max)[0][0]
-
-    def unevenness(p: int, begin: int, end: int) -> float:
-        if cost(p, begin, end) > limit:
-            return inf
-        share = cost(p, begin, end) / limit if limit > 0 else 0.0
-        return share**2 + 1e-9 * (end - begin) ** 2  # Small: lengths only break ties.
-
-    _, lengths = next(cuts(n, partitions, unevenness, operator.add))
-    return lengths
+_STAGE = re.compile(r"^partitions\.\d+\.")
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether ``module`` itself has forward or backward hooks."""
-    return any(getattr(module, name) for name in HOOKS)
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 def has_collectives(module: nn.Module) -> bool:
@@ -91,82 +48,6 @@ def check_sequential(module: nn.Module) -> None:
             )
 
 
-def check_partitions(n: int, partitions: int) -> None:
-    """Raise a ValueError unless ``n`` elements can be cut into ``partitions`` non-empty ones."""
-    if n < integer("partitions", partitions):
-        raise ValueError(
-            f"{n} elements cannot be cut into {partitions} partitions; use at most {n}"
-        )
-
-
-def cuts(
-    n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float] = max
-) -> Iterator[tuple[float, list[int]]]:
-    """All cuts of ``n`` elements into ``partitions``, the cheapest first, with their costs.
-
-    Best-first search (A*, Hart, Nilsson and Raphael, 1968) with an exact estimate of the remaining
-    cost, so the first cuts are found without visiting the others.
-
-    Args:
-        n: number of elements.
-        partitions: number of partitions, each of at least one element.
-        cost: of one partition. Cuts with an infinite one are left out.
-        combine: combines costs of partitions into that of a cut: ``max`` or ``operator.add``.
-
-    Yields:
-        (cost, length of each partition).
-    """
-    rest = _smallest_rest(n, partitions, cost, combine)
-    # (lower bound of the cost, partitions still to cut, lengths so far, their cost)
-    heap: list[tuple[float, int, list[int], float]] = [(rest[0][0], partitions, [], 0.0)]
-    while heap:
-        least, left, lengths, so_far = heappop(heap)
-        if least == inf:
-            return
-        if left == 0:
-            yield least, lengths
-            continue
-        p, begin = partitions - left, sum(lengths)
-        for end in _ends(n, left, begin):
-            cost_so_far = combine(so_far, cost(p, begin, end))
-            if cost_so_far == inf:
-                break
-            least = combine(cost_so_far, rest[p + 1][end])
-            if least < inf:
-                heappush(heap, (least, left - 1, [*lengths, end - begin], cost_so_far))
-
-
-def _smallest_rest(
-    n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float]
-) -> list[list[float]]:
-    """``[p][begin]``: the smallest cost of cutting the elements from ``begin`` on into the
-    partitions from ``p`` on."""
-    rest = [[inf] * (n + 1) for _ in range(partitions + 1)]
-    rest[partitions][n] = 0.0
-    for p in reversed(range(partitions)):
-        left = partitions - p
-        for begin in range(p, n - left + 1) if p > 0 else [0]:
-            least = inf
-            for end in _ends(n, left, begin):
-                here = cost(p, begin, end)
-                if here >= least:
-                    break  # A longer partition costs no less.
-                least = min(least, combine(here, rest[p + 1][end]))
-            rest[p][begin] = least
-    return rest
-
-
-def _ends(n: int, left: int, begin: int) -> range:
-    """Possible ends of the next partition, which begins at ``begin``, with ``left`` to cut."""
-    return range(n if left == 1 else begin + 1, n - left + 2)
-
-
-def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
-    """A balance from parameter counts alone, without a sample or measurements."""
-    counts = [sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
-    return solve([1 + count for count in counts], partitions)
-
-
 def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
     """How to load a state dict with keys ``given`` into a pipe with keys ``own``, if they name the
     same layers in other stages or in the bare module; None if they do not."""
@@ -174,20 +55,14 @@ def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
     bare = [_STAGE.sub("", key) for key in given]
     if set(given) == set(own) or set(bare) != {_STAGE.sub("", key) for key in own}:
         return None
+    load = "pipe.to_sequential().load_state_dict(state_dict)"
     if bare == given:
-        return (
-            "This is a state dict of the bare module: load it by "
-            "pipe.to_sequential().load_state_dict(state_dict)."
-        )
+        return f"This is a state dict of the bare module: load it by {load}."
     return (
         "This is a state dict of a pipe with another balance. pipe.to_sequential().state_dict() "
-        "fits any balance: save that, and load it by "
-        "pipe.to_sequential().load_state_dict(state_dict). Or remove the stages from this one's "
-        'keys: {key.split(".", 2)[2]: value for key, value in state_dict.items()}.'
+        f"fits any balance: save that, and load it by {load}. Or remove the stages from this "
+        'one\'s keys: {key.split(".", 2)[2]: value for key, value in state_dict.items()}.'
     )
-
-
-_STAGE = re.compile(r"^partitions\.\d+\.")
 
 
 def layers(module: nn.Sequential) -> list[nn.Module]:
@@ -220,50 +95,38 @@ def split_module(
             "partition (a device may be repeated)"
         )
     partitions = []
-    begin = 0
-    for length in balance:
-        partition = nn.Sequential(OrderedDict(named[begin : begin + length]))
+    home: dict[int, torch.device] = {}
+    for (begin, end), device in zip(pairwise([0, *accumulate(balance)]), devices, strict=False):
+        partition = nn.Sequential(OrderedDict(named[begin:end]))
         partition.training = module.training  # Its layers keep their own modes.
         partitions.append(partition)
-        begin += length
-    _deny_sharing_across_devices(partitions, devices)
-    _deny_meta(partitions, devices)
+        _check_movable(partition, device, home)
     return [p.to(device) for p, device in zip(partitions, devices, strict=False)]
 
 
-def _deny_sharing_across_devices(
-    partitions: Sequence[nn.Module], devices: Iterable[torch.device]
+def _check_movable(
+    partition: nn.Module, device: torch.device, home: dict[int, torch.device]
 ) -> None:
-    home: dict[int, torch.device] = {}
-    for partition, device in zip(partitions, devices, strict=False):
-        found: list[tuple[str, object]] = [
-            (f"parameter {name!r}", parameter) for name, parameter in partition.named_parameters()
-        ]
-        # Modules may share a buffer: Module.to() gives each one a copy. Stages may not share one
-        # module with buffers: it would be moved away from the first stage.
-        found += [
-            (f"module {name!r}", module)
-            for name, module in partition.named_modules()
-            if list(module.buffers(recurse=False))
-        ]
-        for what, shared in found:
-            other = home.setdefault(id(shared), device)
-            if other != device:
-                raise ValueError(
-                    f"{what} is shared by stages on {other} and {device}; put the stages that "
-                    "share it on one device"
-                )
-
-
-def _deny_meta(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raise a ValueError if a partition has no values that could be copied to its device."""
-    for partition, device in zip(partitions, devices, strict=False):
-        for name, parameter in partition.named_parameters():
-            if parameter.is_meta and device.type != "meta":
-                raise ValueError(
-                    f"{name!r} is on the meta device, so it has no values that could be copied to "
-                    f"{device}; give it memory first (to_empty, then load_state_dict)"
-                )
+    """Raise a ValueError if ``partition`` shares what cannot be moved, by the ``home`` of what
+    earlier partitions have, or has no values that could be copied to ``device``."""
+    parameters, modules = list(partition.named_parameters()), partition.named_modules()
+    found: list[tuple[str, object]] = [(f"parameter {name!r}", p) for name, p in parameters]
+    # Modules may share a buffer: Module.to() gives each one a copy. Stages may not share one module
+    # with buffers: it would be moved away from the first stage.
+    found += [(f"module {name!r}", m) for name, m in modules if list(m.buffers(recurse=False))]
+    for what, shared in found:
+        other = home.setdefault(id(shared), device)
+        if other != device:
+            raise ValueError(
+                f"{what} is shared by stages on {other} and {device}; put the stages that "
+                "share it on one device"
+            )
+    for name, parameter in parameters:
+        if parameter.is_meta and device.type != "meta":
+            raise ValueError(
+                f"{name!r} is on the meta device, so it has no values that could be copied to "
+                f"{device}; give it memory first (to_empty, then load_state_dict)"
+            )
 
 
 def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:
