@@ -267,12 +267,6 @@ of ``torch.cuda.current_stream()``. None in builds without CUDA."""
 
 # ---- operations ----
 
-add_to_each = torch._foreach_add_
-"""``total += grad`` for lists of tensors in one launch, as in torch's optimizers."""
-
-copy_to_each = torch._foreach_copy_
-"""``copy_()`` for lists of tensors in one launch."""
-
 scaled_mm = torch._scaled_mm
 """cuBLAS's product of float8 matrices; its public successor is not in torch 2.6."""
 

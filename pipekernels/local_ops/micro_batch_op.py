@@ -1,0 +1,194 @@
+"""The registered operations (schema, fake, autograd) that split tensors into micro-batches and
+concatenate them. They trace under ``torch.compile(fullgraph=True)``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipekernels import _backend
+from pipekernels._torch_private import (
+    below_autograd,
+    in_forward_mode,
+    is_functionalizing,
+    transforms_are_active,
+)
+from pipekernels.local_ops.dispatch import has_derivatives, is_observed
+
+# The second argument of the operations: sizes of the micro-batches to split into, or how many
+# tensors each micro-batch to concatenate has.
+Layout = Sequence[int] | int
+
+
+# Call the result with separate sizes: torch takes longer to parse a list of sizes than to make a
+# small tensor.
+def _new_like(tensor: Tensor, dtype: torch.dtype | None) -> Callable[..., Tensor]:
+    """A function that makes empty tensors of given sizes like ``tensor``, cast to ``dtype``."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.new_empty
+    return functools.partial(tensor.new_empty, dtype=dtype)
+
+
+def _new_micro_batches(
+    tensors: Sequence[Tensor], sizes: Sequence[int], dim: int, dtype: torch.dtype | None
+) -> list[Tensor]:
+    columns = []
+    for tensor in tensors:
+        new, before, after = _new_like(tensor, dtype), tensor.shape[:dim], tensor.shape[dim + 1 :]
+        columns.append([new(*before, size, *after) for size in sizes])
+    return [part for row in zip(*columns, strict=True) for part in row]
+
+
+def _new_wholes(
+    micro_batches: Sequence[Tensor], tensors: int, dim: int, dtype: torch.dtype | None
+) -> list[Tensor]:
+    batch = sum([part.shape[dim] for part in micro_batches[::tensors]])
+    wholes = []
+    for part in micro_batches[:tensors]:
+        shape = list(part.shape)
+        shape[dim] = batch
+        wholes.append(_new_like(part, dtype)(*shape))
+    return wholes
+
+
+class _Function(torch.autograd.Function):
+    """Both operations, each of which is the backward of the other.
+
+    ``ctx.wanted`` says which tensors of a micro-batch need gradients.
+    """
+
+    @staticmethod
+    def forward(
+        split: bool, layout: Layout, dim: int, dtype: torch.dtype | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple((SPLIT if split else CONCAT)(list(tensors), layout, dim, dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.split, ctx.layout, ctx.dim, dtype, *tensors = inputs
+        width = len(tensors) if ctx.split else ctx.layout
+        ctx.sizes = ctx.layout if ctx.split else [t.shape[ctx.dim] for t in tensors[::width]]
+        needs = ctx.needs_input_grad[4:]
+        ctx.wanted = wanted = [any(needs[t::width]) for t in range(width)]
+        # One micro-batch tells the dtypes of all. If they differ, autograd casts the gradients.
+        pairs = zip(tensors, wanted, strict=False)
+        dtypes = {tensor.dtype for tensor, w in pairs if w and tensor.is_floating_point()}
+        ctx.dtype, ctx.dtype_back = dtype, dtypes.pop() if dtype and len(dtypes) == 1 else None
+        if not in_forward_mode():  # There torch itself decides which results have tangents.
+            unwanted = (result for i, result in enumerate(output) if not wanted[i % width])
+            ctx.mark_non_differentiable(*unwanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.wanted
+        given = [grad for i, grad in enumerate(grads) if wanted[i % len(wanted)]]
+        inverse = _results(not ctx.split, given, wanted, ctx.sizes, ctx.dim, ctx.dtype_back)
+        return None, None, None, None, *inverse
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [tangent for tangent in tangents[4:] if tangent is not None]
+        present = [tangent is not None for tangent in tangents[4 : 4 + len(ctx.wanted)]]
+        return _results(ctx.split, given, present, ctx.sizes, ctx.dim, ctx.dtype)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...],
+        split: bool, layout: Layout, dim: int, dtype: torch.dtype | None, *tensors: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
+        batched = [
+            tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
+            for tensor, at in zip(tensors, in_dims[4:], strict=True)
+        ]
+        results = _Function.forward(split, layout, dim + 1, dtype, *batched)
+        return results, (0,) * len(results)
+
+
+def _results(
+    split: bool, given: list[Tensor], present: list[bool], sizes: Sequence[int], dim: int,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Of an operation on the tensors of a micro-batch that are ``present``; None for others."""
+    if split:
+        results, present = SPLIT(given, sizes, dim, dtype), present * len(sizes)
+    else:
+        results = CONCAT(given, sum(present), dim, dtype)
+    ordered = iter(results)
+    return tuple(next(ordered) if p else None for p in present)
+
+
+class _Operation:
+    """A registered operation that bypasses the dispatcher where this would only forward the call
+    (which, for a kernel in Python, takes longer than a small copy).
+
+    Args:
+        schema: in ``torch.library``'s notation.
+        split: whether it splits; otherwise it concatenates.
+        new: makes its results, without values.
+    """
+
+    def __init__(self, schema: str, split: bool, new: Callable[..., list[Tensor]]) -> None:
+        self._split = split
+        self._new = new
+        name = _library.define(schema)
+        for key, kernel in (
+            ("CPU", self._compute), ("CUDA", self._compute), ("Autograd", self._with_autograd)
+        ):  # fmt: skip
+            _library.impl(name, kernel, key)
+        torch.library.register_fake(f"pipekernels::{name}", new, lib=_library)
+        self._op: Callable[..., list[Tensor]] = getattr(torch.ops.pipekernels, name).default
+
+    def __call__(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        if not is_observed():
+            if _backend.load().are_plain(tensors):
+                return self.directly(tensors, *args)
+            # The transforms of torch.func need an autograd function instead of the operation.
+            if transforms_are_active() and not is_functionalizing():
+                return list(_Function.apply(self._split, *args, *tensors))
+        return self._op(tensors, *args)
+
+    def directly(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        """Bypass the dispatcher: for plain tensors, and if :func:`is_observed` is false."""
+        if has_derivatives(tensors):
+            return list(_Function.apply(self._split, *args, *tensors))
+        return self._compute(tensors, *args)
+
+    def _with_autograd(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        """The kernel of the Autograd key: records a node only if a derivative may be needed."""
+        if has_derivatives(tensors):
+            return list(_Function.apply(self._split, *args, *tensors))
+        with below_autograd():
+            return self._op(tensors, *args)
+
+    def _compute(
+        self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
+    ) -> list[Tensor]:
+        results = self._new(tensors, layout, dim, dtype)
+        wholes, parts = (tensors, results) if self._split else (results, tensors)
+        native, device = _backend.load(), wholes[0].device
+        if device.type == "cpu":
+            native.copy_micro_batches(self._split, dim, wholes, parts, torch.get_num_threads())
+            return results
+        _backend.require_cuda()
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream().cuda_stream
+            native.copy_micro_batches_cuda(self._split, dim, wholes, parts, stream)
+        return results
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+SPLIT = _Operation(
+    "split_micro_batches(Tensor[] tensors, SymInt[] sizes, int dim, ScalarType? dtype) -> Tensor[]",
+    True,
+    _new_micro_batches,
+)
+CONCAT = _Operation(
+    "concat_micro_batches(Tensor[] micro_batches, int tensors, int dim, ScalarType? dtype)"
+    " -> Tensor[]",
+    False,
+    _new_wholes,
+)
