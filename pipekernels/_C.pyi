@@ -37,7 +37,7 @@ def copy_micro_batches_cuda(
 ) -> None: ...
 
 # ---- products ----
-# Both return whether they apply; see local_ops/few_rows.py.
+# Both return whether they apply; see local_ops/skinny_gemm.py.
 
 FEW_ROWS: int
 

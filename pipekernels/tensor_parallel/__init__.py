@@ -7,7 +7,7 @@ from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoi
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
-from pipekernels.tensor_parallel.invariant.check import check_invariance
+from pipekernels.tensor_parallel.invariance_check import check_invariance
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.models.accelerator import adapt_accelerator
 from pipekernels.tensor_parallel.models.adapters import add_adapters

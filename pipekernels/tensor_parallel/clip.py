@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.arithmetic.invariant import slab_norms
 from pipekernels.tensor_parallel.dtensor import as_full_tensor
-from pipekernels.tensor_parallel.invariant.steps import slab_norms
 from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 

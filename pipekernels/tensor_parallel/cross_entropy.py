@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_reduce
+from pipekernels.tensor_parallel.arithmetic.invariant import check_slabs, sum_of_slabs
 from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_sizes
-from pipekernels.tensor_parallel.invariant.steps import check_slabs, sum_of_slabs
 
 
 def vocab_parallel_cross_entropy(
@@ -41,7 +41,7 @@ def vocab_parallel_cross_entropy(
             ``'none'``.
         label_smoothing: in ``[0, 1]``: the weight of the uniform distribution in the target.
         invariant: the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.invariant`).
+            (:mod:`pipekernels.tensor_parallel.arithmetic`).
 
     Returns:
         A scalar, or ``[...]`` with ``'none'``; the same on every rank.

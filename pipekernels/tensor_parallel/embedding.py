@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
+from pipekernels.tensor_parallel.arithmetic.invariant import check_slabs
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import reduce_from_ranks
-from pipekernels.tensor_parallel.invariant.steps import check_slabs
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 

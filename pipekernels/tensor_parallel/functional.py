@@ -38,10 +38,10 @@ from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
-from pipekernels.local_ops.few_rows import few_rows_into, takes_few_rows
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
+from pipekernels.local_ops.skinny_gemm import skinny_into, takes_skinny
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.tensor_parallel.overlap import choose_overlap, gemm_all_reduce
 
@@ -184,13 +184,13 @@ def row_linear(
     return result
 
 
-def row_linear_of_few(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
-    """:func:`row_linear` by the kernel of :mod:`pipekernels.local_ops.few_rows`, or None where that
+def row_linear_skinny(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
+    """:func:`row_linear` by the kernel of :mod:`pipekernels.local_ops.skinny_gemm`; None where that
     does not apply."""
-    if not takes_few_rows(x, weight):
+    if not takes_skinny(x, weight):
         return None
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
-    return comm.all_reduce(out) if few_rows_into(out, x, weight) else None
+    return comm.all_reduce(out) if skinny_into(out, x, weight) else None
 
 
 def _check_transforms(tensors: list[Tensor]) -> None:

@@ -7,7 +7,7 @@ follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of
 
 On CUDA the products are those of :func:`pipekernels.ops.sharded_gemm`: by Triton where that was
 measured to be faster, overlapped with the all-reduce where a gain is predicted, else by cuBLAS. On
-CPUs, products of a few rows have a kernel of their own (:mod:`pipekernels.local_ops.few_rows`).
+CPUs, products of a few rows have a kernel of their own (:mod:`pipekernels.local_ops.skinny_gemm`).
 
 Autograd convention: all ranks compute the same loss
 (:mod:`pipekernels.tensor_parallel.functional`). All ranks must run the same forwards and backwards,
@@ -28,8 +28,14 @@ from torch.nn.parameter import is_lazy
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.dispatch import is_observed
-from pipekernels.local_ops.few_rows import few_rows_linear
 from pipekernels.local_ops.sharded_gemm import sharded_gemm
+from pipekernels.local_ops.skinny_gemm import skinny_linear
+from pipekernels.tensor_parallel.arithmetic.invariant import (
+    check_slabs,
+    invariant_add_to_slices,
+    invariant_column_linear,
+    invariant_row_linear,
+)
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
@@ -43,14 +49,8 @@ from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
     row_linear,
-    row_linear_of_few,
+    row_linear_skinny,
     scatter_to_ranks,
-)
-from pipekernels.tensor_parallel.invariant.steps import (
-    check_slabs,
-    invariant_add_to_slices,
-    invariant_column_linear,
-    invariant_row_linear,
 )
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
 from pipekernels.tensor_parallel.sharded import ShardedLayer
@@ -219,7 +219,7 @@ class RowParallelLinear(ShardedLinear):
             by the caller; needs ``bias=False`` or ``skip_bias_add=True``.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.invariant`).
+            (:mod:`pipekernels.tensor_parallel.arithmetic`).
         device: of the parameters.
         dtype: of the parameters.
 
@@ -294,7 +294,7 @@ class RowParallelLinear(ShardedLinear):
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
             if self.input_is_parallel and self.reduce == "all_reduce" and not self.invariant:
-                y = row_linear_of_few(x, weight, self.comm)  # First: checks would take as long.
+                y = row_linear_skinny(x, weight, self.comm)  # First: checks would take as long.
         if y is None:
             y = self._product(x, weight)
         bias: Tensor | None = self.bias
@@ -350,7 +350,7 @@ class ColumnParallelLinear(ShardedLinear):
             key heads than ranks needs. Their gradients are summed.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.invariant`).
+            (:mod:`pipekernels.tensor_parallel.arithmetic`).
         device: of the parameters.
         dtype: of the parameters.
 
@@ -422,7 +422,7 @@ class ColumnParallelLinear(ShardedLinear):
         if not torch.compiler.is_compiling():
             check_data_parallel(self.comm)
             if not (self.skip_bias_add or self.gather_output or self.invariant):
-                y = few_rows_linear(x, weight, bias)  # First: checks would take as long.
+                y = skinny_linear(x, weight, bias)  # First: checks would take as long.
                 if y is not None:
                     return y
         self._check_input(x, self.in_features)
@@ -453,5 +453,5 @@ class ColumnParallelLinear(ShardedLinear):
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cuda:
         return sharded_gemm(x, weight, bias)
-    y = few_rows_linear(x, weight, bias)
+    y = skinny_linear(x, weight, bias)
     return functional.linear(x, weight, bias) if y is None else y

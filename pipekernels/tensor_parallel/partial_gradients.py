@@ -16,9 +16,9 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.arithmetic.exact_sums import ExactGradients
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.functional import shard_sizes
-from pipekernels.tensor_parallel.invariant.shared_parameters import ExactGradients
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's aliases share.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters
+from pipekernels.tensor_parallel.arithmetic.invariant import has_slabs
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import features_of
-from pipekernels.tensor_parallel.invariant.shared_parameters import check_own_parameters
-from pipekernels.tensor_parallel.invariant.steps import has_slabs
 from pipekernels.tensor_parallel.models.adapters import adapted_base
 from pipekernels.tensor_parallel.models.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.models.alibi import split_alibi
@@ -126,7 +126,7 @@ def tensor_parallelize(
             ranks hold each. :func:`plan_for` shows it.
         comm: the communicator.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.invariant`). ``"auto"`` leaves an embedding and a
+            (:mod:`pipekernels.tensor_parallel.arithmetic`). ``"auto"`` leaves an embedding and a
             head whole whose vocabulary is no multiple of 64.
         check: an input, or keyword arguments of the forward, the same on all ranks. The whole
             model's outputs for it are compared with the sharded model's, module by module: a plan

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
-from pipekernels.local_ops.few_rows import few_rows_linear, few_rows_partial
 from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 from pipekernels.local_ops.slab_gemm import slab_gemm
-from pipekernels.tensor_parallel.invariant.products import (
+from pipekernels.tensor_parallel.arithmetic.products import (
     product_by_rows,
     tree_product,
     tree_sum,
@@ -201,7 +201,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         x = x.contiguous()
-        partial = few_rows_partial(x, weight, SLABS // comm.world_size)
+        partial = skinny_partial(x, weight, SLABS // comm.world_size)
         if partial is None:
             rows = x.view(-1, x.shape[-1])
             with _exactly(x):
@@ -255,7 +255,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.comm, ctx.blocks = comm, blocks
         ctx.save_for_backward(x, weight)
         x = x.contiguous()
-        few = few_rows_linear(x, weight, bias)  # Each feature by itself.
+        few = skinny_linear(x, weight, bias)  # Each feature by itself.
         if few is not None:
             return few
         rows = x.view(-1, x.shape[-1])

@@ -24,8 +24,8 @@ from pipekernels.tensor_parallel import (
     full_state_dict,
     vocab_parallel_cross_entropy,
 )
-from pipekernels.tensor_parallel.invariant.check import check_invariance
-from pipekernels.tensor_parallel.invariant.shared_parameters import exact_sum
+from pipekernels.tensor_parallel.arithmetic.exact_sums import exact_sum
+from pipekernels.tensor_parallel.invariance_check import check_invariance
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
-from pipekernels.local_ops.few_rows import (
-    few_rows_linear,
-    few_rows_partial,
-    few_rows_partial_into,
+from pipekernels.local_ops.skinny_gemm import (
+    skinny_linear,
+    skinny_partial,
+    skinny_partial_into,
 )
 
 ERRORS = {  # Relative to the sum of absolute products.
@@ -29,7 +29,7 @@ ERRORS = {  # Relative to the sum of absolute products.
 def test_the_product_is_linear(shape: tuple[int, ...], biased: bool, dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
     weight, bias = torch.randn(33, shape[-1]).to(dtype), torch.randn(33).to(dtype)
-    y = few_rows_linear(x, weight, bias if biased else None)
+    y = skinny_linear(x, weight, bias if biased else None)
     assert y is not None and y.dtype == dtype
     wide = [t.double() for t in (x, weight, bias)]
     exact = functional.linear(*wide[:2], wide[2] if biased else None)
@@ -40,10 +40,10 @@ def test_the_product_is_linear(shape: tuple[int, ...], biased: bool, dtype: torc
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     x, weight = torch.randn(4, 300), torch.randn(17, 300)
-    together = few_rows_linear(x, weight, None)
+    together = skinny_linear(x, weight, None)
     assert together is not None
     for i in range(4):
-        alone = few_rows_linear(x[i], weight, None)
+        alone = skinny_linear(x[i], weight, None)
         assert alone is not None and torch.equal(alone, together[i])
 
 
@@ -60,7 +60,7 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
     exact = functional.linear(x.double(), weight.double())
 
     def partial(begin: int, end: int, slabs: int) -> Tensor:
-        part = few_rows_partial(
+        part = skinny_partial(
             x[:, begin:end].contiguous(), weight[:, begin:end].contiguous(), slabs
         )
         assert part is not None and part.dtype == wide
@@ -83,35 +83,35 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
         while calls <= slabs:
             assert torch.equal(tree(0, inner, slabs, calls), whole), (slabs, calls)
             calls *= 2
-    linear = few_rows_linear(x, weight, None)
+    linear = skinny_linear(x, weight, None)
     assert linear is not None and torch.equal(partial(0, inner, 1).to(dtype), linear)
 
 
 def test_partial_products_do_not_depend_on_threads_or_other_rows(one_thread: None) -> None:
     x, weight = torch.randn(4, 8 * 333), torch.randn(300, 8 * 333)
-    alone = few_rows_partial(x[2], weight, 8)
+    alone = skinny_partial(x[2], weight, 8)
     torch.set_num_threads(3)
-    together = few_rows_partial(x, weight, 8)
+    together = skinny_partial(x, weight, 8)
     assert alone is not None and together is not None
     assert torch.equal(alone, together[2])
 
 
 def test_partial_products_into_a_given_tensor() -> None:
     x, weight = torch.randn(2, 1, 16).bfloat16(), torch.randn(5, 16).bfloat16()
-    expected = few_rows_partial(x, weight, 4)
+    expected = skinny_partial(x, weight, 4)
     out = torch.zeros(2, 1, 5)
     version = out._version
-    assert few_rows_partial_into(out, x, weight, 4) and out._version > version
+    assert skinny_partial_into(out, x, weight, 4) and out._version > version
     assert expected is not None and torch.equal(out, expected)
     for bad in (torch.zeros(2, 5).bfloat16(), torch.zeros(2, 5).double(), torch.zeros(2, 4)):
-        assert not few_rows_partial_into(bad, x, weight, 4)
+        assert not skinny_partial_into(bad, x, weight, 4)
         assert not bad.any()
 
 
 @pytest.mark.parametrize("slabs", [0, 3, 32])
 def test_slabs_that_do_not_fit(slabs: int) -> None:
     with pytest.raises(ValueError, match=f"power of two that divides .* 16, got {slabs}"):
-        few_rows_partial(torch.randn(1, 16), torch.randn(3, 16), slabs)
+        skinny_partial(torch.randn(1, 16), torch.randn(3, 16), slabs)
 
 
 def test_where_the_kernel_does_not_apply() -> None:
@@ -131,13 +131,13 @@ def test_where_the_kernel_does_not_apply() -> None:
         (x.to("meta"), weight.to("meta"), None),
     ]
     for case in cases:
-        assert few_rows_linear(*case) is None, [t.shape for t in case if t is not None]
+        assert skinny_linear(*case) is None, [t.shape for t in case if t is not None]
         if case[2] is None:
-            assert few_rows_partial(*case[:2], 1) is None
+            assert skinny_partial(*case[:2], 1) is None
     with torch.autocast("cpu"):
-        assert few_rows_linear(x, weight, bias) is None
+        assert skinny_linear(x, weight, bias) is None
     with torch.no_grad():
-        y = few_rows_linear(x, trained, bias)
+        y = skinny_linear(x, trained, bias)
     torch.testing.assert_close(y, functional.linear(x, weight, bias))
 
 

@@ -13,7 +13,7 @@ from pipekernels import _backend
 from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
 
-def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """``torch.nn.functional.linear(x, weight, bias)``, or None where the kernel does not apply: it
     takes up to four rows of contiguous CPU tensors of one floating dtype, without autograd.
 
@@ -25,13 +25,13 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | 
         weight: ``[n, k]``.
         bias: ``[n]``.
     """
-    if not takes_few_rows(x, weight, bias):
+    if not takes_skinny(x, weight, bias):
         return None
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return out if few_rows_into(out, x, weight, bias) else None
+    return out if skinny_into(out, x, weight, bias) else None
 
 
-def takes_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def takes_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
     if type(x) is not Tensor or not x.is_cpu or is_observed():
         return False
@@ -40,15 +40,15 @@ def takes_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> boo
     return not has_derivatives((x, weight) if bias is None else (x, weight, bias))
 
 
-def few_rows_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """:func:`few_rows_linear` into ``out``, after :func:`takes_few_rows`; whether it applied."""
+def skinny_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """:func:`skinny_linear` into ``out``, after :func:`takes_skinny`; whether it applied."""
     done: bool = _backend.load().few_rows_product(out, x, weight, bias, torch.get_num_threads())
     return done
 
 
-def few_rows_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
+def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
     """``x W^T`` over the ``slabs`` of this rank, not rounded to the dtype of ``x``, or None where
-    :func:`few_rows_linear` does not apply either.
+    :func:`skinny_linear` does not apply either.
 
     ``k`` is cut into ``slabs`` equal parts. The sum over each is computed as if it were alone, and
     these sums are added in a balanced binary tree: ``((0 + 1) + (2 + 3)) + ...`` So however the
@@ -68,19 +68,19 @@ def few_rows_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
     Raises:
         ValueError: ``slabs`` is not a power of two that divides ``k``.
     """
-    if not takes_few_rows(x, weight):
+    if not takes_skinny(x, weight):
         return None
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=partial_dtype(x.dtype))
-    return out if few_rows_partial_into(out, x, weight, slabs) else None
+    return out if skinny_partial_into(out, x, weight, slabs) else None
 
 
 def partial_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of :func:`few_rows_partial` for operands of ``dtype``."""
+    """The dtype of :func:`skinny_partial` for operands of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def few_rows_partial_into(out: Tensor, x: Tensor, weight: Tensor, slabs: int) -> bool:
-    """:func:`few_rows_partial` into ``out``, after :func:`takes_few_rows`; whether it applied."""
+def skinny_partial_into(out: Tensor, x: Tensor, weight: Tensor, slabs: int) -> bool:
+    """:func:`skinny_partial` into ``out``, after :func:`takes_skinny`; whether it applied."""
     done: bool = _backend.load().few_rows_partial_product(
         out, x, weight, slabs, torch.get_num_threads()
     )
