@@ -25,7 +25,7 @@ from bench.harness import Measured
 from bench.peers import groups
 from bench.peers.groups import Group, Session
 from bench.peers.systems import Pipekernels, elements
-from bench.report import duration, markdown, microseconds, spread, svg
+from bench.report.tables import duration, markdown, microseconds, spread, svg
 
 OPERATION = "all_reduce"
 RANKS = 2

@@ -27,7 +27,7 @@ import torch
 from bench import harness
 from bench.harness import Measured
 from bench.processes import Processes, closing
-from bench.report import speed_ups, svg
+from bench.report.tables import speed_ups, svg
 
 RANKS = 2
 PROMPT, NEW = 32, 128

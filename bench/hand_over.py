@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench import harness
 from bench.harness import Measured
-from bench.report import speed_ups
+from bench.report.tables import speed_ups
 from pipekernels.device import p2p, streams
 from pipekernels.device.edge import Edge
 

@@ -17,7 +17,7 @@ from torch import nn
 from bench import harness
 from bench.harness import Measured
 from bench.processes import Processes, closing
-from bench.report import speed_ups
+from bench.report.tables import speed_ups
 
 RANKS = 2
 IN, OUT = 11008, 4096

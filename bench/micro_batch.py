@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench import harness
 from bench.harness import Measured
-from bench.report import duration, markdown, spread
+from bench.report.tables import duration, markdown, spread
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 CHUNKS = 8

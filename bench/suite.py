@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from bench import harness
 from bench.harness import Measured
 from bench.registry import find, unit
-from bench.report import duration, size
+from bench.report.tables import duration, size
 
 Plan = Mapping[str, Sequence[str]]  # Candidates by case.
 

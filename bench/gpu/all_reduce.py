@@ -37,7 +37,7 @@ from torch import Tensor
 from bench import harness
 from bench.gpu.environment import nccl
 from bench.gpu.timing import Row, attempt, call_seconds, compare, errors, events
-from bench.report import markdown, microseconds, svg
+from bench.report.tables import markdown, microseconds, svg
 from pipekernels import Communicator, PeerError
 
 RANKS = (2, 4, 8)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.timing import SAMPLE, Row, attempt, call_seconds, compare, errors
-from bench.report import duration, markdown
+from bench.report.tables import duration, markdown
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 CHUNKS = 8

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from bench import hand_over, harness
 from bench.gpu.timing import Row, attempt, call_seconds, errors, synchronize
-from bench.report import duration, markdown
+from bench.report.tables import duration, markdown
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
 from pipekernels.device.edge import edge
 

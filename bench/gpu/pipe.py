@@ -22,7 +22,7 @@ from torch import nn
 from bench import harness
 from bench.gpu.timing import Row, attempt, call_seconds, errors
 from bench.pipeline.train_step import token_loss
-from bench.report import duration, markdown, spread
+from bench.report.tables import duration, markdown, spread
 from demo.gpt import VOCABULARY, gpt
 from pipekernels import Pipe
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from bench import harness
 from bench.gpu.all_reduce import Threads
 from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
-from bench.report import duration, markdown, svg
+from bench.report.tables import duration, markdown, svg
 from pipekernels import ops
 from pipekernels.kernels import table as tables
 from pipekernels.local_ops.sharded_gemm import has_triton

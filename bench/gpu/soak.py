@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu.all_reduce import ALGORITHMS, RANKS, Threads, contents, expected
 from bench.gpu.timing import Row, attempt, errors, synchronize
-from bench.report import markdown
+from bench.report.tables import markdown
 
 CALLS = 100_000
 SHARES = {2: 0.2, 4: 0.3, 8: 0.5}  # of the time there is, by number of ranks

@@ -10,7 +10,7 @@ from typing import Any
 from bench.gpu.timing import errors
 from bench.nccl.collectives import OPERATIONS, TENSORS, Row
 from bench.nccl.ranks import OURS
-from bench.report import markdown, microseconds, svg
+from bench.report.tables import markdown, microseconds, svg
 
 CONDITIONS = {
     "collectives and layer": "calls in a row on all ranks, the slowest rank's time per call; "

@@ -16,7 +16,7 @@ from torch import nn
 from bench import harness
 from bench.harness import Measured
 from bench.pipeline.pipe import build, data, loop, step
-from bench.report import duration, markdown, spread
+from bench.report.tables import duration, markdown, spread
 from pipekernels import Pipe
 
 STAGES = 2

@@ -24,7 +24,7 @@ from bench import harness
 from bench.harness import Measured
 from bench.pipeline.train_step import SCHEDULES, STAGES, byte_gpt, piped
 from bench.processes import Processes, closing
-from bench.report import markdown, size, svg
+from bench.report.tables import markdown, size, svg
 
 CHUNKS = (4, 8)
 CHECKPOINTED = "gpipe, checkpointed"

@@ -30,7 +30,7 @@ from torch import nn
 from bench import harness
 from bench.harness import Measured
 from bench.processes import Processes, closing
-from bench.report import duration, markdown, spread
+from bench.report.tables import duration, markdown, spread
 from pipekernels import Pipe
 
 STAGES, CHUNKS, LAYERS = 2, 8, 8

@@ -22,7 +22,7 @@ from bench import harness
 from bench.decode import QUICK_LAYERS, SHAPE
 from bench.harness import Measured
 from bench.processes import Processes, closing
-from bench.report import speed_ups
+from bench.report.tables import speed_ups
 
 PROMPTS, LENGTH, NEW = 8, 32, 32
 QUICK_NEW = 4

@@ -19,7 +19,7 @@ from bench import harness
 from bench.harness import Measured
 from bench.pipeline.pipe import check
 from bench.pipeline.train_step import STAGES, byte_gpt, piped, timed
-from bench.report import speed_ups, svg
+from bench.report.tables import speed_ups, svg
 
 CHUNKS, SCHEDULE = 8, "1f1b"
 CASE = f"gpt, {CHUNKS} chunks, {SCHEDULE}"

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from bench import harness
 from bench.harness import Measured
 from bench.pipeline.pipe import build, check
-from bench.report import speed_ups, svg
+from bench.report.tables import speed_ups, svg
 from demo.gpt import VOCABULARY, gpt
 from pipekernels import Pipe
 

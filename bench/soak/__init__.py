@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.report import duration, markdown
+from bench.report.tables import duration, markdown
 
 __all__ = ["table"]
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import collectives, harness, processes, report, tensor_parallel
+from bench import collectives, harness, processes, tensor_parallel
 from bench.peers import groups
 from bench.peers.rank import Rank, Start, contents, expected
 from bench.peers.systems import STORAGE, Candidate
+from bench.report import pages, tables
 
 pytestmark = pytest.mark.project
 
@@ -456,16 +457,16 @@ def test_without_git_the_environment_names_the_commit(monkeypatch: pytest.Monkey
      (9.996e-4, "1 ms"), (0.0999949, "100 ms"), (0.99949, "999 ms"), (1234.5, "1230 s")],
 )  # fmt: skip
 def test_durations_have_three_digits_and_no_exponent(seconds: float, text: str) -> None:
-    assert report.duration(seconds) == text
+    assert tables.duration(seconds) == text
 
 
 def test_a_marker_without_results_names_the_command_to_run() -> None:
     page = "<!-- bench:x -->\nold\n<!-- /bench -->"
-    assert report.update(page, {"x": "new"}) == page.replace("old", "new")
+    assert pages.update(page, {"x": "new"}) == page.replace("old", "new")
     with pytest.raises(ValueError, match="make bench ARGS=x"):
-        report.update(page, {})
+        pages.update(page, {})
     of_gpu = page.replace(":x", ":gpu.x")
-    assert report.update(of_gpu, {}) == of_gpu.replace("old", "*Not measured on any GPU yet.*")
+    assert pages.update(of_gpu, {}) == of_gpu.replace("old", "*Not measured on any GPU yet.*")
 
 
 def test_pages_are_written_from_the_results_of_all_machines(
@@ -479,8 +480,8 @@ def test_pages_are_written_from_the_results_of_all_machines(
             "gpu.soak", [{"ranks": 2, "calls": 7, "wrong": 0, "seconds": 1.0}], {"on": gpu}
         )
         (tmp_path / gpu / f"{gpu}.json").write_text('{"format": 1, "entries": []}')
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "PAGES", [page])
-    report.main()
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "PAGES", [page])
+    pages.main()
     assert page.read_text().count("| 2 | 7 | 0 | 1 |") == 2
     assert "on: one" in page.read_text() and "on: other" in page.read_text()

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import harness, report
+from bench import harness
 from bench.gpu import __main__ as gpu
 from bench.gpu import all_reduce, sanitized, sharded_gemm, steps, timing
+from bench.report import pages
 
 pytestmark = [pytest.mark.full, pytest.mark.project]
 
@@ -32,7 +33,7 @@ def rendered(name: str, rows: list[timing.Row]) -> str:
         "conditions": importlib.import_module(f"bench.gpu.{name}").CONDITIONS,
         "rows": rows,
     }
-    page = report.render(json.loads(json.dumps(record)))
+    page = pages.render(json.loads(json.dumps(record)))
     assert page.startswith("**Some GPU, Some CPU, 16 cores, torch 2.11.0**\n\n")
     assert "*2026-01-31 12:00 UTC, commit 0123456789ab. " in page
     return page

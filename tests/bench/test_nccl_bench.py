@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from support.ranks import leaves_the_group
 
-from bench import report
 from bench.nccl import __main__ as nccl
 from bench.nccl import collectives, layer, pipe, ranks, tables
 from bench.nccl.collectives import Case, Row
 from bench.nccl.ranks import Ranks
+from bench.report import pages
 from pipekernels import Communicator
 
 pytestmark = [pytest.mark.full, pytest.mark.project, leaves_the_group]
@@ -188,11 +188,11 @@ def test_rows_are_kept_with_a_plot_and_shown_on_a_page(
     path = nccl.keep(rows)
     assert path == tmp_path / "nccl.json"
     record = json.loads(path.read_text())
-    page = report.render(record)
+    page = pages.render(record)
     assert "**all_gather, ordinary tensors, out of place; 1 ranks**" in page
     assert "Geometric mean of Gloo / pipekernels: " in page and "Failed" not in page
     text = "<!-- bench:nccl -->\n<!-- /bench -->"
-    assert report.UNMEASURED in report.update(text, {})
+    assert pages.UNMEASURED in pages.update(text, {})
     pytest.importorskip("matplotlib")
     assert nccl.draw(rows, path) == str(tmp_path / "nccl.svg")
     assert (tmp_path / "nccl.svg").read_text().startswith("<?xml")

@@ -16,16 +16,15 @@ from unittest import mock
 import pytest
 
 from bench import __main__ as command
-from bench import harness, registry, suite, summary, test_benchmarks
+from bench import harness, registry, suite, test_benchmarks
 from bench.conftest import Recorded
 from bench.harness import Measured
+from bench.report import summary
 
 pytestmark = pytest.mark.project
 
 ROOT = Path(__file__).parents[2]
-NO_BENCHMARKS = (
-    "__init__ __main__ conftest harness processes registry report suite summary test_benchmarks"
-)
+NO_BENCHMARKS = "__init__ __main__ conftest harness processes registry suite test_benchmarks"
 SAMPLES = {"theirs": [2.0, 6.0, 2.0, 2.0], "ours": [1.0, 2.0, 1.0, 4.0]}
 
 

@@ -81,13 +81,16 @@ MAY_IMPORT = {
 DIVIDED = {"comm", "pipeline"}  # Packages that consist of several rooms.
 
 
-def module_of(path: Path) -> str:
-    """Dotted name below ``pipekernels``; empty for the package itself."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def files_of(package: Path) -> dict[str, Path]:
+    """The files of ``package`` by dotted name below it; empty for the package itself."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
-FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+FILES = files_of(PACKAGE)
 
 
 def imports(path: Path) -> set[str]:
@@ -102,15 +105,13 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def imported(module: str) -> set[str]:
-    """The modules of the package that ``module`` imports."""
-    found = set()
-    for name in imports(FILES[module]):
-        if name.split(".")[0] == "pipekernels":
-            below = name.partition(".")[2]
-            if below == "_C":
-                continue
-            found.add(below if below in FILES else below.rpartition(".")[0])
+def imported(path: Path, package: Path = PACKAGE) -> set[str]:
+    """The modules of ``package`` that ``path`` imports."""
+    found, files = set(), FILES if package == PACKAGE else files_of(package)
+    for name in imports(path):
+        top, _, below = name.partition(".")
+        if top == package.name and below != "_C":
+            found.add(below if below in files else below.rpartition(".")[0])
     return found
 
 
@@ -139,15 +140,16 @@ def test_rooms_import_each_other_in_no_circle() -> None:
 
 def test_imports_are_allowed() -> None:
     for module, path in FILES.items():
-        rooms = {room_of(name) for name in imported(module)}
+        rooms = {room_of(name) for name in imported(path)}
         assert rooms <= importable(room_of(module)), module
         others = {name.split(".")[0] for name in imports(path)}
         assert "triton" not in others or room_of(module) == "kernels", module
         assert module == "_backend" or not any("._C" in name for name in imports(path)), module
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
-    todo = {module: imported(module) for module in FILES}
+@pytest.mark.parametrize("package", [PACKAGE, ROOT / "bench"], ids=lambda path: path.name)
+def test_modules_import_each_other_in_no_circle(package: Path) -> None:
+    todo = {module: imported(path, package) for module, path in files_of(package).items()}
     while ready := {module for module, others in todo.items() if not others & todo.keys()}:
         for module in ready:
             del todo[module]

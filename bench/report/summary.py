@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.harness import RESULTS
-from bench.report import duration, markdown
+from bench.report.tables import duration, markdown
 
 
 class Line(NamedTuple):
