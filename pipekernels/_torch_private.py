@@ -270,12 +270,6 @@ of ``torch.cuda.current_stream()``. None in builds without CUDA."""
 scaled_mm = torch._scaled_mm
 """cuBLAS's product of float8 matrices; its public successor is not in torch 2.6."""
 
-
-def occupy_gpu(cycles: int) -> None:
-    """Make the current stream wait for so many cycles, so that later launches are queued."""
-    torch.cuda._sleep(cycles)
-
-
 # ---- torch.distributed ----
 
 

@@ -1,10 +1,8 @@
 """Measures the Triton kernel against the vendor's library on the local GPU.
 
-For one product at a time the library and the candidates take turns for several rounds; slow
-candidates drop out after the first ones. Times are medians. The operands are random, with enough
-copies used in turn to exceed the L2 cache. The GPU is kept busy until a sample's launches are
-queued, so that the host's speed does not count. Candidates whose result is wrong, or less accurate
-than the library's, are dropped.
+Times are medians of ``triton.testing.do_bench``, for which operands are out of the L2 cache. All
+candidates are timed once; then the library and those near the fastest take turns. The operands are
+random. Candidates whose result is wrong, or less accurate than the library's, are dropped.
 """
 
 from __future__ import annotations
@@ -13,25 +11,22 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.testing import do_bench
 
 from pipekernels import _cache
-from pipekernels._torch_private import occupy_gpu
 from pipekernels.kernels.config import Config, candidates, generation, variants
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 
 DEVICE = "cuda"
-ROUNDS = 7
-TRIALS = 2  # First rounds, with all candidates; later rounds keep those that took at most
+ROUNDS = 5  # Of the library and the candidates that took at most
 NEAR = 1.15  # times as long as the fastest.
-CALLS = 32  # Per sample, at most; but at least one per copy of the operands.
-COPIES = 64  # Of the operands, at most.
+MILLISECONDS = 10  # Of calls in a sample.
 LAUNCHES = 100
 TRIED = 8  # Number of candidates, by estimate;
 GROUPS = (4, 16)  # the best two also with these group_m, and with variants of their blocks.
@@ -48,7 +43,7 @@ class Times(NamedTuple):
 
     Attributes:
         library: of the vendor's library.
-        configs: of the candidates with correct results, fastest first.
+        configs: of the candidates near the fastest with correct results, fastest first.
     """
 
     library: float
@@ -82,14 +77,12 @@ def measure(
         report: called with a line for each product.
     """
     deadline = time.monotonic() + seconds
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    launching = launch_seconds()
     entries: dict[Shape, Entry] = {}
     for shape in shapes:
         if time.monotonic() > deadline:
             break
         try:
-            entry = measure_class(shape, library, launching)
+            entry = measure_class(shape, library)
         except RuntimeError as error:  # For example out of memory: keep what was measured.
             report(f"{shape} is not measured: {str(error).partition(chr(10))[0]}")
             continue
@@ -105,71 +98,85 @@ def measure(
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
     }
-    return Table(properties.name, _cache.now(), versions, launching, entries)
+    return Table(torch.cuda.get_device_name(), _cache.now(), versions, launch_seconds(), entries)
 
 
-def measure_class(shape: Shape, library: Library, launching: float) -> Entry | None:
+def measure_class(shape: Shape, library: Library) -> Entry | None:
     """The best configuration for ``shape``, also measured with a quarter fewer tokens; ``None`` if
     no candidate gives a correct result."""
-    times = measure_product(shape, library, launching)
+    times = measure_product(shape, library)
     if not times.configs:
         return None
     config, seconds = times.configs[0]
     speedup = times.library / seconds
-    by_depth = shape.layout == "grad_weight"
-    tokens = shape.k if by_depth else shape.m
-    if tokens >= 4:
-        fewer = tokens * 3 // 4
-        smaller = shape._replace(k=fewer) if by_depth else shape._replace(m=fewer)
-        others = measure_product(smaller, library, launching, [config])
-        if not others.configs:
+    tokens = "k" if shape.layout == "grad_weight" else "m"
+    count = getattr(shape, tokens)
+    if count >= 4:
+        smaller = shape._replace(**{tokens: count * 3 // 4})
+        fewer = measure_product(smaller, library, [config])
+        if not fewer.configs:
             return None
-        speedup = min(speedup, others.library / others.configs[0][1])
+        speedup = min(speedup, fewer.library / fewer.configs[0][1])
     return Entry(shape, config, seconds, times.library, speedup)
 
 
-def measure_product(
-    shape: Shape, library: Library, launching: float, configs: list[Config] | None = None
-) -> Times:
+def measure_product(shape: Shape, library: Library, configs: list[Config] | None = None) -> Times:
     """Measure the library and ``configs``, or else the best candidates, on the current GPU."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    gpu_generation = generation((properties.major, properties.minor))
-    sms = properties.multi_processor_count
-    kind, _, m, n, k = shape
+    gpu_generation, sms = _gpu()
     if configs is None:
-        configs = candidates(gpu_generation, kind, m, n, k, sms)[:TRIED]
-        whole = [config for config in configs[:2] if config.split_k == 1]
-        configs += [config._replace(group_m=group_m) for config in whole for group_m in GROUPS]
-        configs += [
-            config._replace(blocks=blocks)
-            for config in whole
-            for blocks in variants(gpu_generation, kind, config.blocks)
-        ]
-    products = _products(shape, 2 * getattr(properties, "L2_cache_size", 64 << 20))
+        configs = tried(shape, gpu_generation, sms)
+    product = random_product(shape)
 
-    def run(config: Config) -> Callable[[Product], None]:
-        return lambda product: launch(product, config, generation=gpu_generation, sms=sms)
+    def run(config: Config) -> Callable[[], None]:
+        return lambda: launch(product, config, generation=gpu_generation, sms=sms)
 
-    library(products[0])
-    expected = products[0].out.clone()
-    runs = {c: run(c) for c in configs if _is_right(products[0], run(c), expected)}
-    calls = max(len(products), min(CALLS, ceil(5e-4 / _least_seconds(products[0]))))
-    samples: dict[Config | None, list[float]] = {None: [], **{config: [] for config in runs}}
-    for trial in range(ROUNDS):
-        if trial == TRIALS and runs:
-            limit = NEAR * min(min(samples[config]) for config in runs)
-            runs = {config: call for config, call in runs.items() if min(samples[config]) <= limit}
-        for config, call in [(None, library), *runs.items()]:
-            samples[config].append(_seconds(call, products, calls, launching))
-    own = [(config, statistics.median(samples[config])) for config in runs]
-    return Times(statistics.median(samples[None]), sorted(own, key=lambda pair: pair[1]))
+    library(product)
+    expected = product.out.clone()
+    runs = {c: run(c) for c in configs if _is_right(product, run(c), expected)}
+    trial = {config: _seconds(call) for config, call in runs.items()}
+    near = [config for config in runs if trial[config] <= NEAR * min(trial.values())]
+    samples: dict[Config | None, list[float]] = {who: [] for who in (None, *near)}
+    for _ in range(ROUNDS):
+        for config, values in samples.items():
+            values.append(_seconds(runs[config] if config else lambda: library(product)))
+    medians = {config: statistics.median(values) for config, values in samples.items()}
+    return Times(medians[None], sorted(((c, medians[c]) for c in near), key=lambda pair: pair[1]))
+
+
+def tried(shape: Shape, gpu_generation: int, sms: int) -> list[Config]:
+    """The configurations to measure for a product."""
+    kind, _, m, n, k = shape
+    configs = candidates(gpu_generation, kind, m, n, k, sms)[:TRIED]
+    for config in configs[:2]:
+        if config.split_k == 1:
+            configs += [config._replace(group_m=group_m) for group_m in GROUPS]
+            others = variants(gpu_generation, kind, config.blocks)
+            configs += [config._replace(blocks=blocks) for blocks in others]
+    return configs
+
+
+def random_product(shape: Shape) -> Product:
+    """A product with random operands, as the kind and the layout say."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    kind, layout, m, n, k = shape
+    dtype = torch.float32 if kind == "tfloat32" else getattr(torch, kind)
+
+    def operand(rows: int, by_columns: bool) -> Tensor:
+        size = (k, rows) if by_columns else (rows, k)
+        data = torch.randn(size, device=DEVICE, generator=generator).to(dtype)
+        return data.t() if by_columns else data
+
+    a, b = operand(m, layout == "grad_weight"), operand(n, layout != "forward")
+    if kind != "float8_e4m3fn":
+        return Product(kind, a, b, torch.empty(m, n, dtype=dtype, device=DEVICE))
+    one, out = torch.ones(1, device=DEVICE), torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
+    return Product(kind, a, b, out, scale_a=one, scale_b=one)
 
 
 def launch_seconds() -> float:
     """The host's time to launch the kernel."""
-    product = _products(Shape("bfloat16", "forward", 16, 64, 128), 0)[0]
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    gpu_generation = generation((properties.major, properties.minor))
+    product = random_product(Shape("bfloat16", "forward", 16, 64, 128))
+    gpu_generation, _ = _gpu()
     config = candidates(gpu_generation, "bfloat16", 16, 64, 128, 1)[0]
     samples = []
     for _ in range(LAUNCHES):
@@ -180,60 +187,25 @@ def launch_seconds() -> float:
     return statistics.median(samples)
 
 
-def _seconds(
-    call: Callable[[Product], None], products: list[Product], calls: int, launching: float
-) -> float:
-    """The GPU's time per call; ``launching`` is the host's."""
-    wait = 1e-4 + 1.5 * calls * launching
-    while True:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        occupy_gpu(int(2e9 * wait))  # At 2 GHz.
-        begin.record()
-        for product in itertools.islice(itertools.cycle(products), calls):
-            call(product)
-        queued_in_time = not begin.query()
-        end.record()
-        end.synchronize()
-        if queued_in_time or wait > 0.1:
-            milliseconds: float = begin.elapsed_time(end)
-            return milliseconds / 1e3 / calls
-        wait *= 4
+def _gpu() -> tuple[int, int]:
+    """Generation and multiprocessors of the current GPU."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return generation((properties.major, properties.minor)), properties.multi_processor_count
 
 
-def _products(shape: Shape, least: int) -> list[Product]:
-    """Copies of a product with random operands of ``least`` bytes in all, up to :data:`COPIES`."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    kind, layout, m, n, k = shape
-    dtype = torch.float32 if kind == "tfloat32" else getattr(torch, kind)
-    out_dtype = torch.bfloat16 if kind == "float8_e4m3fn" else dtype
-
-    def operand(rows: int, by_columns: bool) -> Tensor:
-        size = (k, rows) if by_columns else (rows, k)
-        data = torch.randn(size, device=DEVICE, generator=generator).to(dtype)
-        return data.t() if by_columns else data
-
-    one = torch.ones(1, device=DEVICE) if kind == "float8_e4m3fn" else None
-    size = (m * k + n * k) * dtype.itemsize
-    products = []
-    for _ in range(min(COPIES, max(1, ceil(least / size)))):
-        a, b = operand(m, layout == "grad_weight"), operand(n, layout != "forward")
-        out = torch.empty(m, n, dtype=out_dtype, device=DEVICE)
-        products.append(Product(kind, a, b, out, scale_a=one, scale_b=one))
-    return products
+def _seconds(call: Callable[[], None]) -> float:
+    """The GPU's time of a call."""
+    milliseconds: float = do_bench(
+        call, warmup=MILLISECONDS / 5, rep=MILLISECONDS, return_mode="median"
+    )
+    return milliseconds / 1e3
 
 
-def _least_seconds(product: Product) -> float:
-    """Lower bound on a product's time on a fast GPU, to choose the number of calls per sample."""
-    (m, k), n = product.a.shape, product.b.shape[0]
-    size = (m * k + n * k) * product.a.itemsize + m * n * product.out.itemsize
-    return max(2 * m * n * k / 1e15, size / 4e12, 2e-6)
-
-
-def _is_right(product: Product, call: Callable[[Product], None], expected: Tensor) -> bool:
+def _is_right(product: Product, call: Callable[[], None], expected: Tensor) -> bool:
     """Whether ``call`` gives the library's result, in a sample about as close to float64."""
     product.out.fill_(float("nan"))
     try:
-        call(product)
+        call()
         torch.cuda.synchronize()
     except (triton.runtime.errors.OutOfResources, RuntimeError):
         return False  # This GPU has fewer resources, or this Triton cannot compile the kernel.

@@ -50,7 +50,7 @@ def test_the_launch_of_another_product_with_the_same_kernel_compiles_nothing(
     monkeypatch.setattr(tuner, "DEVICE", "cpu")
 
     def start(shape: Shape) -> Any:
-        (product,) = tuner._products(shape, 0)
+        product = tuner.random_product(shape)
         (kernel,) = precompile.compiled(
             ARCHITECTURE, lambda: launch.launch(product, job.config, generation=90, sms=SMS)
         )

@@ -13,7 +13,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -310,84 +311,60 @@ def test_the_operation_passes_its_arguments_to_the_kernel(
     check(p, config)
 
 
-class FakeEvent:
-    """An event on a simulated clock that advances by one per event."""
-
-    clock = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        FakeEvent.clock += 1
-        self.time = FakeEvent.clock
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return float(end.time - self.time)
-
-
-class FakeProperties(NamedTuple):
-    name: str = "Some GPU"
-    major: int = 9
-    minor: int = 0
-    multi_processor_count: int = 4
-    L2_cache_size: int = 1 << 12
-
-
 def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a simulated GPU, where one candidate is slow and all others are equally fast."""
-    monkeypatch.setattr(tuner, "DEVICE", "cpu")
-    monkeypatch.setattr(tuner, "ROUNDS", 3)
-    monkeypatch.setattr(tuner, "TRIALS", 1)
-    monkeypatch.setattr(tuner, "LAUNCHES", 2)
-    monkeypatch.setattr(tuner, "_least_seconds", lambda product: 1.0)
-    for name, fake in {
-        "get_device_properties": lambda device: FakeProperties(),
-        "current_device": lambda: 0,
-        "synchronize": lambda: None,
-        "Event": FakeEvent,
-        "_sleep": lambda cycles: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
     right, wrong = Config(SMALL), Config(SMALL, split_k=2)
     variant = Config(SMALL._replace(flatten=False))
-    monkeypatch.setattr(tuner, "variants", lambda *blocks: [variant.blocks])
     slow = right._replace(group_m=tuner.GROUPS[-1])  # The tuner tries it by itself.
-    calls: Counter[Config] = Counter()
-    monkeypatch.setattr(tuner, "candidates", lambda *product: [wrong, right])
+    launched: list[Config] = []
 
     def launch_one_wrongly(product: Product, config: Config, **arguments: Any) -> None:
         launch(product, config, **arguments)
-        calls[config] += 1
+        launched.append(config)
         if config == wrong:
             product.out[0, 0] += 1
-        if config == slow:
-            FakeEvent.clock += 1
 
-    monkeypatch.setattr(tuner, "launch", launch_one_wrongly)
+    def bench(call: Callable[[], None], **options: Any) -> float:
+        launched.clear()
+        call()
+        milliseconds = 2.0 if launched == [slow] else 1.0
+        timed.update(launched)
+        return milliseconds
+
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=4)
+    for name, fake in {
+        "get_device_properties": lambda device: properties,
+        "get_device_name": lambda: "Some GPU",
+        "current_device": lambda: 0,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name, fake in {
+        "DEVICE": "cpu",
+        "LAUNCHES": 2,
+        "do_bench": bench,
+        "launch": launch_one_wrongly,
+        "candidates": lambda *product: [wrong, right],
+        "variants": lambda *blocks: [variant.blocks],
+    }.items():
+        monkeypatch.setattr(tuner, name, fake)
 
     def library(product: Product) -> None:
         torch.mm(product.a, product.b.t(), out=product.out)
 
+    timed: Counter[Config] = Counter()
     shapes = [Shape("float32", "forward", 16, 40, 48), Shape("float16", "grad_weight", 40, 24, 16)]
     lines: list[str] = []
     found = tuner.measure(shapes, library, seconds=60, report=lines.append)
     assert found.gpu == "Some GPU" and len(lines) == 2
     assert list(found.entries) == [shape_class(*shape) for shape in shapes]
     for shape, entry in zip(shapes, found.entries.values(), strict=True):
-        assert entry.shape == shape
-        assert entry.config in (right, variant)
-        assert entry.speedup == pytest.approx(1.0)
-    assert 0 < calls[wrong] < calls[slow] < calls[right]
-    assert calls[variant] > calls[slow]
+        assert entry.shape == shape and entry.config in (right, variant)
+        assert (entry.seconds, entry.vendor_seconds, entry.speedup) == (1e-3, 1e-3, 1.0)
+    assert timed[wrong] == 0 < timed[slow] < timed[right]
+    assert timed[variant] > timed[slow]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table.save(found)
     assert table.load("Some GPU") == found
