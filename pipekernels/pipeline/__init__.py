@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
 time."""
 
-from pipekernels.pipeline.generate import generate_pipelined
+from pipekernels.huggingface.pipelined_generation import generate_pipelined
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.placement.device_map import (
     get_device,

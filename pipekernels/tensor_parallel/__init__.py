@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pipekernels.huggingface.accelerator import adapt_accelerator
+from pipekernels.huggingface.adapters import add_adapters
+from pipekernels.huggingface.load import load_pretrained
+from pipekernels.huggingface.trainer import TrainerMixin
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoint_state_dict
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
@@ -9,13 +13,9 @@ from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entro
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.invariance_check import check_invariance
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipekernels.tensor_parallel.models.accelerator import adapt_accelerator
-from pipekernels.tensor_parallel.models.adapters import add_adapters
-from pipekernels.tensor_parallel.models.load import load_pretrained
-from pipekernels.tensor_parallel.models.plan import tensor_parallelize
-from pipekernels.tensor_parallel.models.table import ModelPlan, PlannedLayer, plan_for
-from pipekernels.tensor_parallel.models.trainer import TrainerMixin
-from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
+from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
+from pipekernels.tensor_parallel.plan.table import ModelPlan, PlannedLayer, plan_for
+from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
 from pipekernels.tensor_parallel.state import (
     full_optimizer_state_dict,
     full_state_dict,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator, PeerError
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
-from pipekernels.tensor_parallel.models.plan import tensor_parallelize
+from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels._torch_private import uncompiled
+from pipekernels.huggingface.pretrained import save_full_models
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     ShardedLinear,
 )
-from pipekernels.tensor_parallel.models.agreement import check_equal_on_ranks
-from pipekernels.tensor_parallel.models.pretrained import save_full_models
+from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.sharded import sharded_layers
 
 

@@ -12,20 +12,22 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters
-from pipekernels.tensor_parallel.arithmetic.invariant import has_slabs
-from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.full_layer import features_of
-from pipekernels.tensor_parallel.models.adapters import adapted_base
-from pipekernels.tensor_parallel.models.agreement import check_equal_on_ranks
-from pipekernels.tensor_parallel.models.alibi import split_alibi
-from pipekernels.tensor_parallel.models.auto import divide
-from pipekernels.tensor_parallel.models.check import first_difference, outputs_of
-from pipekernels.tensor_parallel.models.generation import (
+from pipekernels.huggingface.adapters import adapted_base
+from pipekernels.huggingface.generation import (
     compare_ranks_in_generate,
     warn_of_attentions,
 )
-from pipekernels.tensor_parallel.models.kinds import (
+from pipekernels.huggingface.plans import divide
+from pipekernels.huggingface.pretrained import save_full_models
+from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.full_layer import features_of
+from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters
+from pipekernels.tensor_parallel.arithmetic.invariant import has_slabs
+from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
+from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
+from pipekernels.tensor_parallel.plan.alibi import split_alibi
+from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
+from pipekernels.tensor_parallel.plan.kinds import (
     ALIBI,
     EMBEDDING,
     GATHERED,
@@ -33,10 +35,8 @@ from pipekernels.tensor_parallel.models.kinds import (
     SUMMED,
     shard,
 )
-from pipekernels.tensor_parallel.models.matching import match
-from pipekernels.tensor_parallel.models.pretrained import save_full_models
-from pipekernels.tensor_parallel.models.unparallelize import tensor_unparallelize
-from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
+from pipekernels.tensor_parallel.plan.matching import match
+from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import is_embedding, is_hooked, linear_classes
-from pipekernels.tensor_parallel.models.kinds import (
+from pipekernels.tensor_parallel.plan.kinds import (
     ALIBI,
     ATTENTION,
     COLUMN,

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind, integer
+from pipekernels.huggingface.adapters import adapted_base
 from pipekernels.tensor_parallel.functional import shard_sizes
-from pipekernels.tensor_parallel.models.adapters import adapted_base
-from pipekernels.tensor_parallel.models.kinds import (
+from pipekernels.tensor_parallel.plan.kinds import (
     ATTENTION,
     COLUMN,
     EMBEDDING,
@@ -21,7 +21,7 @@ from pipekernels.tensor_parallel.models.kinds import (
     SHARED,
     block_sizes,
 )
-from pipekernels.tensor_parallel.models.matching import match
+from pipekernels.tensor_parallel.plan.matching import match
 
 
 @dataclass(frozen=True)

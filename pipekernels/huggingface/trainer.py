@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from pipekernels.tensor_parallel.models.accelerator import adapt_accelerator
+from pipekernels.huggingface.accelerator import adapt_accelerator
 from pipekernels.tensor_parallel.state import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from pipekernels._arguments import check_kind
+from pipekernels.huggingface.adapters import parts_of
+from pipekernels.huggingface.plans import auto_plan
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
     check_weights,
@@ -16,9 +18,7 @@ from pipekernels.tensor_parallel.full_layer import (
     is_embedding,
     linear_classes,
 )
-from pipekernels.tensor_parallel.models.adapters import parts_of
-from pipekernels.tensor_parallel.models.auto import auto_plan
-from pipekernels.tensor_parallel.models.kinds import (
+from pipekernels.tensor_parallel.plan.kinds import (
     ATTENTION,
     EMBEDDING,
     KINDS,
