@@ -3,6 +3,7 @@
 from pipekernels import _log, balance, batchnorm, ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
+from pipekernels.huggingface import generate_pipelined
 from pipekernels.pipeline import (
     NoChunk,
     Pipe,
@@ -13,7 +14,6 @@ from pipekernels.pipeline import (
     Timeline,
     execute_pipeline,
     execute_pipeline_step,
-    generate_pipelined,
     get_device,
     is_checkpointing,
     is_recomputing,

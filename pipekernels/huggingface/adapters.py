@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels._torch_private import uncompiled
 from pipekernels.huggingface.pretrained import save_full_models
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -107,29 +106,28 @@ def _sharded_like(base: nn.Module, factor: nn.Linear, name: str) -> nn.Module:
     return result
 
 
-def adapted_base(model: nn.Module) -> nn.Module:
-    """The model that peft or torch.compile has wrapped, whose names plans use; other models
-    themselves.
+def base_of(model: nn.Module) -> nn.Module:
+    """The model that peft has wrapped; other models themselves.
 
     Raises:
         ValueError: peft has put learned keys and values into it (prefix tuning).
     """
-    base: Any = uncompiled(model)
     peft: Any = sys.modules.get("peft")
-    if peft is None or not isinstance(base, peft.PeftModel):
-        return base  # type: ignore[no-any-return]
-    for name, config in base.peft_config.items():
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    for name, config in model.peft_config.items():
         if config.peft_type == peft.PeftType.PREFIX_TUNING:
             raise ValueError(
                 f"the adapter {name!r} is of prefix tuning, which hands keys and values of all "
                 "heads to every layer, and a rank has a part of them; use LoRA, or prompt tuning"
             )
-    return base.get_base_model()  # type: ignore[no-any-return]
+    base: nn.Module = model.get_base_model()
+    return base
 
 
 def parts_of(name: str, module: Any, kind: str) -> list[tuple[str, nn.Module, str]]:
     """What ``kind`` of a linear layer with LoRA adapters means for the layers of which it consists:
-    names, modules and kinds. Of other modules, themselves.
+    names, modules and kinds. Nothing for other modules.
 
     A column-parallel layer shards the second factor like the layer itself, and has the first one
     whole; a row-parallel layer the other way round.
@@ -139,7 +137,7 @@ def parts_of(name: str, module: Any, kind: str) -> list[tuple[str, nn.Module, st
     """
     peft: Any = sys.modules.get("peft.tuners.lora.layer")
     if peft is None or not isinstance(module, peft.Linear):
-        return [(name, module, kind)]
+        return []
     if any(module.use_dora.values()):
         raise TypeError(
             f"{name!r} has a DoRA adapter, which needs the norms of the whole weight; merge it "

@@ -1,7 +1,9 @@
 """Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
 time."""
 
-from pipekernels.huggingface.pipelined_generation import generate_pipelined
+from importlib import import_module
+from typing import Any
+
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.placement.device_map import (
     get_device,
@@ -44,3 +46,10 @@ __all__ = [
     "unparallelize_module",
     "unparallelize_pipeline",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``generate_pipelined``, which is importable from here but lives above this package."""
+    if name == "generate_pipelined":
+        return import_module("pipekernels.huggingface").generate_pipelined
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

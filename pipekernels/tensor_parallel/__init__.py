@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pipekernels.huggingface.accelerator import adapt_accelerator
-from pipekernels.huggingface.adapters import add_adapters
-from pipekernels.huggingface.load import load_pretrained
-from pipekernels.huggingface.trainer import TrainerMixin
+from importlib import import_module
+from typing import Any
+
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoint_state_dict
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
@@ -45,3 +44,12 @@ __all__ = [
     "tensor_unparallelize",
     "vocab_parallel_cross_entropy",
 ]
+
+_IN_HUGGINGFACE = {"TrainerMixin", "adapt_accelerator", "add_adapters", "load_pretrained"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names that are importable from here but live in ``pipekernels.huggingface``, above this."""
+    if name in _IN_HUGGINGFACE:
+        return getattr(import_module("pipekernels.huggingface"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,7 @@ MODULES = [
     "pipekernels.pipeline",
     "pipekernels.skip",
     "pipekernels.tensor_parallel",
+    "pipekernels.huggingface",
 ]
 
 # Users get instances of these classes from methods; the constructors are private.

@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from pipekernels._arguments import check_kind
-from pipekernels.huggingface.adapters import parts_of
-from pipekernels.huggingface.plans import auto_plan
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
     check_weights,
@@ -18,6 +16,7 @@ from pipekernels.tensor_parallel.full_layer import (
     is_embedding,
     linear_classes,
 )
+from pipekernels.tensor_parallel.plan.auto import auto_plan
 from pipekernels.tensor_parallel.plan.kinds import (
     ATTENTION,
     EMBEDDING,
@@ -27,6 +26,7 @@ from pipekernels.tensor_parallel.plan.kinds import (
     canonical,
     is_known,
 )
+from pipekernels.tensor_parallel.plan.providers import parts_of
 
 
 class Matched(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,13 +13,6 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
-from pipekernels.huggingface.adapters import adapted_base
-from pipekernels.huggingface.generation import (
-    compare_ranks_in_generate,
-    warn_of_attentions,
-)
-from pipekernels.huggingface.plans import divide
-from pipekernels.huggingface.pretrained import save_full_models
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import features_of
 from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters
@@ -36,6 +30,7 @@ from pipekernels.tensor_parallel.plan.kinds import (
     shard,
 )
 from pipekernels.tensor_parallel.plan.matching import match
+from pipekernels.tensor_parallel.plan.providers import base_of, prepare
 from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -170,7 +165,7 @@ def tensor_parallelize(
                 "around it whole"
             )
         return model
-    base = adapted_base(model)
+    base = base_of(model)
     kinds, others, tied, divided = match(base, plan, comm.world_size)
     if invariant and plan == "auto":
         kinds = {layer: kind for layer, kind in kinds.items() if _has_slabs(layer, kind[1])}
@@ -198,12 +193,8 @@ def tensor_parallelize(
             sum_gradients(module, comm, invariant=invariant and kind == SUMMED)
         if kind == SPLIT:
             split_output(module, comm)
-    divide(base, divided)
-    _disable_fused_encoder(model, set(sharded.values()))
-    save_full_models(model)
-    compare_ranks_in_generate(model)
-    if divided or kinds:
-        warn_of_attentions(base)
+    _divide(base, divided)
+    prepare(model)
     if plan == "auto":
         _warn_of_whole_layers(model, whole, comm)
     return model
@@ -257,14 +248,11 @@ def _check_ranks_agree(
     check_equal_on_ranks(compared, comm)
 
 
-def _disable_fused_encoder(model: nn.Module, sharded: set[nn.Module]) -> None:
-    """Disable PyTorch's fused encoder kernel, which would read ``sharded`` weights as full ones."""
-    for module in model.modules():
-        if sharded.isdisjoint(module.modules()):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            # The fused kernel needs 1 (ReLU) or 2 (GELU).
-            set_attribute(module, "activation_relu_or_gelu", 0)
-        if isinstance(module, nn.TransformerEncoder):
-            # Only the fused kernel takes nested tensors.
-            set_attribute(module, "use_nested_tensor", False)
+def _divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:
+    """Divide the attributes of modules that depend on the number of heads."""
+    for name, module in model.named_modules():
+        for pattern, attributes in divided.items():
+            if fnmatchcase(name, pattern):
+                for attribute, divisor in attributes.items():
+                    if hasattr(module, attribute):
+                        set_attribute(module, attribute, getattr(module, attribute) // divisor)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind, integer
-from pipekernels.huggingface.adapters import adapted_base
 from pipekernels.tensor_parallel.functional import shard_sizes
 from pipekernels.tensor_parallel.plan.kinds import (
     ATTENTION,
@@ -22,6 +21,7 @@ from pipekernels.tensor_parallel.plan.kinds import (
     block_sizes,
 )
 from pipekernels.tensor_parallel.plan.matching import match
+from pipekernels.tensor_parallel.plan.providers import base_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan_for(
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
     world_size = integer("world_size", world_size)
-    matched = match(adapted_base(model), plan, world_size)
+    matched = match(base_of(model), plan, world_size)
     full = sum(parameter.numel() for parameter in model.parameters())
     saved: dict[Tensor, int] = {}  # Elements that a rank does without; tied ones count once.
     groups: dict[tuple[Any, ...], list[str]] = {}
