@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.full_layer import features_of
 from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters
 from pipekernels.tensor_parallel.arithmetic.invariant import has_slabs
+from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.full_layer import features_of
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
 from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.plan.alibi import split_alibi
