@@ -40,7 +40,7 @@ from pipekernels import _backend
 from pipekernels._torch_private import storage_references
 from pipekernels.device import p2p, streams
 from pipekernels.device.p2p import Ticket
-from pipekernels.device.restoring import holding
+from pipekernels.device.restoring import LOCKS
 from pipekernels.device.streams import HOST
 
 SLOT_BYTES = 4 << 20
@@ -127,6 +127,7 @@ class Edge:
         self._issuing = False
         # Reentrant: an allocation may run the garbage collector, which may call settle().
         self._lock = threading.RLock()
+        LOCKS.append(self._lock)
 
     def send(
         self, tensors: Sequence[Tensor], *, snapshot: bool = False
@@ -145,7 +146,7 @@ class Edge:
             return [t.detach().to(self.target) for t in tensors], Arrival(
                 self.target, self._to, None
             )
-        with holding(self._lock):
+        with self._lock:
             origin = streams.current_handle(self.source)
             self._let_go_of_sources()
             self._take_back_buffers()
@@ -186,7 +187,7 @@ class Edge:
         The streams that computed the sources wait for the copies, so later work on them may
         overwrite the sources.
         """
-        with holding(self._lock):
+        with self._lock:
             if self._issuing:  # Called by the garbage collector during send().
                 return
             self._let_go_of_sources()
@@ -237,6 +238,7 @@ def _dense_strides(tensor: Tensor) -> Sequence[int]:
 # Edges belong to the process, as streams do: the next pipe on an edge frees what the last one left.
 _edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
 _edges_lock = threading.RLock()
+LOCKS.append(_edges_lock)
 
 
 def edge(source: torch.device, target: torch.device, *, backward: bool = False) -> Edge:
@@ -245,7 +247,7 @@ def edge(source: torch.device, target: torch.device, *, backward: bool = False) 
     ``backward`` selects the edge for gradients, which has its own streams.
     """
     key = (source, target, backward)
-    with holding(_edges_lock):
+    with _edges_lock:
         if key not in _edges:
             _edges[key] = Edge(source, target)
         return _edges[key]

@@ -178,6 +178,7 @@ NOT_PRIVATE = {
     "_register_custom_module",  # Of peft, which documents it.
     *("_modules", "_parameters", "_buffers", "_apply", "_forward_pre_hooks"),
     *("_load_from_state_dict", "_version", "_replace", "_asdict", "_fields", "_is_owned"),
+    "_at_fork_reinit",
 }
 
 

@@ -28,10 +28,10 @@ from torch import nn
 
 from pipekernels import Pipe
 from pipekernels.batchnorm import DeferredBatchNorm
-from pipekernels.device import restoring
+from pipekernels.device.restoring import LOCKS
 from pipekernels.pipeline.engine import engine, lanes, stages
 from pipekernels.pipeline.engine.pace import Pace
-from pipekernels.pipeline.stage import checkpoint, random_state, skip
+from pipekernels.pipeline.stage import checkpoint, skip
 from support.skip_layers import Pop, Stash
 
 WIDTH = 4
@@ -39,7 +39,7 @@ Around = Callable[[], AbstractContextManager[object]]
 SIGNALS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
 """Prefixes of the bytecode operations after which Python checks for signals."""
 
-CONTEXT_FILES = ("contextlib.py", "restoring.py", "overrides.py", "grad_mode.py")
+CONTEXT_FILES = ("contextlib.py", "restoring.py", "autocast.py", "overrides.py", "grad_mode.py")
 
 
 @cache
@@ -229,14 +229,10 @@ class Case:
         assert not checkpoint.is_checkpointing() and not checkpoint.is_recomputing()
         assert skip._current.skips == {}, "skips remain"
         assert engine._running.get() == (), "the pipe is still marked as running"
-        assert restoring._changes.made == [], "changes are not restored"
-        for lock in (
-            self.pipe._engine._lock,
-            self.pipe._engine._turns,
-            random_state._generator_lock,
-        ):
-            assert not lock._is_owned(), "a lock is still held"  # type: ignore[attr-defined]
-        assert not lanes._workers_lock._is_owned() and all(w.loan.over for w in lanes._workers)
+        engine_ = self.pipe._engine
+        for lock in (engine_._lock, engine_._turns, engine_._findings.turn, *LOCKS):
+            assert not lock._is_owned(), "a lock is still held"
+        assert all(worker.loan.over for worker in lanes._workers), "lanes are still borrowed"
         for owner, name, tensor in self.tensors:
             assert owner[name] is tensor, f"{name} has been replaced"
         assert all(module.training == mode for module, mode in self.modes)

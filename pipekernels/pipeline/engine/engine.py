@@ -15,7 +15,7 @@ from torch import nn
 
 from pipekernels._log import info_once
 from pipekernels._torch_private import in_backward
-from pipekernels.device.restoring import holding, restore_despite_interrupt, restoring
+from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.execution import Chooser
 from pipekernels.pipeline.engine.findings import ObservedLayerBehavior
 from pipekernels.pipeline.engine.losses import Losses, LossGradients
@@ -42,6 +42,12 @@ MakeLosses = Callable[
 ]
 """Makes the losses of a mini-batch from the number of rows of each micro-batch, the random state of
 each loss, and the object that captures the losses' own gradients."""
+
+
+_entry = partial(
+    restore_despite_interrupt,
+    locks=lambda engine, *_, **__: (engine._turns, engine._lock, engine._findings.turn),
+)
 
 
 class Engine:
@@ -86,7 +92,7 @@ class Engine:
         # Aliases of mini-batches that have ended, for reuse on CUDA.
         self._spare: list[list[StageParameters]] = []
 
-    @restore_despite_interrupt
+    @_entry
     def run(self, batch: Batch, checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value.
 
@@ -96,8 +102,8 @@ class Engine:
         """
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
-        turn = nullcontext() if in_backward() else holding(self._turns)
-        with self._as_running(), turn, holding(self._lock):
+        turn = nullcontext() if in_backward() else self._turns
+        with self._as_running(), turn, self._lock, restoring():
             mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
             outputs = Outputs(mini_batch.sizes, batch.dim)
             with self._committed():
@@ -110,7 +116,7 @@ class Engine:
                     tensors = mini_batch.forward(outputs, batch.tensors)
         return outputs.build(tensors)
 
-    @restore_despite_interrupt
+    @_entry
     def train(
         self,
         batch: Batch,
@@ -132,8 +138,8 @@ class Engine:
         """
         with (
             self._as_running(),
-            holding(self._turns),
-            holding(self._lock),
+            self._turns,
+            self._lock,
             restoring(self._unlocked.lock_again),
             torch.enable_grad(),
         ):
@@ -181,9 +187,11 @@ class Engine:
                 "a layer of a pipe calls the pipe that it is in; give the layer, in place of the "
                 "pipe, the module that it is to call"
             )
-        with restoring(partial(_running.set, around)):
+        try:
             _running.set((*around, self))
             yield
+        finally:
+            _running.set(around)
 
     def _committed(self) -> AbstractContextManager[None]:
         deferred = self._traits.has_deferred_batch_norm

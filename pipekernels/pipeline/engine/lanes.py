@@ -11,12 +11,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
-from pipekernels.device.restoring import holding, restoring
+from pipekernels.device.restoring import LOCKS, restoring
 
 Job = Callable[[], None]
 
@@ -50,14 +50,14 @@ class _Worker:
 
 
 _workers: list[_Worker] = []
-_workers_lock = threading.RLock()
+_workers_lock: Any = threading.RLock()
+LOCKS.append(_workers_lock)
 
 
 def _forget_workers() -> None:
     """Threads do not survive a fork: the child starts with none."""
-    global _workers_lock
     _workers.clear()
-    _workers_lock = threading.RLock()
+    _workers_lock._at_fork_reinit()
 
 
 os.register_at_fork(after_in_child=_forget_workers)
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 def _borrow(loan: _Loan) -> _Worker:
     """A worker for the pass of ``loan``, until ``loan.over``."""
-    with holding(_workers_lock):
+    with _workers_lock:
         for worker in _workers:
             if worker.loan.over:
                 worker.loan = loan
@@ -89,9 +89,11 @@ def intra_op_threads(count: int) -> Iterator[None]:
     if before == count:
         yield
         return
-    with restoring(partial(torch.set_num_threads, before)):
+    try:
         torch.set_num_threads(count)
         yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_together(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pipekernels.device.autocast import cast_cache
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.engine import executor
 from pipekernels.pipeline.engine.execution import Execution
@@ -23,7 +24,7 @@ from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.transport import Receiver, Transport
 from pipekernels.pipeline.schedule.program import Action, Program, order_of_issue
 from pipekernels.pipeline.schedule.timeline import Timeline
-from pipekernels.pipeline.stage.context import CallerContext, cast_cache, needs_this_thread
+from pipekernels.pipeline.stage.context import CallerContext, needs_this_thread
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
 from pipekernels.pipeline.stage.parameters import (
     StageParameters,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipekernels._torch_private import keeps_graph, when_backward_ends
-from pipekernels.device.restoring import holding, restore_despite_interrupt
+from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.device.streams import has_streams
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.transforms import deny_batched
@@ -55,9 +55,9 @@ class PipeNode(torch.autograd.Function):
         return (None, None, None, None, *_backward(ctx, grads, keeps_graph()))
 
 
-@restore_despite_interrupt
+@partial(restore_despite_interrupt, locks=lambda ctx, *_: (ctx.lock,))
 def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool) -> Grads:
-    with holding(ctx.lock):
+    with ctx.lock, restoring():
         inputs, parameters = ctx.mini_batch.backward(ctx.outputs, grads, keep_graph)
         # Autograd may run what a loss has besides the pipe's output after this node.
         when_backward_ends(partial(_check, ctx.lock, ctx.mini_batch))
@@ -67,7 +67,7 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool
 
 
 def _check(lock: threading.RLock, mini_batch: MiniBatch) -> None:
-    with holding(lock):
+    with lock:
         mini_batch.deny_foreign_backwards()
 
 

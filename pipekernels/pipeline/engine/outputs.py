@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.task import Activation, Grads, differentiable
 from pipekernels.pipeline.values.micro_batch import Average, Gather, shares
 from pipekernels.pipeline.values.structure import Structure, merged
@@ -95,9 +93,11 @@ class Outputs:
             [None] * len(self._sizes) if grad is None else gather.slices(grad)
             for gather, grad in zip(self._gathers, grads, strict=True)
         ]
-        with restoring(partial(setattr, self, "_grads", [])):
+        try:
             self._grads = list(zip(*parts, strict=True))
             yield
+        finally:
+            self._grads = []
 
     def grads(self, m: int) -> Grads:
         return self._grads[m]

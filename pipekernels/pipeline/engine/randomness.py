@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
-from pipekernels.device.restoring import entered, holding
 from pipekernels.pipeline.engine.findings import ObservedLayerBehavior
 from pipekernels.pipeline.engine.stages import Stages
+from pipekernels.pipeline.stage.context import entered
 from pipekernels.pipeline.stage.other_random import OtherRandom, States
 from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
@@ -78,8 +78,8 @@ class TaskRandomness:
             with self._other.replayed(stage, micro_batch, alone=alone) if drew else nullcontext():
                 yield
 
-    def _turn(self, needed: bool) -> AbstractContextManager[None]:
-        return holding(self._findings.turn) if needed and self._mode == "threads" else nullcontext()
+    def _turn(self, needed: bool) -> AbstractContextManager[Any]:
+        return self._findings.turn if needed and self._mode == "threads" else nullcontext()
 
     def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
         if self._mode == "inline":

@@ -10,7 +10,8 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import _thread
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from pipekernels.device import streams
 from pipekernels.device.edge import Arrival, Edge, edge, settle_all
-from pipekernels.device.restoring import at_end, restoring
+from pipekernels.device.restoring import restoring
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.schedule.timeline import Clock, HostClock, StreamClock
 
@@ -115,6 +116,30 @@ class Transport:
         for used in self._edges:
             used.settle()
         self._edges.clear()
+
+
+def at_end(work: Callable[[], object]) -> Iterator[None]:
+    """Return an object that calls ``work`` when it is destroyed. Ctrl-C during ``work`` is not
+    lost, as it would be in a ``__del__``, where Python only prints it: ``work`` is called again,
+    and the interrupt is then raised in the main thread.
+    """
+    # A generator, because closing it resumes inside its `try`: Ctrl-C can be raised before the
+    # first line of a function.
+    generator = _call_at_end(work)
+    next(generator)
+    return generator
+
+
+def _call_at_end(work: Callable[[], object]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        try:
+            work()
+        except KeyboardInterrupt:
+            work()
+            # From another thread: interrupt_main() called here would raise in this very place.
+            _thread.start_new_thread(_thread.interrupt_main, ())
 
 
 def _follow(later: Stream, earlier: Stream) -> None:

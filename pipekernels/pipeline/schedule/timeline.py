@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.schedule.program import Action, ActionKind, Program, simulate
 
 _COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
@@ -144,14 +143,12 @@ class Timeline:
             marks.append((action, start, clock.mark()))
             return result
 
-        def note() -> None:
-            phase.events = []
+        try:
+            yield recording
+        finally:
             for action, start, end in marks:
                 clock = clock_of(action.stage)
                 phase.events.append(Event(action, clock.seconds(start), clock.seconds(end)))
-
-        with restoring(note):
-            yield recording
 
     @property
     def bubble(self) -> float:

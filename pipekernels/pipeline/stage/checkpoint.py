@@ -6,9 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-
-from pipekernels.device.restoring import restoring
 
 MODES = ("always", "except_last", "never")
 
@@ -40,14 +37,20 @@ def checkpointed(mode: str, micro_batch: int, micro_batches: int) -> bool:
 @contextmanager
 def checkpointing() -> Iterator[None]:
     """Mark the calling thread's forward as a checkpointed one."""
-    with restoring(partial(setattr, _phase, "checkpointing", _phase.checkpointing)):
+    before = _phase.checkpointing
+    try:
         _phase.checkpointing = True
         yield
+    finally:
+        _phase.checkpointing = before
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Mark the calling thread's forward as a recomputation."""
-    with restoring(partial(setattr, _phase, "recomputing", _phase.recomputing)):
+    before = _phase.recomputing
+    try:
         _phase.recomputing = True
         yield
+    finally:
+        _phase.recomputing = before

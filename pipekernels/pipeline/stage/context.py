@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from typing import TypeVar
 
 import torch
 
-from pipekernels._torch_private import DeviceContext, function_modes, has_saved_tensors_hooks
-from pipekernels.device.restoring import Autocast, autocast_as, entered, restoring
+from pipekernels._torch_private import (
+    DeviceContext,
+    device_setting,
+    function_modes,
+    has_saved_tensors_hooks,
+    set_device_setting,
+    set_function_modes,
+)
+from pipekernels.device import autocast
 from pipekernels.local_ops.dispatch import is_observed
+
+T = TypeVar("T")
 
 
 class CallerContext:
@@ -19,7 +28,7 @@ class CallerContext:
 
     def __init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = Autocast.now()
+        self.autocast = autocast.settings()
         device = default_device()
         self.default_device = None if device.type == "cpu" else device
 
@@ -29,7 +38,7 @@ class CallerContext:
         device = self.default_device
         if inference or (device is not None and device != default_device()):
             return self._applied(inference)
-        return autocast_as(self.autocast)
+        return autocast.autocast_as(self.autocast)
 
     @contextmanager
     def _applied(self, inference: bool) -> Iterator[None]:
@@ -39,32 +48,26 @@ class CallerContext:
             # lanes get here, which are never interrupted.
             torch.inference_mode() if inference else nullcontext(),
             nullcontext() if device is None else entered(device),
-            autocast_as(self.autocast),
+            autocast.autocast_as(self.autocast),
         ):
             yield
 
     def without_autocast(self) -> AbstractContextManager[None]:
         """Turn autocast off in the body, which runs on the thread that made this object."""
-        return autocast_as(self.autocast._replace(on_cpu=False, on_cuda=False))
+        return autocast.autocast_as([False, False, *self.autocast[2:]])
 
 
-class cast_cache(restoring):
-    """Turns autocast's cache of cast parameters on or off in the body.
-
-    Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
-    covers them. The cache is process-wide, and a lane that leaves autocast empties it for all
-    lanes. So which uses share a cast would depend on the execution and on timing.
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        super().__init__(
-            partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        )
-        self._enabled = enabled
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        torch.set_autocast_cache_enabled(self._enabled)
+@contextmanager
+def entered(mode: AbstractContextManager[T]) -> Iterator[T]:
+    """As ``with mode``, for a function mode or a default device, but restores all modes instead of
+    popping the last: torch pops a mode while it runs the mode's Python code, so after Ctrl-C there
+    the last one would be another."""
+    modes, device = function_modes(), device_setting()
+    try:
+        yield mode.__enter__()
+    finally:
+        set_function_modes(modes)
+        set_device_setting(device)
 
 
 def default_device() -> torch.device:

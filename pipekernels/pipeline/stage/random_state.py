@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from pipekernels._torch_private import no_function_modes
-from pipekernels.device.restoring import holding, restoring
+from pipekernels.device.restoring import LOCKS, restoring
 from pipekernels.pipeline.stage.other_random import States, source_of
 
 if TYPE_CHECKING:
@@ -32,16 +32,10 @@ if TYPE_CHECKING:
 
 # Guards the process-wide generator against lanes of all pipes. Reentrant: LaneRandom of a pipe and
 # of one nested in it both handle a random function of the inner pipe.
-_generator_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child: a lane, a thread only of the parent, may have held it."""
-    global _generator_lock
-    _generator_lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_generator_lock: Any = threading.RLock()
+LOCKS.append(_generator_lock)
+# A lane, a thread only of the parent, may have held it.
+os.register_at_fork(after_in_child=_generator_lock._at_fork_reinit)
 
 
 def task_seed(base: int, stage: int, micro_batch: int) -> int:
@@ -57,8 +51,7 @@ def _generators(devices: list[torch.device]) -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in cuda)]
 
 
-@contextmanager
-def preserved(devices: list[torch.device]) -> Iterator[None]:
+def preserved(devices: list[torch.device]) -> AbstractContextManager[None]:
     """Restore the states of the generators of ``devices`` after the body."""
     saved = [(generator, generator.get_state()) for generator in _generators(devices)]
 
@@ -66,8 +59,7 @@ def preserved(devices: list[torch.device]) -> Iterator[None]:
         for generator, state in saved:
             generator.set_state(state)
 
-    with restoring(put_back):
-        yield
+    return restoring(put_back)
 
 
 Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
@@ -237,7 +229,7 @@ class LaneRandom(HookWatch):
             return func(*args, **kwargs)
         self.drew = True
         generator = torch.default_generator
-        with holding(_generator_lock):
+        with _generator_lock:
             if self._audit:
                 self._check()
             elif self._state is None:

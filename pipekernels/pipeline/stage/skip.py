@@ -29,14 +29,12 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from pipekernels._arguments import check_kind
-from pipekernels.device.restoring import restoring
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,12 @@ _current = _Current()
 @contextmanager
 def carried(skips: Mapping[Key, torch.Tensor | None]) -> Iterator[dict[Key, torch.Tensor | None]]:
     """Let layers on this thread pop ``skips``; yields the dict that they pop from and stash to."""
-    with restoring(partial(setattr, _current, "skips", _current.skips)):
+    before = _current.skips
+    try:
         _current.skips = dict(skips)
         yield _current.skips
+    finally:
+        _current.skips = before
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Layer], _Layer]:

@@ -14,8 +14,10 @@ import torch
 from support import interrupts
 from torch.overrides import _pop_mode_temporarily
 
-from pipekernels.device.restoring import at_end, entered, restore_despite_interrupt, restoring
+from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.engine import _Unlocked
+from pipekernels.pipeline.engine.transport import at_end
+from pipekernels.pipeline.stage.context import entered
 from pipekernels.pipeline.stage.random_state import HookWatch
 
 OPERATIONS = 10

@@ -1,0 +1,76 @@
+"""Autocast of the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+SETTINGS: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
+"""How to read and how to write each setting."""
+
+
+def settings() -> list[Any]:
+    """The values of ``SETTINGS``."""
+    return [read() for read, _ in SETTINGS]
+
+
+def autocast_as(wanted: Sequence[Any]) -> AbstractContextManager[None]:
+    """Apply ``wanted``, a result of :func:`settings`, in the body."""
+    before = settings()
+    return nullcontext() if wanted == before else _changed(before, wanted)
+
+
+def _set(values: Sequence[Any]) -> None:
+    for (_, write), value in zip(SETTINGS, values, strict=True):
+        write(value)
+
+
+@contextmanager
+def _changed(before: Sequence[Any], wanted: Sequence[Any]) -> Iterator[None]:
+    try:
+        torch.autocast_increment_nesting()
+        _set(wanted)
+        yield
+    finally:
+        _set(before)
+        leave(depth() - 1)
+
+
+def depth() -> int:
+    """The number of autocasts that the calling thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def leave(left: int) -> None:
+    """Leave all autocasts but ``left``. At the end of the outermost, the casts of weights that
+    torch has cached are dropped."""
+    while depth() > left:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+@contextmanager
+def cast_cache(enabled: bool) -> Iterator[None]:
+    """Turn autocast's cache of cast parameters on or off in the body.
+
+    Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
+    covers them. The cache is process-wide, and a lane that leaves autocast empties it for all
+    lanes. So which uses share a cast would depend on the execution and on timing.
+    """
+    before = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(enabled)
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
