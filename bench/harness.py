@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipekernels import _cache
-from pipekernels.comm.limits import cpu_model
+from pipekernels.comm.all_reduce_limits import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 

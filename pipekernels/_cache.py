@@ -40,40 +40,11 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def load(path: Path, parse: Callable[[Any], T]) -> T:
-    """A file's JSON record, converted by ``parse``.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a regular file, too large or not JSON, or ``parse`` raised it.
-    """
+def read(path: Path, format: int, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """A file's record, converted by ``parse``; ``None`` without a file, or, with a warning, if it
+    is of another ``format`` or ``parse`` raises a KeyError, TypeError or ValueError."""
     try:
-        record = json.loads(_content(path))
-    except RecursionError:
-        raise ValueError("its record is nested too deeply") from None
-    return parse(record)
-
-
-def _content(path: Path) -> bytes:
-    """The bytes of a file; refuses pipes and devices, whose reads could block or never end."""
-
-    def opener(name: str, flags: int) -> int:
-        # Do not wait for a pipe's writer, and do not acquire a controlling terminal.
-        return os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-    with open(path, "rb", opener=opener) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not an ordinary file")
-        content = file.read(_MOST + 1)
-    if len(content) > _MOST:
-        raise ValueError(f"it has more than {_MOST} bytes")
-    return content
-
-
-def read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """As :func:`load`; but ``None`` without a file, or with a warning if :func:`load` raises."""
-    try:
-        record = load(path, parse)
+        parsed = _parsed(_content(path), format, parse)
     except (FileNotFoundError, NotADirectoryError):  # The latter if the home is /dev/null.
         _log.debug("%s does not exist", path)
         return None
@@ -85,10 +56,35 @@ def read(path: Path, parse: Callable[[Any], T]) -> T | None:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None
     _log.debug("%s is used", path)
-    return record
+    return parsed
 
 
-def write(path: Path, record: Any) -> None:
+def _parsed(content: bytes, format: int, parse: Callable[[dict[str, Any]], T]) -> T:
+    try:
+        record = json.loads(content)
+        if not isinstance(record, dict) or record.get("format") != format:
+            raise ValueError(f"it is not of format {format}, which this version uses")
+        return parse(record)
+    except RecursionError:
+        raise ValueError("its record is nested too deeply") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is incomplete: {error}") from None
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file; refuses pipes and devices, whose reads could block or never end."""
+    # Do not wait for a pipe's writer, and do not acquire a controlling terminal.
+    flags = os.O_NONBLOCK | os.O_NOCTTY
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is not an ordinary file")
+        content = file.read(_MOST + 1)
+    if len(content) > _MOST:
+        raise ValueError(f"it has more than {_MOST} bytes")
+    return content
+
+
+def write(path: Path, format: int, record: dict[str, Any]) -> Path:
     """Replace the file by ``record``, atomically, as other processes may be reading it.
 
     Raises:
@@ -98,8 +94,8 @@ def write(path: Path, record: Any) -> None:
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new.write_text(json.dumps(record, indent=1) + "\n")
-        new.replace(path)
+        new.write_text(json.dumps({"format": format, **record}, indent=1) + "\n")
+        return new.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink()

@@ -18,7 +18,8 @@ import torch
 
 from pipekernels import _backend
 from pipekernels._version import __version__
-from pipekernels.comm import limits as tuning
+from pipekernels.comm import all_reduce_limits
+from pipekernels.comm.all_reduce_limits import cpu_model
 from pipekernels.kernels.config import KINDS
 from pipekernels.local_ops import gemm_tuning
 from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, has_triton
@@ -76,7 +77,7 @@ def _in_one_line(built: dict[str, str | bool]) -> str:
         f"torch {torch.__version__}",
         f"triton {_triton([])}",
         f"{platform.system()} {platform.release()} {platform.machine()}",
-        f"{tuning.cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
+        f"{cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
         build,
         ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "no GPU",
     ]
@@ -114,21 +115,21 @@ def _triton(missing: list[str]) -> str:
 def _tuning(missing: list[str]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        measured = tuning.load()
+        measured = all_reduce_limits.load()
     missing += [str(warning.message) for warning in caught]
     if measured is None:
         return "built-in limits for 'auto' (`pipekernels tune` measures those of this machine)"
-    return f"limits for 'auto' measured on {measured.date} ({tuning.path()})"
+    return f"limits for 'auto' measured on {measured.date} ({all_reduce_limits.path()})"
 
 
 def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
     """Measure this machine, save the results for later runs, and return a report."""
-    from pipekernels.comm import link_tuning
-    from pipekernels.comm import tuning as tuner
+    from pipekernels.comm import measure
 
-    measured = tuner.measure(quick=quick)
-    path = tuning.save(measured)
-    lines = [f"all_reduce(algorithm='auto') on {tuning.cpu_model()}, {os.cpu_count()} cores:"]
+    measured = measure.measure_limits(quick=quick)
+    path = all_reduce_limits.save(measured)
+    machine = f"{cpu_model()}, {os.cpu_count()} cores"
+    lines = [f"all_reduce(algorithm='auto') on {machine}:"]
     lines += [
         f"  {world_size} ranks: one_shot up to {limit} bytes, two_shot above"
         for world_size, limit in measured.one_shot_bytes.items()
@@ -136,7 +137,7 @@ def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16")
     lines.append(f"written to {path}")
     if torch.cuda.is_available():
         lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
-        lines += link_tuning.tune()
+        lines += measure.tune_links()
     return "\n".join(lines)
 
 

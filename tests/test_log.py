@@ -28,7 +28,7 @@ pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, execution="threads")
 pipe(torch.ones(4, 4))
 (comm,) = Communicator.threads(1)
 comm.all_reduce(torch.ones(4))
-_cache.read(Path("/proc/self"), dict)
+_cache.read(Path("/proc/self"), 1, dict)
 """
 
 
@@ -108,12 +108,12 @@ def test_a_cache_file_that_is_not_used_is_logged(
 ) -> None:
     (tmp_path / "file.json").write_text("{")
     with pytest.warns(RuntimeWarning, match="is not used"):
-        assert _cache.read(tmp_path / "file.json", dict) is None
+        assert _cache.read(tmp_path / "file.json", 1, dict) is None
     assert len(caplog.messages) == 1 and "is not used" in caplog.messages[0]
     with caplog.at_level(logging.DEBUG, "pipekernels"):
-        assert _cache.read(tmp_path / "none.json", dict) is None
-        (tmp_path / "file.json").write_text("{}")
-        assert _cache.read(tmp_path / "file.json", dict) == {}
+        assert _cache.read(tmp_path / "none.json", 1, dict) is None
+        _cache.write(tmp_path / "file.json", 1, {"a": 2})
+        assert _cache.read(tmp_path / "file.json", 1, dict) == {"format": 1, "a": 2}
     assert [text.rpartition("json ")[2] for text in caplog.messages[1:]] == [
         "does not exist",
         "is used",

@@ -85,13 +85,13 @@ class Pipekernels:
         from torch.distributed import FileStore
 
         import pipekernels
-        from pipekernels.comm import limits as tuning
+        from pipekernels.comm import all_reduce_limits
 
         torch.set_num_threads(1)
         store = FileStore(str(folder / "store"), ranks)
         self._communicator = pipekernels.Communicator.from_store(store, rank, ranks)
         self.rank = rank
-        tuned = "tuned" if tuning.load() else "not tuned"
+        tuned = "tuned" if all_reduce_limits.load() else "not tuned"
         self.version = f"{pipekernels.__version__}, {tuned}"
 
     def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:

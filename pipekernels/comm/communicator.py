@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer
-from pipekernels.comm import limits as tuning
-from pipekernels.comm import messages
+from pipekernels.comm import all_reduce_limits, messages
 from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.cuda import MOST_BLOCKS, CudaBackend, check_blocks
@@ -248,7 +247,7 @@ class Communicator(Collectives):
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         module = _load()
-        fd = module.Segment.create(world_size, tuning.one_shot_bytes(world_size))
+        fd = module.Segment.create(world_size, all_reduce_limits.one_shot_bytes(world_size))
         try:
             segment = module.Segment(fd, world_size)
         finally:

@@ -28,6 +28,12 @@ class LinkModel(NamedTuple):
     beta: float
     block_beta: float
 
+    def check(self) -> LinkModel:
+        """``self``; ValueError unless the figures can be times: noise may make them negative."""
+        if not (all(0 < seconds < math.inf for seconds in self) and self.beta <= self.block_beta):
+            raise ValueError(f"the times are too noisy, or something else uses the GPUs: {self}")
+        return self
+
 
 @functools.cache
 def for_gpu(gpu: str, ranks: int) -> LinkModel | None:
@@ -42,35 +48,22 @@ def path(gpu: str) -> Path:
 
 def load(gpu: str) -> dict[int, LinkModel]:
     """The measurements by number of ranks; with a warning, none if the file is not valid."""
-    return _cache.read(path(gpu), _parse) or {}
+    return _cache.read(path(gpu), FORMAT, _parse) or {}
 
 
 def save(gpu: str, links: dict[int, LinkModel]) -> Path:
     """Add ``links`` to the measurements on this GPU, and return the file's path."""
-    file = path(gpu)
-    records = [
-        {"ranks": ranks, **link._asdict()} for ranks, link in sorted((load(gpu) | links).items())
-    ]
-    _cache.write(file, {"format": FORMAT, "gpu": gpu, "date": _cache.now(), "links": records})
+    known = sorted((load(gpu) | links).items())
+    records = [{"ranks": ranks, **link._asdict()} for ranks, link in known]
     for_gpu.cache_clear()
-    return file
+    return _cache.write(path(gpu), FORMAT, {"gpu": gpu, "date": _cache.now(), "links": records})
 
 
-def is_valid(link: LinkModel) -> bool:
-    """Whether the figures can be times: noise may make them negative."""
-    return all(0 < seconds < math.inf for seconds in link) and link.beta <= link.block_beta
-
-
-def _parse(record: Any) -> dict[int, LinkModel]:
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"it is not of format {FORMAT}, which this version uses")
+def _parse(record: dict[str, Any]) -> dict[int, LinkModel]:
     links = {}
-    try:
-        for each in record["links"]:
-            ranks, link = each["ranks"], LinkModel(*(float(each[f]) for f in LinkModel._fields))
-            if type(ranks) is not int or ranks < 2 or not is_valid(link):
-                raise ValueError(f"it has no link of {ranks!r} ranks: {link}")
-            links[ranks] = link
-    except (KeyError, TypeError) as error:
-        raise ValueError("it is incomplete") from error
+    for each in record["links"]:
+        ranks = each["ranks"]
+        if type(ranks) is not int or ranks < 2:
+            raise ValueError(f"a link has at least 2 ranks, got {ranks!r}")
+        links[ranks] = LinkModel(*(float(each[name]) for name in LinkModel._fields)).check()
     return links

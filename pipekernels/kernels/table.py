@@ -106,7 +106,8 @@ def _round_to_quarter(size: int) -> int:
 @functools.cache
 def for_gpu(name: str) -> Table | None:
     """All shipped and the user's measurements on GPUs of this name; read once per process."""
-    shipped, own = _cache.read(FOLDER / f"{_cache.slug(name)}.json", from_json), load(name)
+    shipped = _cache.read(FOLDER / f"{_cache.slug(name)}.json", FORMAT, from_json)
+    own = load(name)
     if shipped is None or own is None:
         return own or shipped
     return own._replace(entries=shipped.entries | own.entries)
@@ -119,17 +120,16 @@ def path(gpu: str) -> Path:
 
 def load(gpu: str) -> Table | None:
     """The user's measurements; ``None`` without any, or with a warning if the file is not valid."""
-    return _cache.read(path(gpu), from_json)
+    return _cache.read(path(gpu), FORMAT, from_json)
 
 
 def save(table: Table) -> Path:
     """Add ``table`` to the user's measurements on this GPU, and return the file's path."""
-    file, before = path(table.gpu), load(table.gpu)
+    before = load(table.gpu)
     if before is not None:
         table = table._replace(entries=before.entries | table.entries)
-    _cache.write(file, to_json(table))
     for_gpu.cache_clear()
-    return file
+    return _cache.write(path(table.gpu), FORMAT, to_json(table))
 
 
 def to_json(table: Table) -> dict[str, Any]:
@@ -139,28 +139,19 @@ def to_json(table: Table) -> dict[str, Any]:
         record = entry._asdict()
         config = {**entry.config._asdict(), "blocks": entry.config.blocks._asdict()}
         entries.append({**record.pop("shape")._asdict(), **record, "config": config})
-    return {"format": FORMAT, **table._asdict(), "entries": entries}
+    return {**table._asdict(), "entries": entries}
 
 
-def from_json(record: Any) -> Table:
-    """The inverse of :func:`to_json`.
-
-    Raises:
-        ValueError: ``record`` is not a valid table.
-    """
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"it is not of format {FORMAT}, which this version uses")
-    try:
-        entries = [_parse(**entry) for entry in record["entries"]]
-        return Table(
-            str(record["gpu"]),
-            str(record["date"]),
-            dict(record["versions"]),
-            _positive(record["launch_seconds"]),
-            {shape_class(*entry.shape): entry for entry in entries},
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"it is incomplete: {error}") from None
+def from_json(record: dict[str, Any]) -> Table:
+    """The inverse of :func:`to_json`; raises ValueError, KeyError or TypeError where it is none."""
+    entries = [_parse(**entry) for entry in record["entries"]]
+    return Table(
+        str(record["gpu"]),
+        str(record["date"]),
+        dict(record["versions"]),
+        _positive(record["launch_seconds"]),
+        {shape_class(*entry.shape): entry for entry in entries},
+    )
 
 
 def _parse(kind: str, layout: str, m: int, n: int, k: int, config: Any, **times: float) -> Entry:

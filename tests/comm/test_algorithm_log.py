@@ -11,7 +11,7 @@ import torch
 from support.ranks import run_threads
 
 from pipekernels import Communicator
-from pipekernels.comm import limits
+from pipekernels.comm import all_reduce_limits
 
 
 def reduce_all(comm: Communicator) -> None:
@@ -40,8 +40,8 @@ def test_by_the_built_in_limit(caplog: pytest.LogCaptureFixture, cache: Path) ->
 
 
 def test_by_a_measured_limit(caplog: pytest.LogCaptureFixture, cache: Path) -> None:
-    limits.save(limits.Tuning({2: 1024}, "today"))
-    assert json.loads(limits.path().read_text())["one_shot_bytes"] == {"2": 1024}
+    all_reduce_limits.save(all_reduce_limits.Limits({2: 1024}, "today"))
+    assert json.loads(all_reduce_limits.path().read_text())["one_shot_bytes"] == {"2": 1024}
     with caplog.at_level(logging.INFO, "pipekernels.comm"):
         run_threads(2, lambda comm: comm.all_reduce(torch.ones(512)))
     messages = {record.message for record in caplog.records}

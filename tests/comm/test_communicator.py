@@ -238,7 +238,7 @@ def fail_before_the_segment_exists(comm: Communicator) -> str:
         def refuse(world_size: int) -> int:
             raise OSError("no memory")
 
-        bootstrap.tuning.one_shot_bytes = refuse
+        bootstrap.all_reduce_limits.one_shot_bytes = refuse
     with pytest.raises(RuntimeError) as caught:
         Communicator.from_process_group()
     assert leakable_resources() == before

@@ -52,7 +52,7 @@ def test_saved_measurements_take_precedence_over_shipped_ones(
     monkeypatch.setattr(table, "FOLDER", folder)
     other = SHAPE._replace(m=128)
     shipped = measured()._replace(entries={**measured().entries, **measured(shape=other).entries})
-    (folder / "some-gpu.json").write_text(json.dumps(table.to_json(shipped)))
+    _cache.write(folder / "some-gpu.json", table.FORMAT, table.to_json(shipped))
     assert table.for_gpu("Some GPU") == shipped
     table.save(measured(3.0))
     found = table.for_gpu("Some GPU")

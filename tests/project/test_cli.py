@@ -13,9 +13,8 @@ import torch
 from support.levels import in_gate
 
 from pipekernels import __version__, _backend, cli
-from pipekernels.comm import limits as tuning
-from pipekernels.comm import tuning as tuner
-from pipekernels.comm.limits import Tuning
+from pipekernels.comm import all_reduce_limits, measure
+from pipekernels.comm.all_reduce_limits import Limits
 
 pytestmark = pytest.mark.project
 
@@ -106,11 +105,11 @@ def test_output_that_cannot_be_written_is_an_error_without_a_traceback(
 def test_measurements_that_cannot_be_saved_are_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tuner, "measure", lambda quick: Tuning({2: 4096}, "today"))
+    monkeypatch.setattr(measure, "measure_limits", lambda quick: Limits({2: 4096}, "today"))
     (cache / "pipekernels").touch()
     with pytest.raises(SystemExit):
         cli.main(["tune"])
-    message = f"{tuning.path()} cannot be written .*File exists.*set XDG_CACHE_HOME"
+    message = f"{all_reduce_limits.path()} cannot be written .*File exists.*set XDG_CACHE_HOME"
     assert re.search(message, capsys.readouterr().err)
 
 

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pipekernels import _backend
-from pipekernels.comm import limits as tuning
-from pipekernels.comm import messages
+from pipekernels.comm import all_reduce_limits, messages
 from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
@@ -194,7 +193,9 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
     processes are disconnected without the descriptor.
     """
     world_size = len(waiting) + 1
-    fd: int = _backend.load().Segment.create(world_size, tuning.one_shot_bytes(world_size))
+    fd: int = _backend.load().Segment.create(
+        world_size, all_reduce_limits.one_shot_bytes(world_size)
+    )
     try:
         while waiting:
             if deadline.left() == 0:

@@ -17,7 +17,7 @@ from pipekernels import _cache
 FORMAT = 2  # Increase it when a change of the algorithms invalidates older measurements.
 
 
-class Tuning(NamedTuple):
+class Limits(NamedTuple):
     """Measured limits.
 
     Attributes:
@@ -38,8 +38,8 @@ class Tuning(NamedTuple):
 
 def one_shot_bytes(world_size: int) -> int:
     """Up to how many bytes ``auto`` uses ``one_shot``; 0 (a built-in limit) if not measured."""
-    tuning = load()
-    return 0 if tuning is None else tuning.limit(world_size)
+    limits = load()
+    return 0 if limits is None else limits.limit(world_size)
 
 
 def cpu_model() -> str:
@@ -49,11 +49,10 @@ def cpu_model() -> str:
         processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
         processor = ""
-    lines = [line.split(":", 1) for line in processor.splitlines() if ":" in line]
-    fields = {name.strip(): value.strip() for name, value in lines}
+    fields = dict(re.findall(r"^([^:\n]*?)\s*:[ \t]*(.*?)\s*$", processor, re.MULTILINE))
     name = fields.get("model name") or platform.processor() or platform.machine()
     if "cpu family" not in fields:
-        return name
+        return str(name)
     return f"{name} (family {fields['cpu family']}, model {fields.get('model')})"
 
 
@@ -62,26 +61,22 @@ def path() -> Path:
     return _cache.file("all-reduce", f"{cpu_model()} {os.cpu_count()}c")
 
 
-def load() -> Tuning | None:
+def load() -> Limits | None:
     """This machine's measurements; ``None`` without any, or, with a warning, if it is invalid."""
-    return _cache.read(path(), _parse)
+    return _cache.read(path(), FORMAT, _parse)
 
 
-def save(tuning: Tuning) -> Path:
+def save(limits: Limits) -> Path:
     """Write or replace the file of this machine, and return its path."""
-    file = path()
-    _cache.write(file, {"format": FORMAT, **tuning._asdict()})
-    return file
+    return _cache.write(path(), FORMAT, limits._asdict())
 
 
-def _parse(record: Any) -> Tuning:
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"it is not of format {FORMAT}, which this version uses")
-    limits = record.get("one_shot_bytes")
-    if not isinstance(limits, dict) or not limits or not isinstance(record.get("date"), str):
-        raise ValueError("it is incomplete")
+def _parse(record: dict[str, Any]) -> Limits:
+    limits, date = record["one_shot_bytes"], record["date"]
+    if not isinstance(limits, dict) or not limits or not isinstance(date, str):
+        raise TypeError("one_shot_bytes must be sizes by world size, and date a text")
     if any(type(limit) is not int or not 0 < limit < 2**63 for limit in limits.values()):
         raise ValueError(f"sizes must be positive numbers of bytes, got {list(limits.values())}")
     if not all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in limits):
         raise ValueError(f"world sizes must be positive integers, got {list(limits)}")
-    return Tuning({int(size): limit for size, limit in limits.items()}, record["date"])
+    return Limits({int(size): limit for size, limit in limits.items()}, date)
