@@ -31,7 +31,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, _get_node_type, tree_leaves, tree_map_only
+from torch.utils._pytree import NodeDef as PytreeNode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,12 +47,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchNormBase",
     "DeviceContext",
+    "PytreeNode",
     "TorchDispatchMode",
-    "TreeSpec",
-    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
-    "tree_unflatten",
 ]
 
 # ---- autograd ----
@@ -242,6 +241,14 @@ def device_setting() -> torch.device | None:
 def set_device_setting(device: torch.device | None) -> None:
     """Restore :func:`device_setting`."""
     torch.utils._device.CURRENT_DEVICE = device
+
+
+# ---- containers ----
+
+
+def pytree_node(value: Any) -> PytreeNode | None:
+    """How torch's pytree opens ``value`` and rebuilds it; None for a leaf."""
+    return SUPPORTED_NODES.get(_get_node_type(value))
 
 
 # ---- memory ----

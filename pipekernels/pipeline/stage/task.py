@@ -366,7 +366,7 @@ class Task:
                         value = layer(value)
                 else:
                     value = stage(value)
-            result = flatten(value, "the output of stage", index)
+            result = flatten(value, f"the output of stage {index}")
         return result
 
 

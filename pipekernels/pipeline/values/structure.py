@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pipekernels._torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from pipekernels._torch_private import tree_leaves
 from pipekernels.local_ops.p2p_copy import p2p_copy
+from pipekernels.pipeline.values.nested import Container, leaves, opened
 
 
 class NoChunk:
@@ -64,10 +64,6 @@ def register_split(kind: type, split: Split) -> None:
     _splits[kind] = split
 
 
-def _is_cut(value: object) -> bool:
-    return type(value) in _splits
-
-
 class Arguments(NamedTuple):
     """Several arguments of one layer."""
 
@@ -94,43 +90,40 @@ def arguments_of(layer: nn.Module, value: Any) -> Any:
     return Arguments((), value) if named else value
 
 
-class _Tensor:
-    """Placeholder for a tensor among the leaves of a value."""
+class Layout(NamedTuple):
+    """A container, and the layouts of its entries: for a leaf, whether it is a tensor."""
 
-
-_TENSOR = _Tensor()
+    container: Container
+    entries: tuple[Layout | bool, ...]
 
 
 class Structure:
     """A value without its tensors.
 
     Args:
-        spec: its containers.
-        leaves: their leaves, with ``_TENSOR`` in place of each tensor.
+        layout: its containers.
+        others: the leaves that are no tensors, in order; of a :class:`NoChunk`, its tensor.
     """
 
-    def __init__(self, spec: TreeSpec | _Spec, leaves: Sequence[Any]) -> None:
-        self._spec = spec
-        self._leaves = leaves
+    def __init__(self, layout: Layout | bool, others: Sequence[Any]) -> None:
+        self._layout = layout
+        self._others = others
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The value with ``tensors``."""
-        if self is SINGLE_TENSOR:
+        if self._layout is True:
             return tensors[0]
-        rest = iter(tensors)
-        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        return _unflatten_tree(leaves, self._spec)
+        return _filled(self._layout, iter(tensors), iter(self._others))
 
     def on(self, device: torch.device) -> Structure:
         """This structure with its unsplit (:class:`NoChunk`) tensors on ``device``."""
-        leaves = [
-            p2p_copy(leaf, device)
-            if isinstance(leaf, torch.Tensor) and leaf.device != device
-            else leaf
-            for leaf in self._leaves
+        if not any(isinstance(leaf, torch.Tensor) for leaf in self._others):
+            return self
+        moved = [
+            p2p_copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in self._others
         ]
-        moved = any(new is not old for new, old in zip(leaves, self._leaves, strict=True))
-        return Structure(self._spec, leaves) if moved else self
+        return Structure(self._layout, moved)
 
     def cut(self, sizes: Sequence[int]) -> list[Structure]:
         """One structure for each micro-batch, of ``sizes`` rows: with its part of each value of a
@@ -139,47 +132,30 @@ class Structure:
         Raises:
             ValueError: a value has been cut into another number of parts.
         """
-        if not any(map(_is_cut, self._leaves)):
+        if not any(type(leaf) in _splits for leaf in self._others):
             return [self] * len(sizes)
-        columns = []
-        for leaf in self._leaves:
-            parts = list(_splits[type(leaf)](leaf, sizes)) if _is_cut(leaf) else [leaf] * len(sizes)
-            if len(parts) != len(sizes):
-                raise ValueError(
-                    f"the function that cuts a {type(leaf).__name__} returned {len(parts)} parts "
-                    f"for {len(sizes)} micro-batches of {list(sizes)} rows"
-                )
-            columns.append(parts)
-        return [Structure(self._spec, leaves) for leaves in zip(*columns, strict=True)]
+        columns = [_parts(leaf, sizes) for leaf in self._others]
+        return [Structure(self._layout, others) for others in zip(*columns, strict=True)]
 
     def has_same_layout(self, other: Structure) -> bool:
         """Whether both have the same containers, with tensors in the same places."""
-        return self is other or (
-            self._spec == other._spec
-            and [leaf is _TENSOR for leaf in self._leaves]
-            == [leaf is _TENSOR for leaf in other._leaves]
-        )
+        return self is other or self._layout == other._layout
 
 
-SINGLE_TENSOR = Structure(tree_flatten(_TENSOR)[1], (_TENSOR,))
+SINGLE_TENSOR = Structure(True, ())
 """The structure of a value that is a tensor."""
 
 
 def merged(structures: Sequence[Structure]) -> Structure:
-    """The structure of a mini-batch's value from the fitting ones of its micro-batches: a leaf that
-    is no tensor becomes a list with an entry per micro-batch, but None stays None."""
-    first = structures[0]
-    if all(leaf is _TENSOR for leaf in first._leaves):
-        return first
-    leaves: list[Any] = []
-    for column in zip(*(structure._leaves for structure in structures), strict=True):
-        same = column[0] is _TENSOR or all(leaf is None for leaf in column)
-        leaves.append(column[0] if same else list(column))
-    return Structure(first._spec, leaves)
+    """The structure of a mini-batch's value from those of its micro-batches, of the same layout: a
+    leaf that is no tensor becomes a list with an entry per micro-batch, but None stays None."""
+    columns = zip(*(structure._others for structure in structures), strict=True)
+    others = [None if all(leaf is None for leaf in column) else list(column) for column in columns]
+    return Structure(structures[0]._layout, others)
 
 
 def flatten(
-    value: Any, *what: object, cuts: bool = False
+    value: Any, what: str, *, cuts: bool = False
 ) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
 
@@ -192,36 +168,54 @@ def flatten(
     """
     if isinstance(value, torch.Tensor):
         return (value,), SINGLE_TENSOR
-    leaves, spec = _flatten_tree(value, _is_cut if cuts and _splits else None)
-    for leaf in leaves:
-        if isinstance(leaf, dict) and tensors_in(list(leaf.values())):
+    found = _Leaves(what, _splits if cuts else ())
+    layout = found.layout(value)
+    if not found.tensors:
+        raise TypeError(
+            f"{what} must be a tensor or a tuple, list or dict with at least one tensor in it, not "
+            f"{_described(value)}"
+        )
+    return tuple(found.tensors), Structure(layout, found.others)
+
+
+class _Leaves:
+    """The leaves of a value, ``what`` in errors; objects of classes in ``closed`` are leaves."""
+
+    def __init__(self, what: str, closed: Collection[type]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = []
+        self._what = what
+        self._closed = closed
+
+    def layout(self, value: Any) -> Layout | bool:
+        """Append the leaves of ``value``, and return its layout."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return True
+        found = None if type(value) in self._closed else opened(value)
+        if found is None:
+            self.others.append(value.tensor if isinstance(value, NoChunk) else value)
+            return False
+        container, entries = found
+        tensors, others = len(self.tensors), len(self.others)
+        layout = Layout(container, tuple([self.layout(entry) for entry in entries]))
+        if container.node is None and len(self.tensors) == tensors:
+            self.others[others:] = [value]  # Options, which stay one object.
+            return False
+        if container.node is None and isinstance(value, dict):
             raise TypeError(
-                f"{' '.join(map(str, what))} has tensors in a {type(leaf).__name__}, which torch's "
-                "pytree does not know; pass a plain dict, or register the class there "
+                f"{self._what} has tensors in a {type(value).__name__}, which torch's pytree does "
+                "not know; pass a plain dict, or register the class there "
                 "(torch.utils._pytree.register_pytree_node)"
             )
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    if not tensors:
-        raise TypeError(
-            f"{' '.join(map(str, what))} must be a tensor or a tuple, list or dict with at least "
-            f"one tensor in it, not {_described(value)}"
-        )
-    marked = [
-        _TENSOR
-        if isinstance(leaf, torch.Tensor)
-        else leaf.tensor
-        if isinstance(leaf, NoChunk)
-        else leaf
-        for leaf in leaves
-    ]
-    return tensors, Structure(spec, marked)
+        return layout
 
 
 def deny_packed(value: Any, what: str) -> None:
     """Raise a TypeError if there is a PackedSequence in ``value``, whose fields are no rows."""
     if PackedSequence in _splits:
         return
-    if any(map(_is_packed, tree_leaves(value, is_leaf=_is_packed))):
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves(value)):
         raise TypeError(
             f"{what} has a PackedSequence, whose rows cannot be cut into micro-batches; give the "
             "padded tensor and the lengths, and pack them in the first layer, register a function "
@@ -229,71 +223,29 @@ def deny_packed(value: Any, what: str) -> None:
         )
 
 
-def _is_packed(value: object) -> bool:
-    return isinstance(value, PackedSequence)
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in ``value``, in containers that torch's pytree knows."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-class _Record(NamedTuple):
-    """A dataclass with tensors among the leaves of a value."""
-
-    place: int
-    kind: type
-    fields: tuple[str, ...]
-    spec: TreeSpec | _Spec
-    """Of the list of its fields' values."""
-    leaves: int
-    """Number of leaves of these."""
+def _filled(layout: Layout | bool, tensors: Iterator[Any], others: Iterator[Any]) -> Any:
+    if isinstance(layout, bool):
+        return next(tensors if layout else others)
+    return layout.container.filled([_filled(entry, tensors, others) for entry in layout.entries])
 
 
-class _Spec(NamedTuple):
-    """The containers of a value, some of them dataclasses, which pytree takes for leaves."""
-
-    outer: TreeSpec
-    records: tuple[_Record, ...]
-
-
-def _flatten_tree(
-    value: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], TreeSpec | _Spec]:
-    found, outer = tree_flatten(value, is_leaf=is_leaf)
-    leaves = []
-    records = []
-    for place, leaf in enumerate(found):
-        inner: list[Any] = []
-        if dataclasses.is_dataclass(leaf) and not (isinstance(leaf, type) or _is_cut(leaf)):
-            names = tuple([field.name for field in dataclasses.fields(leaf)])
-            inner, spec = _flatten_tree([getattr(leaf, name) for name in names], is_leaf)
-        if not any(isinstance(item, torch.Tensor) for item in inner):
-            leaves.append(leaf)
-            continue
-        records.append(_Record(place, type(leaf), names, spec, len(inner)))
-        leaves += inner
-    return leaves, _Spec(outer, tuple(records)) if records else outer
-
-
-def _unflatten_tree(leaves: Sequence[Any], spec: TreeSpec | _Spec) -> Any:
-    if not isinstance(spec, _Spec):
-        return tree_unflatten(leaves, spec)
-    rest = iter(leaves)
-    records = {record.place: record for record in spec.records}
-    built = []
-    for place in range(spec.outer.num_leaves):
-        record = records.get(place)
-        if record is None:
-            built.append(next(rest))
-            continue
-        # Not by the constructor, which may take other arguments.
-        value: Any = object.__new__(record.kind)
-        parts = _unflatten_tree([next(rest) for _ in range(record.leaves)], record.spec)
-        for name, part in zip(record.fields, parts, strict=True):
-            object.__setattr__(value, name, part)  # Works for frozen dataclasses too.
-        built.append(value)
-    return tree_unflatten(built, spec.outer)
+def _parts(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    """What each micro-batch gets of ``leaf``."""
+    split = _splits.get(type(leaf))
+    if split is None:
+        return [leaf] * len(sizes)
+    parts = list(split(leaf, sizes))
+    if len(parts) != len(sizes):
+        raise ValueError(
+            f"the function that cuts a {type(leaf).__name__} returned {len(parts)} parts for "
+            f"{len(sizes)} micro-batches of {list(sizes)} rows"
+        )
+    return parts
 
 
 def _described(value: Any) -> str:

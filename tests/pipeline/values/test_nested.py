@@ -97,7 +97,7 @@ def test_dicts_of_any_class_keep_their_attributes_and_are_mapped_together() -> N
     result = map_leaves(lambda *row: row, value, Options(2))
     assert type(result) is Options and result == {"a": (1, 2)} and result.note == "mine"
     assert value == {"a": 1}
-    assert map_leaves(lambda *row: row, value, Options(2, b=3)) == (value, Options(2, b=3))
+    assert map_leaves(lambda *row: row, Options(1, b=2), Options(b=4, a=3))["b"] == (2, 4)
 
 
 def test_only_containers_around_a_change_are_copied() -> None:
@@ -113,13 +113,19 @@ def test_several_values_are_mapped_together() -> None:
     assert result == (Plain((0, 1, 2), (None,) * 3), {"k": [(0, 1, 2), (None,) * 3]})
 
 
-def test_values_of_different_structure() -> None:
-    with pytest.raises(ValueError, match="mismatch"):
-        map_leaves(lambda *row: row, {"a": 1}, {"b": 1})
-    with pytest.raises(ValueError, match="mismatch"):
-        map_leaves(lambda *row: row, (1, 2), (1,))
-    assert map_leaves(lambda *row: row, Plain(1), 2) == (Plain(1), 2)
-    assert map_leaves(lambda *row: row, Options(1), {"a": 2}) == (Options(1), {"a": 2})
+@pytest.mark.parametrize(
+    ("value", "other", "message"),
+    [
+        ({"a": 1}, {"b": 1}, r"a dict of \['a'\] and a dict of \['b'\] are at the same place"),
+        ((1, 2), (1,), "a tuple of 2 and a tuple of 1"),
+        (Plain(1), 2, "a Plain of 2 and a int are"),
+        (Options(1), {"a": 2}, "a Options of .* and a dict of"),
+        (Options(1), Options(2, b=3), r"a Options of \['a'\] and a Options of \['a', 'b'\]"),
+    ],
+)
+def test_values_of_different_structure(value: object, other: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"structure mismatch: {message}"):
+        map_leaves(lambda *row: row, [value], [other])
 
 
 def test_a_packed_sequence_and_a_class_are_leaves() -> None:
