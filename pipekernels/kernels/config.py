@@ -70,47 +70,46 @@ class Choice(NamedTuple):
     """The blocks to choose from for a generation of GPUs and a kind.
 
     Attributes:
-        whole: for tiles computed by one program.
-        shared: for tiles computed by several programs (split-K).
-        odd: for operands that are not aligned and are read element by element.
-        tuned: other ways to compute the tiles of ``whole``, which only a measurement chooses.
+        full_tile: for tiles computed by one program.
+        split_k: for tiles computed by several programs.
+        unaligned: for operands that are not aligned and are read element by element.
+        measured_only: other ways to compute the tiles of ``full_tile``, which only a measurement
+            chooses.
     """
 
-    whole: tuple[Blocks, ...]
-    shared: tuple[Blocks, ...]
-    odd: Blocks
-    tuned: tuple[Blocks, ...] = ()
+    full_tile: tuple[Blocks, ...]
+    split_k: tuple[Blocks, ...]
+    unaligned: Blocks = Blocks(64, 64, 32, 4, 2)
+    measured_only: tuple[Blocks, ...] = ()
 
 
 BLOCKS: dict[tuple[int, str], Choice] = {
     (80, "bfloat16"): Choice(
-        whole=(
+        full_tile=(
             Blocks(128, 256, 32, 8, 3, parts=2),
             Blocks(128, 128, 32, 4, 4, parts=2),
             Blocks(64, 64, 64, 4, 4),
         ),
-        shared=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
-        odd=Blocks(64, 64, 32, 4, 2),
-        tuned=(Blocks(128, 256, 32, 8, 3, parts=2, flatten=False),),
+        split_k=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
+        measured_only=(Blocks(128, 256, 32, 8, 3, parts=2, flatten=False),),
     ),
     (80, "tfloat32"): Choice(
-        whole=(Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 32, 4, 4)),
-        shared=(Blocks(16, 64, 64, 4, 3),),
-        odd=Blocks(64, 64, 32, 4, 2),
+        full_tile=(Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 32, 4, 4)),
+        split_k=(Blocks(16, 64, 64, 4, 3),),
     ),
     (80, "float32"): Choice(
-        whole=(Blocks(64, 64, 32, 8, 2),),
-        shared=(Blocks(16, 64, 32, 4, 2),),
-        odd=Blocks(64, 64, 16, 8, 2),
+        full_tile=(Blocks(64, 64, 32, 8, 2),),
+        split_k=(Blocks(16, 64, 32, 4, 2),),
+        unaligned=Blocks(64, 64, 16, 8, 2),
     ),
     (80, "float8_e4m3fn"): Choice(
         # Triton makes a product and an addition after every step one instruction here.
-        whole=(Blocks(128, 128, 64, 8, 3, promote=2),),
-        shared=(Blocks(16, 64, 64, 4, 6, promote=2),),
-        odd=Blocks(64, 64, 32, 4, 2, promote=4),
+        full_tile=(Blocks(128, 128, 64, 8, 3, promote=2),),
+        split_k=(Blocks(16, 64, 64, 4, 6, promote=2),),
+        unaligned=Blocks(64, 64, 32, 4, 2, promote=4),
     ),
     (90, "bfloat16"): Choice(
-        whole=(
+        full_tile=(
             Blocks(128, 256, 64, 8, 3, parts=2),
             Blocks(256, 128, 64, 8, 3, parts=2),
             Blocks(128, 128, 64, 8, 4),
@@ -122,7 +121,7 @@ BLOCKS: dict[tuple[int, str], Choice] = {
             Blocks(16, 64, 128, 4, 4),
             Blocks(16, 32, 128, 4, 6),
         ),
-        shared=(
+        split_k=(
             Blocks(16, 64, 128, 4, 4),
             Blocks(16, 128, 128, 4, 4),
             Blocks(64, 64, 128, 4, 4),
@@ -130,8 +129,7 @@ BLOCKS: dict[tuple[int, str], Choice] = {
             Blocks(128, 128, 64, 8, 4),
             Blocks(128, 256, 64, 8, 3, parts=2),
         ),
-        odd=Blocks(64, 64, 32, 4, 2),
-        tuned=(
+        measured_only=(
             Blocks(128, 256, 64, 8, 4, parts=4),
             Blocks(256, 128, 64, 8, 4, parts=4),
             Blocks(128, 256, 64, 8, 3, parts=2, flatten=False),
@@ -139,54 +137,50 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         ),
     ),
     (90, "tfloat32"): Choice(
-        whole=(Blocks(128, 128, 32, 8, 3), Blocks(64, 128, 32, 4, 4)),
-        shared=(Blocks(16, 64, 64, 4, 4),),
-        odd=Blocks(64, 64, 32, 4, 2),
+        full_tile=(Blocks(128, 128, 32, 8, 3), Blocks(64, 128, 32, 4, 4)),
+        split_k=(Blocks(16, 64, 64, 4, 4),),
     ),
     (90, "float32"): Choice(
-        whole=(Blocks(64, 64, 32, 8, 3),),
-        shared=(Blocks(16, 64, 32, 4, 2),),
-        odd=Blocks(64, 64, 16, 8, 2),
+        full_tile=(Blocks(64, 64, 32, 8, 3),),
+        split_k=(Blocks(16, 64, 32, 4, 2),),
+        unaligned=Blocks(64, 64, 16, 8, 2),
     ),
     (90, "float8_e4m3fn"): Choice(
         # Tiles of 16 rows are multiplied in float16, whose sums are in float32.
-        whole=(Blocks(128, 128, 128, 8, 4, promote=1), Blocks(64, 256, 128, 8, 4, promote=1)),
-        shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4, promote=1)),
-        odd=Blocks(64, 64, 32, 8, 2, promote=1),
-        tuned=(
+        full_tile=(Blocks(128, 128, 128, 8, 4, promote=1), Blocks(64, 256, 128, 8, 4, promote=1)),
+        split_k=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4, promote=1)),
+        unaligned=Blocks(64, 64, 32, 8, 2, promote=1),
+        measured_only=(
             Blocks(128, 128, 64, 8, 6, flatten=False, promote=2),
             Blocks(64, 256, 64, 8, 6, flatten=False, promote=2),
         ),
     ),
     (100, "bfloat16"): Choice(
-        whole=(
+        full_tile=(
             Blocks(128, 256, 64, 8, 3, parts=2),
             Blocks(128, 128, 64, 8, 4),
             Blocks(64, 128, 64, 4, 4),
         ),
-        shared=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
-        odd=Blocks(64, 64, 32, 4, 2),
-        tuned=(
+        split_k=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
+        measured_only=(
             Blocks(128, 256, 64, 8, 4, parts=4),
             Blocks(128, 256, 64, 8, 3, parts=2, specialize=True),
             Blocks(128, 128, 64, 8, 4, specialize=True),
         ),
     ),
     (100, "tfloat32"): Choice(
-        whole=(Blocks(128, 128, 32, 8, 3),),
-        shared=(Blocks(16, 64, 64, 4, 4),),
-        odd=Blocks(64, 64, 32, 4, 2),
+        full_tile=(Blocks(128, 128, 32, 8, 3),),
+        split_k=(Blocks(16, 64, 64, 4, 4),),
     ),
     (100, "float32"): Choice(
-        whole=(Blocks(64, 64, 32, 8, 3),),
-        shared=(Blocks(16, 64, 32, 4, 2),),
-        odd=Blocks(64, 64, 16, 8, 2),
+        full_tile=(Blocks(64, 64, 32, 8, 3),),
+        split_k=(Blocks(16, 64, 32, 4, 2),),
+        unaligned=Blocks(64, 64, 16, 8, 2),
     ),
     (100, "float8_e4m3fn"): Choice(
-        whole=(Blocks(128, 128, 128, 8, 4), Blocks(64, 128, 128, 4, 4)),
-        shared=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
-        odd=Blocks(64, 64, 32, 4, 2),
-        tuned=(Blocks(128, 128, 128, 8, 4, specialize=True),),
+        full_tile=(Blocks(128, 128, 128, 8, 4), Blocks(64, 128, 128, 4, 4)),
+        split_k=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
+        measured_only=(Blocks(128, 128, 128, 8, 4, specialize=True),),
     ),
 }
 BLOCKS |= {(g, "float16"): BLOCKS[g, "bfloat16"] for g in (80, 90, 100)}
@@ -222,9 +216,9 @@ def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> 
     """Configurations to try for C [m, n] of depth k on ``sms`` multiprocessors; best first."""
     choice = BLOCKS[generation, kind]
     # Also try tiles of 64 rows if m is smaller.
-    lowest = min(blocks.m for blocks in choice.whole if blocks.m >= 64)
-    found = [Config(blocks) for blocks in choice.whole if blocks.m < 2 * max(m, lowest)]
-    for blocks, programs in itertools.product(choice.shared, (sms, 2 * sms, 4 * sms)):
+    lowest = min(blocks.m for blocks in choice.full_tile if blocks.m >= 64)
+    found = [Config(blocks) for blocks in choice.full_tile if blocks.m < 2 * max(m, lowest)]
+    for blocks, programs in itertools.product(choice.split_k, (sms, 2 * sms, 4 * sms)):
         tiles, steps = ceil(m / blocks.m) * ceil(n / blocks.n), ceil(k / blocks.k)
         split_k = min(programs // tiles, steps // 2)
         if split_k > 1 and blocks.m < 2 * max(m, lowest):
@@ -236,8 +230,8 @@ def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> 
 
 def variants(generation: int, kind: str, blocks: Blocks) -> list[Blocks]:
     """Other ways to compute tiles of the size of ``blocks`` by one program each, to be measured."""
-    tuned = BLOCKS[generation, kind].tuned
-    return [other for other in tuned if (other.m, other.n) == (blocks.m, blocks.n)]
+    others = BLOCKS[generation, kind].measured_only
+    return [other for other in others if (other.m, other.n) == (blocks.m, blocks.n)]
 
 
 def _cycles(config: Config, m: int, n: int, k: int, itemsize: int, sms: int) -> float:

@@ -225,7 +225,7 @@ def choose(
     _check_triton(a, kind, gpu)
     assert kind is not None
     if layout is None or (kind == "float8_e4m3fn" and layout != "forward"):
-        return Chosen(Config(BLOCKS[gpu.generation, kind].odd))
+        return Chosen(Config(BLOCKS[gpu.generation, kind].unaligned))
     if entry is not None:
         return Chosen(entry.config, waits)
     return Chosen(candidates(gpu.generation, kind, m, n, k, gpu.sms)[0])

@@ -151,7 +151,7 @@ def choose_overlap(a: Tensor, b: Tensor, out: Tensor, ranks: int, algorithm: str
             return None
         chosen = choose(a, b, out, None, "triton")
         if chosen is None or chosen.config.split_k > 1:
-            chosen = Chosen(Config(BLOCKS[gpu.generation, kind].whole[0]))
+            chosen = Chosen(Config(BLOCKS[gpu.generation, kind].full_tile[0]))
         config = chosen.config
         return best_overlap(
             m, n, size, config, 1.0, float("inf"), ranks=ranks, sms=gpu.sms, link=link

@@ -23,7 +23,7 @@ def test_candidates_cover_every_product(
     assert found and len(set(found)) == len(found)
     choice = BLOCKS[era, kind]
     for blocks, _, split_k in found:
-        assert blocks in (choice.shared if split_k > 1 else choice.whole)
+        assert blocks in (choice.split_k if split_k > 1 else choice.full_tile)
         share = ceil(ceil(k / blocks.k) / split_k)
         assert share * (split_k - 1) < ceil(k / blocks.k)  # No program's share is empty.
 
@@ -40,10 +40,10 @@ def test_the_first_candidate_suits_the_product() -> None:
 
 def test_variants_compute_the_same_tiles_and_are_no_candidates() -> None:
     for (era, kind), choice in BLOCKS.items():
-        found = [other for blocks in choice.whole for other in variants(era, kind, blocks)]
-        assert set(found) == set(choice.tuned) and not set(found) & set(choice.whole)
+        found = [other for blocks in choice.full_tile for other in variants(era, kind, blocks)]
+        assert set(found) == set(choice.measured_only) and not set(found) & set(choice.full_tile)
         tried = candidates(era, kind, 4096, 4096, 4096, 132)
-        assert not {config.blocks for config in tried} & set(choice.tuned)
+        assert not {config.blocks for config in tried} & set(choice.measured_only)
 
 
 def test_generations_of_gpus() -> None:

@@ -153,13 +153,13 @@ def cases() -> list[Case]:
             variants = ["forward"]
         if kind == "float16":  # Differs from bfloat16 only in the types of some instructions.
             variants, others = ["grad_weight"], []
-        whole = [*choice.whole, *choice.tuned]
+        whole = [*choice.full_tile, *choice.measured_only]
         these = [(blocks, False, variant) for blocks in whole for variant in variants]
         these += [(_plain(blocks), False, variant) for blocks in whole for variant in others]
-        these += [(blocks, True, variant) for blocks in choice.shared for variant in variants]
-        these += [(choice.odd, False, "odd")]
+        these += [(blocks, True, variant) for blocks in choice.split_k for variant in variants]
+        these += [(choice.unaligned, False, "odd")]
         if kind == "bfloat16":
-            these += [(choice.odd, False, "unit")]
+            these += [(choice.unaligned, False, "unit")]
         found += [Case(architecture, generation, kind, *this) for this in dict.fromkeys(these)]
     return found
 
