@@ -96,7 +96,7 @@ def launch(
     # A barrier in the flattened loop would prevent pipelining.
     flatten = blocks.flatten and split_k == 1 and ready is None
     added = (bias, residual, scale_a, scale_b, partials, arrivals, ready)
-    kernel = _kernel(product, config, ready is not None)
+    kernel = _key(product, blocks, split_k > 1, ready is not None)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         gemm_kernel[(programs,)](
             a_operand, b_operand, c_operand, *added, *out.shape, a.shape[1], group_m, split_k,
@@ -129,7 +129,7 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
     tma = generation >= 90 and depth % blocks.k == 0
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
     b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma, is_weight=True)
-    kernel = _slab_kernel(product, slabs)
+    kernel = _key(product, slabs, a.shape[1])
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         slab_kernel[(rows * columns,)](
             a_operand, b_operand, out, bias, *out.shape, depth, 8,
@@ -141,24 +141,19 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
         _loaded.add(kernel)
 
 
-def are_slabs_loaded(product: Product, slabs: int) -> bool:
-    """Whether :func:`launch_slabs` needs neither compile nor load."""
-    return _slab_kernel(product, slabs) in _loaded
-
-
-def _slab_kernel(product: Product, slabs: int) -> tuple[Any, ...]:
-    """The key of the compiled kernel, which depends on the size of a slab as well."""
-    return product.kind, "slabs", slabs, product.a.shape[1], *signature(product[1:])
-
-
 def is_loaded(product: Product, config: Config) -> bool:
     """Whether :func:`launch` needs neither compile nor load, which a graph capture forbids."""
-    return _kernel(product, config, False) in _loaded
+    return _key(product, config.blocks, config.split_k > 1, False) in _loaded
 
 
-def _kernel(product: Product, config: Config, announces: bool) -> tuple[Any, ...]:
-    """The key of the compiled kernel."""
-    return product.kind, config.blocks, config.split_k > 1, announces, *signature(product[1:])
+def are_slabs_loaded(product: Product, slabs: int) -> bool:
+    """Likewise for :func:`launch_slabs`."""
+    return _key(product, slabs, product.a.shape[1]) in _loaded
+
+
+def _key(product: Product, *constants: Any) -> tuple[Any, ...]:
+    """Of the compiled kernel; the one of slabs depends on their number and size."""
+    return product.kind, constants, *signature(product[1:])
 
 
 def _access(
@@ -210,58 +205,20 @@ def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:
     return max(1, min(8 // blocks.warps, SHARED_MEMORY[generation] // memory))
 
 
-# ---- the counters of split-K ----
-
-_COUNTERS = 1 << 20  # In an arena: 4 MiB.
-_PER_STREAM = 4096
-_LINE = 32  # Keeps counters aligned: unaligned arguments would be another kernel to compile.
-
-
-class _Arena:
-    """Counters that are zero while no kernel uses them: every kernel resets them.
-
-    Kernels on one stream run one after another and share counters. A captured kernel gets counters
-    of its own, forever: its graph may run beside any other work, except its own replays.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # Other streams use the zeros, too.
-        self._taken = 0
-        self._of_stream: dict[int, Tensor] = {}
-
-    def of_stream(self, stream: int) -> Tensor | None:
-        if stream not in self._of_stream:
-            counters = self.take(_PER_STREAM)
-            if counters is None:
-                return None
-            self._of_stream[stream] = counters
-        return self._of_stream[stream]
-
-    def take(self, count: int) -> Tensor | None:
-        lines = ceil(count / _LINE) * _LINE
-        if self._taken + lines > _COUNTERS:
-            return None
-        first, self._taken = self._taken, self._taken + lines
-        return self._counters[first : first + count]
-
-
-_arenas: dict[int, _Arena] = {}
-_arenas_lock = threading.Lock()
+_COUNTERS = 4096  # Per stream.
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
-    """``count`` zeroed counters, for a kernel that resets them."""
-    counters = None
-    if device.type == "cuda" and count <= _PER_STREAM:
-        stream = torch.cuda.current_stream(device)
-        capturing = torch.cuda.is_current_stream_capturing()
-        with _arenas_lock:
-            if device.index not in _arenas and not capturing:
-                _arenas[device.index] = _Arena(device)
-            arena = _arenas.get(device.index)
-            if arena is not None:
-                counters = arena.take(count) if capturing else arena.of_stream(stream.cuda_stream)
-    if counters is None:
-        counters = torch.zeros(count, dtype=torch.int32, device=device)
-    return counters
+    """``count`` zeroed counters, for a kernel that resets them.
+
+    Kernels of one stream run one after another and share theirs. A graph may run beside all other
+    work, and so has its own.
+    """
+    if device.type != "cuda" or count > _COUNTERS or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream)[:count]
+
+
+@functools.lru_cache(maxsize=256)
+def _counters(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

@@ -65,11 +65,12 @@ def _load(
 
 @triton.jit
 def _finish(
-    acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
-    stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+    acc, c, row, col, M, N, added, strides,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VIA: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Scale, add bias and residual in float32, round once, and store at (row, col)."""
+    bias, residual, scale_a, scale_b = added
+    stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb = strides
     m = row + tl.arange(0, BLOCK_M)
     n = col + tl.arange(0, BLOCK_N)
     if scale_a is not None:
@@ -90,31 +91,20 @@ def _finish(
 
 @triton.jit
 def _finish_tile(
-    acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
-    stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
+    acc, c, row, col, M, N, added, strides,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, VIA: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
     """:func:`_finish` a tile in ``PARTS`` parts, a power of two, by halves of halves."""
     if PARTS == 1:
-        _finish(
-            acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
-            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-            BLOCK_M, BLOCK_N, VIA, OUT,
-        )  # fmt: skip
+        _finish(acc, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, VIA, OUT)
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        _finish_tile(left, c, row, col, M, N, added, strides, BLOCK_M, HALF, PARTS // 2, VIA, OUT)
         _finish_tile(
-            left, c, bias, residual, scale_a, scale_b, row, col, M, N,
-            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-            BLOCK_M, HALF, PARTS // 2, VIA, OUT,
-        )  # fmt: skip
-        _finish_tile(
-            right, c, bias, residual, scale_a, scale_b, row, col + HALF, M, N,
-            stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-            BLOCK_M, HALF, PARTS // 2, VIA, OUT,
-        )  # fmt: skip
+            right, c, row, col + HALF, M, N, added, strides, BLOCK_M, HALF, PARTS // 2, VIA, OUT
+        )
 
 
 # No specialisation on values that change from call to call, which would compile again for each.
@@ -138,6 +128,8 @@ def gemm_kernel(
     steps = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(steps, split_k)
     items = tiles_m * tiles_n * split_k
+    added = bias, residual, scale_a, scale_b
+    strides = stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb
     ALIKE: tl.constexpr = partials is None and ready is None
     for item in tl.range(
         tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
@@ -171,10 +163,8 @@ def gemm_kernel(
             acc += short
         if partials is None:
             _finish_tile(
-                acc, c, bias, residual, scale_a, scale_b, row, col, M, N,
-                stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-                BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT,
-            )  # fmt: skip
+                acc, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT
+            )
         else:
             SIZE: tl.constexpr = BLOCK_M * BLOCK_N
             at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -188,10 +178,8 @@ def gemm_kernel(
                 for other in range(split_k):
                     total += tl.load(slab + other * SIZE, cache_modifier=".cg")
                 _finish_tile(
-                    total, c, bias, residual, scale_a, scale_b, row, col, M, N,
-                    stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
-                    BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT,
-                )  # fmt: skip
+                    total, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT
+                )
                 tl.store(arrivals + tile, 0)  # Reset for the next launch.
         if ready is not None:
             tl.debug_barrier()

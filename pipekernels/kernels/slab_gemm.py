@@ -52,7 +52,6 @@ def slab_kernel(
                         fours = total
                     else:
                         total = fours + total
-    _finish(
-        total, c, bias, None, None, None, row, col, M, N,
-        stride_cm, stride_cn, stride_bias, 0, 0, 0, 0, BLOCK_M, BLOCK_N, "pointers", OUT,
-    )  # fmt: skip
+    added = bias, None, None, None
+    strides = stride_cm, stride_cn, stride_bias, 0, 0, 0, 0
+    _finish(total, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, "pointers", OUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,3 +70,26 @@ def test_the_descriptor_of_a_weight_is_made_once(monkeypatch: pytest.MonkeyPatch
     memory = weakref.ref(weight)
     del weight, others
     assert memory() is None  # What is cached does not keep the weight.
+
+
+def test_each_stream_and_each_capture_has_its_own_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipekernels.kernels import launch as launching
+
+    real, device = torch.zeros, torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: real(count, dtype=dtype))
+
+    def place(stream: int, count: int = 10, capturing: bool = False) -> int:
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream)
+        )
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        kept.append(launching._zeros(device, count))
+        assert kept[-1].shape == (count,) and not kept[-1].any()
+        return kept[-1].data_ptr()
+
+    kept: list[Tensor] = []
+    launching._counters.cache_clear()
+    assert place(7) == place(7, 20) != place(8)
+    captured = {place(7, capturing=True), place(7, capturing=True)}
+    assert len(captured | {place(7), place(7, count=1 << 20)}) == 4
+    launching._counters.cache_clear()

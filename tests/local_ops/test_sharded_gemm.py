@@ -182,7 +182,7 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
 
     def launch(product: Any, config: Config, **_: Any) -> None:
         done.append("triton")
-        launching._loaded.add(launching._kernel(product, config, False))
+        launching._loaded.add(launching._key(product, config.blocks, config.split_k > 1, False))
 
     monkeypatch.setattr(launching, "launch", launch)
     monkeypatch.setattr(launching, "_loaded", set())
@@ -242,7 +242,7 @@ def test_products_for_the_library_skip_the_operation(monkeypatch: pytest.MonkeyP
 def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, None)
     assert choice("triton") == candidates(90, "bfloat16", 64, 64, 64, 132)[0]
-    assert choice("triton", k=60) == Config(BLOCKS[90, "bfloat16"].odd)
+    assert choice("triton", k=60) == Config(BLOCKS[90, "bfloat16"].unaligned)
     with pytest.raises(TypeError, match="not torch.float64"):
         choice("triton", torch.float64)
     pretend_gpu(monkeypatch, None, capability=(7, 5))
@@ -291,7 +291,7 @@ def gpu_products() -> list[tuple[str, str, str]]:
     found = []
     for kind in KINDS:
         for layout in LAYOUTS[: 1 if kind in ("float8_e4m3fn", "float16") else 3]:
-            found += [(kind, layout, which) for which in ("whole", "shared", "odd")]
+            found += [(kind, layout, which) for which in ("full_tile", "split_k", "unaligned")]
     return found
 
 
@@ -310,13 +310,13 @@ def test_every_configuration_on_a_gpu(
     dtype = torch.float32 if tf32 else getattr(torch, kind)
     out_dtype = torch.bfloat16 if dtype == FLOAT8 else dtype
     blocks = getattr(BLOCKS[own.generation, kind], which)
-    for block in [blocks] if which == "odd" else blocks:
+    for block in [blocks] if which == "unaligned" else blocks:
         for m, n, k in ((1, 256, 512), (300, 336, 1040)):
-            odd = which == "odd"
+            odd = which == "unaligned"
             case = Case.make(
                 dtype, device, m, n + odd, k + 3 * odd, out_dtype=out_dtype, layout=layout
             )
-            config = Config(block, split_k=3 if which == "shared" else 1)
+            config = Config(block, split_k=3 if which == "split_k" else 1)
             results = []
             # Each of these compiles a kernel. Only a forward has terms to add.
             for residual in (None, case.residual)[: 2 if layout == "forward" else 1]:

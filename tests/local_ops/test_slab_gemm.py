@@ -70,7 +70,7 @@ def test_slabs_of_other_sizes_are_another_kernel() -> None:
 
     rows, out = torch.empty(16, 512), torch.empty(16, 16)
     keys = {
-        launch._slab_kernel(launch.Product("float32", part, part, out), 8)
+        launch._key(launch.Product("float32", part, part, out), 8, part.shape[1])
         for part in (rows[:, :64], rows[:, :128], rows[:, :256])
     }
     assert len(keys) == 3

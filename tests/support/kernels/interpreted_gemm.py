@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -224,35 +223,6 @@ def test_split_k_resets_its_counters_to_zero(monkeypatch: pytest.MonkeyPatch) ->
         assert not counters.any()
 
 
-class FakeStream:
-    """A stream on which all work is complete when it is issued."""
-
-    def __init__(self, *_: Any, cuda_stream: int = 0, **__: Any) -> None:
-        self.cuda_stream = cuda_stream
-
-    def wait_stream(self, other: FakeStream) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-def test_each_stream_and_each_capture_has_its_own_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(launching, "_COUNTERS", 3 * launching._PER_STREAM)
-    arena = launching._Arena(torch.device("cpu"))
-    first, second, again = (arena.of_stream(stream) for stream in (7, 8, 7))
-    captured = [arena.take(count) for count in (10, 20)]
-    assert first is not None and first is again and second is not None
-    places = [t.data_ptr() for t in (first, second, *captured) if t is not None]
-    steps = [(b - a) // 4 for a, b in itertools.pairwise(places)]
-    assert steps == [launching._PER_STREAM, launching._PER_STREAM, 32]  # Disjoint and aligned.
-    assert [len(t) for t in captured if t is not None] == [10, 20]
-    assert arena.take(launching._PER_STREAM) is None  # The arena is full.
-    assert arena.of_stream(9) is None
-    assert arena.of_stream(8) is second
-
-
 # ---- operations that call the kernel ----
 
 
@@ -369,6 +339,16 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     table.save(found)
     assert table.load("Some GPU") == found
     assert not tuner.measure(shapes, library, seconds=-1.0).entries
+
+
+class FakeStream:
+    """A stream on which all work is complete when it is issued."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
 
 
 @pytest.mark.parametrize("rows", [16, 70, 150])
