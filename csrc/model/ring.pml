@@ -9,7 +9,7 @@
  *
  * A partial result is the set of ranks whose terms are in it. In rank order a slot holds one; with
  * TREE it holds the stack of tree_order.h. combine() joins the top entries with a rank's own term, as
- * combine_units() of ring.cuh and the kernels of reduce_impl.h do; the others are copied on.
+ * combine_units() of ring.cuh and the kernels of reduce_kernels.cpp do; the others are copied on.
  *
  * A step of the model is a reduce() or gather() with its wait() and its raise(). Mailboxes hold the
  * numbers of their chunks. Numbers are kept modulo CYCLE, which is far more than ranks can be

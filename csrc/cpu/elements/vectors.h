@@ -1,6 +1,7 @@
 // Vectors of kVectorBytes, and conversions of 16-bit floats in them.
 //
-// Everything here has internal linkage, since it is compiled once per instruction set.
+// Everything here has internal linkage, since it is compiled once per instruction set, which CMake
+// says by PIPEKERNELS_ISA and PIPEKERNELS_VECTOR_BYTES.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,15 @@
 #include <immintrin.h>
 #endif
 
+// The name of what other files call: PIPEKERNELS_FOR_ISA(cast_tables) is cast_tables_avx2.
+#define PIPEKERNELS_JOINED(name, isa) name##_##isa
+#define PIPEKERNELS_EXPANDED(name, isa) PIPEKERNELS_JOINED(name, isa)
+#define PIPEKERNELS_FOR_ISA(name) PIPEKERNELS_EXPANDED(name, PIPEKERNELS_ISA)
+
 namespace pipekernels {
 namespace {
+
+constexpr int kVectorBytes = PIPEKERNELS_VECTOR_BYTES;
 
 template <class T>
 struct VectorOf {

@@ -1,10 +1,8 @@
 // The reduction kernels, written once over vectors of kVectorBytes and compiled once per
-// instruction set by reduce_{baseline,avx2,avx512}.cpp.
+// instruction set; with AVX512-BF16 those of bfloat16 alone.
 //
-// Everything here has internal linkage and uses no inline function of other headers. Otherwise the
+// Everything else has internal linkage and uses no inline function of other headers. Otherwise the
 // linker could merge copies that were compiled for different instruction sets.
-#pragma once
-
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -351,4 +349,11 @@ constexpr const ReduceKernels* kTables[kReducibleDTypes] = {
 };
 
 }  // namespace
+
+#if defined(__AVX512BF16__)
+const ReduceKernels* reduce_table_avx512bf16() { return kFloatTable<Bf16>; }
+#else
+const ReduceKernels* const* PIPEKERNELS_FOR_ISA(reduce_tables)() { return kTables; }
+#endif
+
 }  // namespace pipekernels

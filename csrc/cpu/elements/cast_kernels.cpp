@@ -1,8 +1,6 @@
 // The conversion kernels, written once over vectors of kVectorBytes and compiled once per
-// instruction set by cast_{baseline,avx2,avx512}.cpp. As in reduce_impl.h, everything has internal
-// linkage and uses no inline function of other headers.
-#pragma once
-
+// instruction set. As in reduce_kernels.cpp, everything else has internal linkage and uses no
+// inline function of other headers.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -107,4 +105,7 @@ constexpr const CastKernel* kTables[kFloatingDTypes] = {
 };
 
 }  // namespace
+
+const CastKernel* const* PIPEKERNELS_FOR_ISA(cast_tables)() { return kTables; }
+
 }  // namespace pipekernels

@@ -1,14 +1,13 @@
 // The kernels of few_rows.h, written once over vectors of kVectorBytes and compiled once per
-// instruction set by few_rows_{baseline,avx2,avx512}.cpp. As in reduce_impl.h, everything has
-// internal linkage and uses no inline function of other headers.
-#pragma once
+// instruction set. As in reduce_kernels.cpp, everything else has internal linkage and uses no
+// inline function of other headers.
+#include "few_rows_kernels.h"
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #include "../elements/element_types.h"
-#include "few_rows_kernels.h"
 
 namespace pipekernels {
 namespace {
@@ -226,4 +225,7 @@ constexpr const FewRowsKernels* kTables[kFloatingDTypes] = {
 };
 
 }  // namespace
+
+const FewRowsKernels* const* PIPEKERNELS_FOR_ISA(few_rows_tables)() { return kTables; }
+
 }  // namespace pipekernels
