@@ -19,8 +19,8 @@ from pipekernels._torch_private import disable_dynamo, transforms_are_active
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
-from pipekernels.pipeline.engine.execution import EXECUTIONS
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, targets_for
+from pipekernels.pipeline.engine.runners import EXECUTIONS
 from pipekernels.pipeline.planning.cuts import solve
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline

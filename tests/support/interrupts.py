@@ -30,7 +30,6 @@ from pipekernels import Pipe
 from pipekernels.batchnorm import DeferredBatchNorm
 from pipekernels.device.restoring import LOCKS
 from pipekernels.pipeline.engine import engine, lanes, stages
-from pipekernels.pipeline.engine.pace import Pace
 from pipekernels.pipeline.stage import checkpoint, skip
 from support.skip_layers import Pop, Stash
 
@@ -187,7 +186,7 @@ class Case:
             for key, value in self.pipe.state_dict().items():
                 value.copy_(self.saved[key])
         self.pipe.zero_grad()
-        self.pipe._engine._chooser._pace = Pace()  # No execution has been measured.
+        self.pipe._engine._runners._auto.clear()  # No execution has been measured.
         torch.set_rng_state(self.states[0])
 
     def run(self) -> list[torch.Tensor | None]:
@@ -230,7 +229,7 @@ class Case:
         assert skip._current.skips == {}, "skips remain"
         assert engine._running.get() == (), "the pipe is still marked as running"
         engine_ = self.pipe._engine
-        for lock in (engine_._lock, engine_._turns, engine_._findings.turn, *LOCKS):
+        for lock in (engine_._lock, engine_._turns, engine_.stages.observed.turn, *LOCKS):
             assert not lock._is_owned(), "a lock is still held"
         assert all(worker.loan.over for worker in lanes._workers), "lanes are still borrowed"
         for owner, name, tensor in self.tensors:

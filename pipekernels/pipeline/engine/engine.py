@@ -16,20 +16,21 @@ from torch import nn
 from pipekernels._log import info_once
 from pipekernels._torch_private import in_backward
 from pipekernels.device.restoring import restore_despite_interrupt, restoring
-from pipekernels.pipeline.engine.execution import Chooser
-from pipekernels.pipeline.engine.findings import ObservedLayerBehavior
+from pipekernels.pipeline.engine.forward import forward
 from pipekernels.pipeline.engine.losses import Losses, LossGradients
-from pipekernels.pipeline.engine.mini_batch import MiniBatch
-from pipekernels.pipeline.engine.node import GivenGradients, PipeNode
+from pipekernels.pipeline.engine.mini_batch import Inputs, MiniBatch, wants_grad
+from pipekernels.pipeline.engine.node import PipeNode
 from pipekernels.pipeline.engine.outputs import Outputs
+from pipekernels.pipeline.engine.runners import Runners, Signature
 from pipekernels.pipeline.engine.stages import Stages
+from pipekernels.pipeline.engine.train_step import GivenGradients, train
 from pipekernels.pipeline.schedule.program import GPIPE, Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.checkpoint import checkpointed
 from pipekernels.pipeline.stage.parameters import StageParameters, unique
-from pipekernels.pipeline.stage.task import Grads, differentiable
-from pipekernels.pipeline.values.micro_batch import Batch, Scatter
+from pipekernels.pipeline.stage.task import Grads
+from pipekernels.pipeline.values.micro_batch import Batch
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ each loss, and the object that captures the losses' own gradients."""
 
 _entry = partial(
     restore_despite_interrupt,
-    locks=lambda engine, *_, **__: (engine._turns, engine._lock, engine._findings.turn),
+    locks=lambda engine, *_, **__: (engine._turns, engine._lock, engine.stages.observed.turn),
 )
 
 
@@ -65,7 +66,7 @@ class Engine:
     Args:
         partitions: the stages.
         devices: one per stage.
-        execution: one of ``execution.EXECUTIONS``.
+        execution: one of ``runners.EXECUTIONS``.
     """
 
     def __init__(
@@ -76,9 +77,7 @@ class Engine:
         execution: str = "auto",
     ) -> None:
         self.stages = Stages(partitions, devices)
-        self._traits = self.stages.inspect_layers()
-        self._findings = ObservedLayerBehavior()
-        self._chooser = Chooser(self.stages, self._findings, execution)
+        self._runners = Runners(self.stages, execution)
         self._timeline: Timeline | None = None
         # Held during each forward and each backward: both install the aliases and take the
         # gradients that those accumulate.
@@ -105,7 +104,7 @@ class Engine:
         turn = nullcontext() if in_backward() else self._turns
         with self._as_running(), turn, self._lock, restoring():
             mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
-            outputs = Outputs(mini_batch.sizes, batch.dim)
+            outputs = Outputs(mini_batch.inputs.sizes, batch.dim)
             with self._committed():
                 if mini_batch.grad:
                     inputs = (*batch.tensors, *unique(self._parameters))
@@ -113,7 +112,7 @@ class Engine:
                         mini_batch, outputs, self._lock, self._recycle, *inputs
                     )
                 else:
-                    tensors = mini_batch.forward(outputs, batch.tensors)
+                    tensors = forward(mini_batch, outputs, batch.tensors)
         return outputs.build(tensors)
 
     @_entry
@@ -145,11 +144,14 @@ class Engine:
         ):
             mini_batch = self._start(schedule, batch, checkpoint, trains=True)
             captured = LossGradients(mini_batch.parameters, self.stages.modules)
-            losses = make_losses(mini_batch.sizes, mini_batch.loss_randomness, captured)
+            # Seeded as if the loss were one more stage.
+            seeded = partial(mini_batch.runner.seeded, stage=len(self.stages.modules))
+            losses = make_losses(mini_batch.inputs.sizes, seeded, captured)
             parameters = unique(self._parameters)
+            waiting = self._unlocked if self.stages.with_streams else None
             with self._committed():
                 # Keep no other reference to a gradient: autograd would then copy it.
-                grads = _joined(*mini_batch.train(losses), captured, parameters)
+                grads = _joined(train(mini_batch, losses, waiting), captured, parameters)
                 losses.check()
             self._recycle(mini_batch)
             targets = [*batch.tensors, *parameters]
@@ -194,7 +196,7 @@ class Engine:
             _running.set(around)
 
     def _committed(self) -> AbstractContextManager[None]:
-        deferred = self._traits.has_deferred_batch_norm
+        deferred = self.stages.traits.has_deferred_batch_norm
         return committed(self.stages.modules) if deferred else nullcontext()
 
     def _recycle(self, mini_batch: MiniBatch) -> None:
@@ -216,48 +218,43 @@ class Engine:
             for stage, previous in zip(stages.modules, known, strict=True)
         ]
         if not all(map(StageParameters.has_same_layers, parameters, self._parameters)):
-            self._traits = stages.inspect_layers()
+            stages.inspect_layers()
         self._parameters = parameters
-        grad = torch.is_grad_enabled()
-        wants_grad = tuple(grad and t.requires_grad and differentiable(t) for t in batch.tensors)
-        grad = grad and (any(wants_grad) or bool(unique(parameters)))
-        tensors = [t.detach() for t in batch.tensors] if grad else batch.tensors
-        scatter = Scatter(tensors, batch.chunks, batch.dim)
-        count = len(scatter)
+        grad = torch.is_grad_enabled() and (
+            any(map(wants_grad, batch.tensors)) or bool(unique(parameters))
+        )
+        inputs = Inputs(batch, stages.devices[0], grad=grad)
+        count = len(inputs)
         if count < batch.chunks:
             message = "an input of %d rows makes %d micro-batches, fewer than chunks=%d"
-            info_once(_log, message, scatter.batch, count, batch.chunks)
+            info_once(_log, message, inputs.rows, count, batch.chunks)
         recomputed = [grad and checkpointed(checkpoint, m, count) for m in range(count)]
-        execution = self._chooser.choose(
-            self._traits,
-            schedule,
-            scatter,
-            parameters if grad else None,
-            sum(recomputed),
-            may_split=not trains,
-            has_timeline=self._timeline is not None,
+        signature = Signature(
+            schedule=schedule,
+            micro_batches=count,
+            size_bits=inputs.elements.bit_length(),
+            grad=grad,
+            training=stages.traits.training,
+            recomputed=sum(recomputed),
+            trains=trains,
         )
-        if trains and stages.with_streams:
-            execution = execution._replace(in_backward=lambda: self._unlocked)
         if stages.with_streams and not grad:
             self._spare.append(parameters)
         return MiniBatch(
-            stages,
-            execution,
-            self._findings,
-            scatter,
-            wants_grad,
-            batch.structure.on(stages.devices[0]).cut(scatter.sizes),
-            parameters if grad else None,
-            recomputed,
-            self._timeline,
+            runner=self._runners.make(signature, fuses=self._timeline is None),
+            stages=stages,
+            inputs=inputs,
+            parameters=parameters if grad else None,
+            recomputed=recomputed,
+            timeline=self._timeline,
         )
 
 
 def _joined(
-    inputs: Grads, own: Grads, captured: LossGradients, parameters: Sequence[nn.Parameter]
+    grads: list[Grads], captured: LossGradients, parameters: Sequence[nn.Parameter]
 ) -> list[torch.Tensor | None]:
     """The gradients of the inputs, then those of the parameters."""
+    inputs, own = grads
     return [*inputs, *captured.added_to(own, parameters)]
 
 

@@ -11,9 +11,10 @@ import torch
 
 from pipekernels._torch_private import keeps_graph, when_backward_ends
 from pipekernels.device.restoring import restore_despite_interrupt, restoring
-from pipekernels.device.streams import has_streams
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.transforms import deny_batched
+from pipekernels.pipeline.engine.backward import Backward
+from pipekernels.pipeline.engine.forward import forward
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.outputs import Outputs
 from pipekernels.pipeline.stage.task import Grads
@@ -39,8 +40,8 @@ class PipeNode(torch.autograd.Function):
         recycle: Callable[[MiniBatch], None],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        whole = mini_batch.forward(outputs, tensors)
-        ctx.mini_batch, ctx.outputs = mini_batch, outputs
+        whole = forward(mini_batch, outputs, tensors)
+        ctx.mini_batch, ctx.outputs, ctx.backward = mini_batch, outputs, Backward(mini_batch)
         ctx.lock, ctx.recycle = lock, recycle
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -55,10 +56,14 @@ class PipeNode(torch.autograd.Function):
         return (None, None, None, None, *_backward(ctx, grads, keeps_graph()))
 
 
-@partial(restore_despite_interrupt, locks=lambda ctx, *_: (ctx.lock,))
+def _locks(ctx: Any, *_: object) -> tuple[Any, ...]:
+    return ctx.lock, ctx.mini_batch.stages.observed.turn
+
+
+@partial(restore_despite_interrupt, locks=_locks)
 def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool) -> Grads:
     with ctx.lock, restoring():
-        inputs, parameters = ctx.mini_batch.backward(ctx.outputs, grads, keep_graph)
+        inputs, parameters = ctx.backward.run_all(ctx.outputs, grads, keep_graph)
         # Autograd may run what a loss has besides the pipe's output after this node.
         when_backward_ends(partial(_check, ctx.lock, ctx.mini_batch))
         if not keep_graph:
@@ -69,22 +74,3 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool
 def _check(lock: threading.RLock, mini_batch: MiniBatch) -> None:
     with lock:
         mini_batch.deny_foreign_backwards()
-
-
-class GivenGradients(torch.autograd.Function):
-    """A scalar whose backward gives ``tensors`` the gradients ``grads``, without its Nones. It
-    empties the list, because autograd copies gradients that others refer to."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.grads = grads
-        # On a device with streams, if any, so that autograd makes the accumulation wait for the
-        # current stream.
-        devices = [tensor.device for tensor in tensors]
-        return torch.zeros((), device=next(filter(has_streams, devices), devices[0]))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given = tuple([grad for grad in ctx.grads if grad is not None])
-        ctx.grads.clear()
-        return None, *given

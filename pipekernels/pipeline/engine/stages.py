@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
+from pipekernels.pipeline.stage.other_random import Source
 from pipekernels.pipeline.stage.parameters import StageParameters, drop_accumulated
 from pipekernels.pipeline.stage.partition import has_collectives
 from pipekernels.pipeline.stage.skip import SkipRoutes
@@ -36,8 +38,54 @@ class LayerTraits:
         return any(layer.dropout > 0 and layer.training for layer in self.recurrent)
 
 
+@dataclass
+class ObservedLayers:
+    """What mini-batches have observed about the layers, from any thread."""
+
+    changing_buffers: set[int] = field(default_factory=set)
+    """ids of buffers that layers change in their forwards."""
+    generators: dict[object, Source] = field(default_factory=dict)
+    """Those that layers have given to torch's functions, by id."""
+    knows_generators: bool = False
+    """Whether a mini-batch has been watched for ``generators``."""
+    draws: bool = False
+    """Whether layers draw random numbers that lanes can seed separately."""
+    draws_elsewhere: bool = False
+    """Whether they draw numbers that are not torch's, which lanes cannot put into an order."""
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    """Held by each task of layers that draw elsewhere."""
+    hidden_randomness: bool = False
+    """Whether layers draw random numbers that lanes cannot seed separately."""
+    restores: bool = False
+    """Whether layers restore an earlier state of the process-wide generator, as layers do that
+    recompute themselves. That changes the random numbers of other threads."""
+
+    def note_draws_elsewhere(self) -> None:
+        self.draws_elsewhere = True
+
+    def note_hidden_randomness(self) -> None:
+        self.hidden_randomness = True
+
+    def note_restores(self) -> None:
+        self.restores = True
+
+    def refuse_hidden_randomness(self) -> None:
+        """Note random numbers drawn by a backward on a lane, and raise a RuntimeError. From the
+        next mini-batch on the pipe runs on one thread."""
+        self.hidden_randomness = True
+        raise RuntimeError(
+            "a layer of the pipe has begun to draw random numbers in its backward, as layers do "
+            "that checkpoint themselves; run this mini-batch again, and the pipe will keep to one "
+            "thread"
+        )
+
+    def needs_one_thread(self) -> bool:
+        """Whether random numbers would depend on timing if stages ran on several threads."""
+        return self.hidden_randomness or self.draws_elsewhere or (self.draws and self.restores)
+
+
 class Stages:
-    """The state that mini-batches share.
+    """The stages of a pipe, and what is known of their layers.
 
     Args:
         modules: the stages' layers.
@@ -45,6 +93,8 @@ class Stages:
 
     Attributes:
         modules, devices: as above.
+        traits: of the layers.
+        observed: what mini-batches add to, and read.
         skips: the routes of skips between stages.
         tasks: one per stage.
         fused: all stages as one task, or None if they must not be fused.
@@ -69,14 +119,19 @@ class Stages:
         self.done_when_issued = frozenset(
             index for index, device in enumerate(devices) if not has_streams(device)
         )
+        self.observed = ObservedLayers()
+        self.traits = self._inspect_layers()
 
-    def inspect_layers(self) -> LayerTraits:
-        """The present traits of the layers; must be called again whenever layers have changed.
+    def inspect_layers(self) -> None:
+        """Update ``traits``; must be called whenever layers have changed.
 
         Raises:
             ValueError: FSDP shards a layer.
             RuntimeError: layers with skips were added or removed.
         """
+        self.traits = self._inspect_layers()
+
+    def _inspect_layers(self) -> LayerTraits:
         layers = [layer for stage in self.modules for layer in stage.modules()]
         _refuse_fsdp(layers)
         for task in (*self.tasks, *filter(None, [self.fused])):

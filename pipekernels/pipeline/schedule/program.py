@@ -1,6 +1,6 @@
 """Pipeline schedules as data: which lane runs which action, in which order.
 
-No tensors and threads here: the executors (``executor.py``) run programs, :func:`simulate` predicts
+No tensors and threads here: the engine runs programs, :func:`simulate` predicts
 their times.
 """
 

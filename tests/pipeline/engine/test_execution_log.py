@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import Communicator, Pipe, RowParallelLinear
-from pipekernels.pipeline.engine.pace import RECENT, Pace
+from pipekernels.pipeline.engine.auto import SAMPLES_KEPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,24 +98,8 @@ def test_random_numbers_of_a_layer_that_checkpoints_itself(messages: Any) -> Non
     assert len(messages()) == 1 and "layers draw random numbers that lanes" in messages()[0]
 
 
-def test_a_choice_by_time_is_logged_when_it_changes(messages: Any) -> None:
-    pace = Pace()
-
-    def passes(count: int, **seconds: float) -> None:
-        for _ in range(count):
-            way = pace.choose("kind", ["inline", "threads"])
-            pace.record("kind", way, seconds[way])
-
-    passes(1 + 2 * RECENT, inline=2e-3, threads=1e-3)
-    assert not messages()
-    passes(20, inline=2e-3, threads=1e-3)
-    assert messages() == ["kind: threads, the fastest (inline 2 ms, threads 1 ms)"]
-    passes(1000, inline=2e-3, threads=3e-3)
-    assert messages()[1:] == ["kind: inline, the fastest (inline 2 ms, threads 3 ms)"]
-
-
 def test_kinds_are_named_by_what_tells_them_apart(messages: Any) -> None:
-    run(nn.Linear(4, 4), nn.Linear(4, 4), times=4 + 3 * RECENT, checkpoint="never")
+    run(nn.Linear(4, 4), nn.Linear(4, 4), times=4 + 3 * SAMPLES_KEPT, checkpoint="never")
     assert messages()
     assert messages()[0].startswith(
         "gpipe of 2 micro-batches of less than 2**4 elements, with gradients, 0 recomputed: "

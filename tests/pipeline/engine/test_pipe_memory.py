@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -110,8 +111,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[MiniBatch
     found: list[weakref.ref[MiniBatch]] = []
 
     class Recorded(MiniBatch):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
+        def __init__(self, **args: Any) -> None:
+            super().__init__(**args)
             found.append(weakref.ref(self))
 
     monkeypatch.setattr(engine, "MiniBatch", Recorded)

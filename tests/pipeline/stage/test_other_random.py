@@ -103,7 +103,7 @@ def test_the_default_execution_keeps_to_one_thread() -> None:
         execution="auto",
     )
     pipe(torch.ones(4, requires_grad=True))
-    assert pipe._engine._findings.needs_one_thread()
+    assert pipe._engine.stages.observed.needs_one_thread()
 
 
 def test_stages_that_begin_to_draw_at_the_same_time() -> None:
@@ -144,7 +144,7 @@ def test_stages_that_begin_to_draw_at_the_same_time() -> None:
         output.sum().backward()
     threads.pop()
     pipe(x).sum().backward()
-    assert pipe._engine._findings.needs_one_thread()
+    assert pipe._engine.stages.observed.needs_one_thread()
 
 
 def test_halves_of_normal_pairs_are_replayed(execution: str) -> None:

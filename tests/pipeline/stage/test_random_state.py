@@ -54,8 +54,8 @@ def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
 
 def needs_one_thread(pipe: Pipe) -> bool:
     """Whether the pipe has found random numbers that depend on the order of threads."""
-    engine = pipe._engine
-    return engine._traits.draw_hidden_dropout() or engine._findings.needs_one_thread()
+    stages = pipe._engine.stages
+    return stages.traits.draw_hidden_dropout() or stages.observed.needs_one_thread()
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])

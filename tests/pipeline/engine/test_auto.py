@@ -1,0 +1,77 @@
+"""The choice of the execution follows measured times, also when they change, and is logged."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pipekernels.pipeline.engine.auto import (
+    FIRST,
+    MIN_RUNS_BETWEEN_TRIALS,
+    SAMPLES_KEPT,
+    TRIAL_TIME_SHARE,
+    Auto,
+)
+
+EXECUTIONS = ["inline", "threads", "split"]
+EXPLORATION = 1 + 3 * SAMPLES_KEPT
+
+
+def run(auto: Auto, times: int, **seconds: float) -> list[str]:
+    """The executions that ``auto`` chooses for so many mini-batches."""
+    chosen = []
+    for _ in range(times):
+        execution = auto.choose()
+        auto.record(execution, seconds.get(execution, 1e-9))
+        chosen.append(execution)
+    return chosen
+
+
+def test_the_first_mini_batch_warms_up_and_is_not_counted() -> None:
+    auto = Auto("kind", EXECUTIONS)
+    assert auto.choose() == FIRST
+    assert auto.choose() == FIRST  # None has ended.
+    auto.record(FIRST, 1e-9)
+    chosen = run(auto, 3 * SAMPLES_KEPT, inline=2.0, threads=1.0, split=1.5)
+    assert all(chosen.count(execution) == SAMPLES_KEPT for execution in EXECUTIONS)
+    assert auto.choose() == "threads"
+
+
+def test_only_possible_executions_are_tried() -> None:
+    chosen = run(Auto("kind", ["inline", "threads"]), 100, inline=2.0, threads=1.0)
+    assert set(chosen) == {FIRST, "inline", "threads"}
+
+
+@pytest.mark.parametrize("fastest", EXECUTIONS)
+@pytest.mark.parametrize("ratio", [1.05, 2.0, 10.0])
+def test_the_fastest_execution_is_kept_and_trials_are_cheap(fastest: str, ratio: float) -> None:
+    auto = Auto("kind", EXECUTIONS)
+    seconds = {execution: 1.0 if execution == fastest else ratio for execution in EXECUTIONS}
+    run(auto, EXPLORATION, **seconds)
+    times = 10_000
+    chosen = run(auto, times, **seconds)
+    for slower in EXECUTIONS:
+        if slower != fastest:
+            trials = chosen.count(slower)
+            assert 1 <= trials <= times / MIN_RUNS_BETWEEN_TRIALS
+            assert trials * (ratio - 1) <= times * TRIAL_TIME_SHARE
+
+
+def test_a_choice_made_under_load_is_corrected() -> None:
+    auto = Auto("kind", EXECUTIONS)
+    run(auto, EXPLORATION, inline=1.0, threads=1.5, split=1.5)
+    chosen = run(auto, 200, inline=1.0, threads=0.6, split=0.8)
+    assert chosen[0] == "inline" and chosen[-1] == "threads"
+    assert chosen.count("inline") <= max(MIN_RUNS_BETWEEN_TRIALS, 0.5 / TRIAL_TIME_SHARE) + 5
+
+
+def test_a_choice_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pipekernels.pipeline")
+    auto = Auto("kind", ["inline", "threads"])
+    run(auto, 1 + 2 * SAMPLES_KEPT, inline=2e-3, threads=1e-3)
+    assert not caplog.messages
+    run(auto, 20, inline=2e-3, threads=1e-3)
+    assert caplog.messages == ["kind: threads, the fastest (inline 2 ms, threads 1 ms)"]
+    run(auto, 1000, inline=2e-3, threads=3e-3)
+    assert caplog.messages[1:] == ["kind: inline, the fastest (inline 2 ms, threads 3 ms)"]
