@@ -2,62 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
-SETTINGS: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
-    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
-    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
-    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
-    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-)
-"""How to read and how to write each setting."""
+from pipekernels.device.restoring import AUTOCAST, restoring
 
 
 def settings() -> list[Any]:
-    """The values of ``SETTINGS``."""
-    return [read() for read, _ in SETTINGS]
+    """The thread's settings, for :func:`autocast_as`."""
+    return [read() for read, _ in AUTOCAST]
 
 
 def autocast_as(wanted: Sequence[Any]) -> AbstractContextManager[None]:
-    """Apply ``wanted``, a result of :func:`settings`, in the body."""
+    """Apply ``wanted`` to the thread in the body."""
     before = settings()
     return nullcontext() if wanted == before else _changed(before, wanted)
 
 
 def _set(values: Sequence[Any]) -> None:
-    for (_, write), value in zip(SETTINGS, values, strict=True):
+    for (_, write), value in zip(AUTOCAST, values, strict=True):
         write(value)
 
 
 @contextmanager
 def _changed(before: Sequence[Any], wanted: Sequence[Any]) -> Iterator[None]:
-    try:
+    inside = False  # True only if the next line is reached: Ctrl-C comes after a call, not before.
+
+    def leave() -> None:
+        nonlocal inside
+        _set(before)
+        if inside:
+            inside = False
+            if torch.autocast_decrement_nesting() == 0:  # The outermost: drop casts of weights.
+                torch.clear_autocast_cache()
+
+    with restoring(leave):
+        inside = True
         torch.autocast_increment_nesting()
         _set(wanted)
         yield
-    finally:
-        _set(before)
-        leave(depth() - 1)
-
-
-def depth() -> int:
-    """The number of autocasts that the calling thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def leave(left: int) -> None:
-    """Leave all autocasts but ``left``. At the end of the outermost, the casts of weights that
-    torch has cached are dropped."""
-    while depth() > left:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pipekernels.pipeline.stage.context import entered
 from pipekernels.pipeline.stage.random_state import HookWatch
 
 OPERATIONS = 10
-SECONDS = 3
+SIGNALS = 5000
 
 
 @pytest.mark.full
@@ -48,11 +48,10 @@ def test_an_interrupt_while_a_step_releases_its_lock(one_thread: None) -> None:
 @pytest.mark.processes
 def test_signals_at_any_time() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "support.interrupts", str(SECONDS)],
-        cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True, timeout=100,
+        [sys.executable, "-m", "support.interrupts", str(SIGNALS)],
+        cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[1]) > 0
 
 
 def test_contexts_in_a_function_that_restores() -> None:
