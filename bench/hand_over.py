@@ -42,8 +42,8 @@ class ByTorch:
 
     def __init__(self, source: torch.device, target: torch.device, place: torch.device) -> None:
         self.source, self.target, self.place = source, target, place
-        self.leaving, self.arriving = streams.new(source), streams.new(target)
-        self.done = streams.DONE
+        self.leaving, self.arriving = torch.cuda.Stream(source), torch.cuda.Stream(target)
+        self.done = streams.HOST
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         origin = streams.current(self.source)
@@ -97,7 +97,7 @@ class _Stream:
         self.device = device
 
     def record_event(self) -> Any:
-        return streams.DONE
+        return streams.HOST
 
     def wait_event(self, event: Any) -> None:
         pass
@@ -133,7 +133,7 @@ def _without_driver() -> Iterator[None]:
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "current_stream", current.__getitem__),
         (torch.cuda, "set_stream", lambda stream: None),
-        (streams, "new", _Stream),
+        (torch.cuda, "Stream", _Stream),
         (streams, "external", lambda device, handle: _Stream(device)),
         (streams, "current_handle", lambda device: 0),
         (streams, "empty_like", lambda tensors, device, stream: allocate(tensors, CPU, stream)),

@@ -10,18 +10,16 @@ while the next one is computed. CPU memory is read in place only if it is pinned
 thread waits instead of a stream.
 
 *Received buffers* are allocated on the copies' own stream, so that a copy never waits for the
-target's computation. A fixed ring of buffers would not do, as layers may keep them for the
-backward. So the edge keeps a reference to the storage of each, and checks at every later copy
-whether it is the last one. If so, all work that reads the buffer has been issued: the edge records
-an event on each stream that used it, and at the copy after that makes the copies' stream wait for
-these events and drops the buffer. If layers keep nothing, two buffers alternate. Copies to the CPU
-arrive in pinned memory, which the edge refers to until the copy is done: it is torch's, whose
-allocator does not know of the copy.
+target's computation. Layers may keep them for the backward, so the edge keeps a reference to the
+storage of each, and checks at every later copy whether it is the last one. If so, all work that
+reads the buffer has been issued: the edge records an event on each stream that used it, and at the
+copy after that makes the copies' stream wait for these events and drops the buffer. If layers keep
+nothing, two buffers alternate. Copies to the CPU arrive in pinned memory, which the edge refers to
+until the copy is done: torch's allocator does not know of the copy.
 
-A copy's values become visible to the target's stream, or to the CPU, through ``Arrival.wait``.
-Nothing here uses ``record_stream``. The calling thread waits only where the CPU is to read received
-values, or to write memory (of the extension, or pinned memory of the caller) that a copy still
-reads.
+A copy's values become visible to the target's stream, or to the CPU, through ``Arrival.wait``. The
+calling thread waits only where the CPU is to read received values, or to write memory (of the
+extension, or pinned memory of the caller) that a copy still reads.
 
 CUDA graphs cannot hold copies: :meth:`Edge.send` and ``Arrival.wait`` raise on a stream that is
 being captured. What such a stream would have to wait for, or be waited for, is kept until later.
@@ -32,6 +30,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -79,28 +78,24 @@ class Arrival:
         self.users.append(user)
 
 
-class _Read:
-    """Sources that a copy may still read."""
+class _PendingSource(NamedTuple):
+    """Memory that a copy may still read."""
 
-    def __init__(self, origin: int, done: Ticket, memory: list[UntypedStorage]) -> None:
-        self.origin = origin
-        self.done = done
-        self.memory = memory
+    origin: int
+    done: Ticket
+    memory: list[UntypedStorage]
 
 
-class _Lent:
-    """A received buffer that callers may still refer to."""
+class _ReceivedBuffer:
+    """A buffer that callers may still refer to."""
 
     def __init__(self, buffer: Tensor, arrival: Arrival) -> None:
         self.arrival = arrival
         self._storage = buffer.untyped_storage()
-        self._references = self._count()  # ``buffer`` is one of them.
+        self._references = storage_references(self._storage)  # ``buffer`` is one of them.
 
     def is_unused(self) -> bool:
-        return self._count() < self._references
-
-    def _count(self) -> int:
-        return storage_references(self._storage)
+        return storage_references(self._storage) < self._references
 
 
 class Edge:
@@ -120,10 +115,10 @@ class Edge:
             self._native = p2p.new_edge(source, target, SLOT_BYTES)
             self._arriving = streams.external(target, self._native.arriving)
             self._are_plain = _backend.load().are_plain
-        self._sources: list[_Read] = []
-        self._lent: list[_Lent] = []
-        self._unused: list[tuple[Ticket, set[_Lent]]] = []
-        self._landing: list[tuple[Ticket, list[UntypedStorage]]] = []
+        self._sources: list[_PendingSource] = []
+        self._received: list[_ReceivedBuffer] = []
+        self._unused: list[tuple[Ticket, set[_ReceivedBuffer]]] = []
+        self._pending_host_copies: list[tuple[Ticket, list[UntypedStorage]]] = []
         self._issuing = False
         # Reentrant: an allocation may run the garbage collector, which may call settle().
         self._lock = threading.RLock()
@@ -143,32 +138,34 @@ class Edge:
             The copies, detached, and the arrival to wait for before they are used.
         """
         if not self._overlaps:
-            return [t.detach().to(self.target) for t in tensors], Arrival(
-                self.target, self._to, None
-            )
+            arrival = Arrival(self.target, self._to, None)
+            return [t.detach().to(self.target) for t in tensors], arrival
         with self._lock:
             origin = streams.current_handle(self.source)
-            self._let_go_of_sources()
-            self._take_back_buffers()
+            self._release_sources()
+            self._reclaim_buffers()
             sources = list(tensors)
             if not self._are_plain(sources):
                 sources = [t.detach().resolve_conj().resolve_neg() for t in sources]
             snapshots: list[Tensor] = []
             if snapshot and self._from >= 0 and self._to >= 0:
                 snapshots = [torch.empty_like(s) for s in sources]
-            copies = self._buffers_for(sources)
+            if self._arriving is HOST:
+                copies = [pinned_like(s) for s in sources]
+            else:
+                copies = streams.empty_like(sources, self.target, self._arriving)
             done = p2p.new_ticket()
             arrival = Arrival(self.target, self._to, done)
             # All memory is listed before a copy is issued, in case Ctrl-C comes right afterwards.
             # Until then the ticket is empty, and whoever asked it would drop the memory.
             self._issuing = True
             try:
-                read = _Read(origin, done, [t.untyped_storage() for t in snapshots or sources])
-                self._sources.append(read)
+                source = _PendingSource(origin, done, _memory(snapshots or sources))
+                self._sources.append(source)
                 if self._arriving is HOST:
-                    self._landing.append((done, [copy.untyped_storage() for copy in copies]))
+                    self._pending_host_copies.append((done, _memory(copies)))
                 else:
-                    self._lent += [_Lent(copy, arrival) for copy in copies]
+                    self._received += [_ReceivedBuffer(copy, arrival) for copy in copies]
                 still_reads = self._native.send(
                     done, sources, copies, snapshots, origin, torch.get_num_threads()
                 )
@@ -176,9 +173,9 @@ class Edge:
                 self._issuing = False
             if self._from < 0:
                 if not still_reads:
-                    self._sources.remove(read)
+                    self._sources.remove(source)
                 elif snapshot:
-                    self._let_go_of_sources()
+                    self._release_sources()
         return copies, arrival
 
     def settle(self) -> None:
@@ -190,11 +187,11 @@ class Edge:
         with self._lock:
             if self._issuing:  # Called by the garbage collector during send().
                 return
-            self._let_go_of_sources()
-            self._take_back_buffers()
-            self._take_back_buffers()
+            self._release_sources()
+            self._reclaim_buffers()
+            self._reclaim_buffers()
 
-    def _let_go_of_sources(self) -> None:
+    def _release_sources(self) -> None:
         while self._sources:
             first = self._sources[0]
             if self._from < 0:
@@ -203,36 +200,29 @@ class Edge:
                 return
             del self._sources[:1]  # After the wait, in case Ctrl-C has interrupted that.
 
-    def _take_back_buffers(self) -> None:
+    def _reclaim_buffers(self) -> None:
         while self._unused:
             self._unused[0][0].wait(self._to, self._native.arriving)
             del self._unused[:1]
-        if self._landing:
-            self._landing = [each for each in self._landing if not each[0].is_done()]
-        found = {buffer for buffer in self._lent if buffer.is_unused()}
+        self._pending_host_copies = [
+            (done, memory) for done, memory in self._pending_host_copies if not done.is_done()
+        ]
+        found = {buffer for buffer in self._received if buffer.is_unused()}
         if found:
             used = p2p.new_ticket()
             users = {stream for buffer in found for stream in buffer.arrival.users}
             if self._native.mark(used, list(users)):
                 self._unused.append((used, found))
-                self._lent = [buffer for buffer in self._lent if buffer not in found]
-
-    def _buffers_for(self, sources: list[Tensor]) -> list[Tensor]:
-        if self._arriving is HOST:
-            return [pinned_empty(s.shape, _dense_strides(s), s.dtype) for s in sources]
-        return streams.empty_like(sources, self.target, self._arriving)
+                self._received = [buffer for buffer in self._received if buffer not in found]
 
 
-def pinned_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An empty tensor in pinned CPU memory, for asynchronous copies."""
-    return torch.empty_strided(
-        tuple(shape), tuple(strides), dtype=dtype, device="cpu", pin_memory=True
-    )
+def _memory(tensors: list[Tensor]) -> list[UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
-def _dense_strides(tensor: Tensor) -> Sequence[int]:
-    """Those of ``torch.empty_like(tensor)``."""
-    return (tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride()
+def pinned_like(tensor: Tensor) -> Tensor:
+    """As ``torch.empty_like(tensor)``, in pinned CPU memory, for asynchronous copies."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 # Edges belong to the process, as streams do: the next pipe on an edge frees what the last one left.

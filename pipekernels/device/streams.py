@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,48 +16,26 @@ from torch import Tensor
 from pipekernels._backend import require_cuda_devices
 from pipekernels._torch_private import current_raw_stream
 
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def wait(self, stream: Any) -> None:
-        """Make later work on ``stream`` wait for this event."""
-
-    def synchronize(self) -> None:
-        """Make the calling thread wait for this event."""
-
-
-class Stream(Protocol):
-    """Work that runs in the order in which it is issued."""
-
-    def record_event(self) -> Event:
-        """An event after all work issued so far."""
-
-    def wait_event(self, event: Any) -> None:
-        """Make work issued later wait for ``event``."""
-
-
-class _Done:
-    """An event that has already happened."""
-
-    def wait(self, stream: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+Stream = Any
+"""A ``torch.cuda.Stream``, or ``HOST``."""
 
 
 class _Host:
-    """The stream of a device whose operations are synchronous."""
+    """The stream of a device whose operations are synchronous, and each of its events."""
 
-    def record_event(self) -> Event:
-        return DONE
+    def record_event(self) -> _Host:
+        return self
 
     def wait_event(self, event: Any) -> None:
         event.synchronize()
 
+    def wait(self, stream: Stream) -> None:
+        pass
 
-DONE: Event = _Done()
+    def synchronize(self) -> None:
+        pass
+
+
 HOST: Stream = _Host()
 
 
@@ -139,20 +117,12 @@ def currents(devices: Iterable[torch.device]) -> list[Stream]:
     return [*found, torch.cuda.current_stream()] if found else []
 
 
-def make_current(found: Iterable[Any]) -> None:
+def make_current(found: Iterable[Stream]) -> None:
     """Make each stream the current one of its device, and the last one's device the current one."""
     for stream in found:
         if stream is not HOST:
             torch.cuda.set_device(stream.device)
             torch.cuda.set_stream(stream)
-
-
-def new(device: torch.device) -> Stream:
-    """A new stream of ``device``. RuntimeError if torch cannot use such devices."""
-    if not has_streams(device):
-        return HOST
-    require_cuda_devices()
-    return torch.cuda.Stream(device)
 
 
 def external(device: torch.device, handle: int) -> Stream:
@@ -170,7 +140,7 @@ def current_handle(device: torch.device) -> int:
     return int(current_raw_stream(device.index))
 
 
-def empty_like(tensors: Iterable[Tensor], device: torch.device, stream: Any) -> list[Tensor]:
+def empty_like(tensors: Iterable[Tensor], device: torch.device, stream: Stream) -> list[Tensor]:
     """``torch.empty_like`` of each tensor on ``device``, in memory of ``stream``. As with
     :func:`using`, but in fewer steps, each of which takes longer than an allocation."""
     before, current_device = current(device), torch.cuda.current_device()
@@ -178,10 +148,10 @@ def empty_like(tensors: Iterable[Tensor], device: torch.device, stream: Any) -> 
         torch.cuda.set_stream(stream)
         return [torch.empty_like(tensor, device=device) for tensor in tensors]
     finally:
-        torch.cuda.set_stream(before)  # type: ignore[arg-type]
+        torch.cuda.set_stream(before)
         torch.cuda.set_device(current_device)
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:
     """A context in which ``stream`` and its device are current."""
-    return nullcontext() if stream is HOST else torch.cuda.stream(stream)  # type: ignore[arg-type]
+    return nullcontext() if stream is HOST else torch.cuda.stream(stream)

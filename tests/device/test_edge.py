@@ -50,11 +50,11 @@ def test_a_buffer_is_kept_while_a_stream_that_used_it_is_captured() -> None:
         del copies
         made.current(OTHER).is_captured = True
         edge.settle()
-        assert len(edge._lent) == 1
+        assert len(edge._received) == 1
         made.current(OTHER).is_captured = False
         edge.settle()
         made.poll()
-        assert not edge._lent and not edge._unused
+        assert not edge._received and not edge._unused
 
 
 @pytest.mark.parametrize("source", [CPU, GPU], ids=str)
@@ -81,7 +81,7 @@ def test_memory_may_run_out_midway(source: torch.device, monkeypatch: pytest.Mon
             del copies, arrival, copy
         edge.settle()
         made.poll()
-        assert not edge._sources and not edge._lent
+        assert not edge._sources and not edge._received
 
 
 def test_the_garbage_collector_may_settle_an_edge_during_a_copy() -> None:
@@ -96,7 +96,7 @@ def test_the_garbage_collector_may_settle_an_edge_during_a_copy() -> None:
         edge = Edge(GPU, OTHER)
         edge._native.__class__ = Settled
         copies, _ = edge.send([on(GPU)])
-        assert len(edge._sources) == len(edge._lent) == len(copies) == 1
+        assert len(edge._sources) == len(edge._received) == len(copies) == 1
         gc.collect()
         made.poll()
 
@@ -113,13 +113,13 @@ def test_pinned_memory_is_kept_until_the_copy_is_done() -> None:
         drop_at_once(made, edge)
         edge.settle()
         made.poll()
-        assert len(edge._landing) == 1
+        assert len(edge._pending_host_copies) == 1
         made.synchronize()
         edge.settle()
         made.poll()
-        assert not edge._landing
+        assert not edge._pending_host_copies
         drop_at_once(made, edge)
-        edge._landing.clear()
+        edge._pending_host_copies.clear()
         with pytest.raises(Race, match="memory goes back to thread while"):
             made.poll()
         made.synchronize()

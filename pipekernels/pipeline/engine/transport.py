@@ -57,7 +57,7 @@ class Transport:
     def clock(self, device: torch.device) -> Clock:
         """A clock for the work of stages on ``device``."""
         stream = self.stream(device)
-        return HostClock() if stream is streams.HOST else StreamClock(stream)  # type: ignore[arg-type]
+        return HostClock() if stream is streams.HOST else StreamClock(stream)
 
     @contextmanager
     def phase(self) -> Iterator[None]:

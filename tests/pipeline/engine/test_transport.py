@@ -195,8 +195,8 @@ def wait_for(done: Any, stream: Any) -> None:
     [
         (edge.Arrival, "wait", lambda self: self.users.append(streams.current(self._device))),
         (edge.Arrival, "wait", lambda self: wait_for(self._done, streams.current(self._device))),
-        (edge._Lent, "is_unused", lambda self: True),
-        (edge.Edge, "_let_go_of_sources", lambda self: self._sources.clear()),
+        (edge._ReceivedBuffer, "is_unused", lambda self: True),
+        (edge.Edge, "_release_sources", lambda self: self._sources.clear()),
     ],
     ids=["arrivals", "users", "buffers", "sources"],
 )
@@ -308,12 +308,12 @@ def test_edges_keep_no_tensors_of_a_dropped_pipe() -> None:
         made.placing = False
         output = pipe(p2p_copy(torch.randn(9, WIDTH, dtype=torch.float64), GPU))
         edges = list(edge._edges.values())
-        assert any(each._lent for each in edges)
+        assert any(each._received for each in edges)
         engine = weakref.ref(pipe._engine)
         del pipe, output
         assert engine() is None
-        assert not any(each._lent or each._unused or each._sources for each in edges)
-        assert not any(each._landing for each in edges)
+        assert not any(each._received or each._unused or each._sources for each in edges)
+        assert not any(each._pending_host_copies for each in edges)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -456,7 +456,7 @@ def test_pinned_inputs_may_be_overwritten_afterwards(devices: list[str]) -> None
     with machine() as made, torch.no_grad():
         pipe = Pipe(module, [1] * len(devices), devices=devices, chunks=4)
         made.placing = False
-        pinned = edge.pinned_empty(x.shape, x.stride(), x.dtype)
+        pinned = edge.pinned_like(x)
         pinned.copy_(x)
         there = p2p_copy(pinned, GPU)
         pinned.zero_()

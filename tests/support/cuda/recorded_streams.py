@@ -189,6 +189,10 @@ class Machine:
         self.memory(tensor).pinned = True
         return tensor
 
+    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return self.pinned_empty(tensor.shape, strides, tensor.dtype)
+
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         known = self._memory.get(tensor.untyped_storage()._cdata)
         return CPU if known is None else known.device
@@ -423,7 +427,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name in ("current", "currents", "default", "make_current", "new", "using"):
+        for name in ("current", "currents", "default", "make_current", "using"):
             patch.setattr(streams, name, getattr(made, name))
         patch.setattr(streams, "require", lambda device, index=None: None)
         patch.setattr(streams, "external", lambda device, handle: handle)
@@ -432,7 +436,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(p2p, "new_edge", new_edge)
         patch.setattr(p2p, "new_ticket", recorded_edge.RecordedTicket)
         patch.setattr(edge, "_edges", {})
-        patch.setattr(edge, "pinned_empty", made.pinned_empty)
+        patch.setattr(edge, "pinned_like", made.pinned_like)
         patch.setattr(edge, "SLOT_BYTES", 96)
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
         patch.setattr(random_state, "_generators", lambda devices: [torch.default_generator])
