@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RecordedTicket:
-    """The contract of ``Ticket``."""
+    """The contract of ``P2PTicket``."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -48,7 +48,7 @@ class _Slot:
 
 
 class RecordedEdge:
-    """The contract of ``NativeEdge``.
+    """The contract of ``P2PEdge``.
 
     Args:
         peers: whether the source can write to the target's memory.
