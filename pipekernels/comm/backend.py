@@ -6,24 +6,14 @@ and several hosts (:mod:`pipekernels.comm.hosts`) implement these interfaces.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-
-class ReadyCounters(NamedTuple):
-    """Counters that the writer of a tensor raises as it completes blocks of rows."""
-
-    counters: Tensor  # [blocks of rows], int32, on the tensor's device
-    target: int  # Value of a counter when its block is complete.
-    block_rows: int
-
-    def block_elements(self, tensor: Tensor) -> int:
-        """Elements of ``tensor`` per counter."""
-        return self.block_rows * math.prod(tensor.shape[1:])
+from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.tensors import ReadyCounters, elements_of, shape_digest
 
 
 class Backend(Protocol):
@@ -76,14 +66,15 @@ class CpuBackend(Backend, Protocol):
 class DeviceBackend(Backend, Protocol):
     """Tensors on a CUDA device. Calls run in the current stream and return at once."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device, with its index."""
+
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
         """:meth:`all_reduce` of a tensor that another kernel is still writing, by at most
         ``blocks`` thread blocks."""
-
-    def check_is(self, device: torch.device) -> None:
-        """Raise ValueError if this backend is on another device."""
 
     def check(self) -> None:
         """Raise errors of earlier calls, as far as known."""
@@ -93,3 +84,52 @@ class DeviceBackend(Backend, Protocol):
 
     def close(self, *, abort: bool) -> None:
         """Wait for this rank's collectives, or abort them, and free the memory."""
+
+
+class NativeBackend:
+    """The collectives of a communicator of the extension, which takes tensors by their addresses.
+
+    Args:
+        native: that communicator.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
+        self._native.all_reduce(
+            tensor.data_ptr(),
+            tensor.numel(),
+            REDUCIBLE[tensor.dtype],
+            REDUCTIONS[op],
+            ALGORITHMS[algorithm],
+            shape_digest(tensor),
+            *self._caller(),
+        )
+
+    def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
+        self._native.reduce_scatter(
+            input.data_ptr(),
+            output.data_ptr(),
+            output.numel(),
+            REDUCIBLE[input.dtype],
+            REDUCTIONS[op],
+            shape_digest(input),
+            *self._caller(),
+        )
+
+    def all_gather(self, input: Tensor, output: Tensor) -> None:
+        count, dtype = elements_of(input)
+        self._native.all_gather(
+            input.data_ptr(), output.data_ptr(), count, dtype, shape_digest(input), *self._caller()
+        )
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        count, dtype = elements_of(tensor)
+        self._native.broadcast(
+            tensor.data_ptr(), count, dtype, src, shape_digest(tensor), *self._caller()
+        )
+
+    def _caller(self) -> tuple[Any, ...]:
+        """What native calls want to know about their caller."""
+        return ()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from pipekernels.comm.backend import Backend, DeviceBackend, ReadyCounters
+from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.codes import reduction_in
 from pipekernels.comm.tensors import (
+    ReadyCounters,
     check_ready,
     check_reducible,
     check_root,
@@ -23,26 +24,45 @@ from pipekernels.comm.tensors import (
 )
 
 
-class Collectives(ABC):
-    """The collectives of :class:`Communicator`, whose docstring has the errors common to all."""
+class Collectives:
+    """The collectives of :class:`Communicator`, whose docstring has the errors common to all.
+
+    Args:
+        cpu_backend: for CPU tensors.
+        make_device_backend: makes that for tensors on the CUDA device, at its first use.
+        rank: this rank.
+        world_size: the number of ranks.
+    """
 
     def __init__(
         self,
+        cpu_backend: CpuBackend,
+        make_device_backend: Callable[[torch.device], DeviceBackend],
         rank: int,
         world_size: int,
-        all_reduce_tensor: Callable[[Tensor, str, str, str], bool],
     ) -> None:
+        self._cpu_backend = cpu_backend
+        self._make_device_backend = make_device_backend
         self._rank = rank
         self._world_size = world_size
-        self._all_reduce_tensor = all_reduce_tensor  # Of the backend for CPU tensors.
+        self._all_reduce_tensor = cpu_backend.all_reduce_tensor
+        self._cuda_backend: DeviceBackend | None = None  # Made at the first use of CUDA.
+        self._lock = threading.Lock()  # Held while ``_cuda_backend`` is made.
 
-    @abstractmethod
     def _backend_for(self, device: torch.device) -> Backend:
-        """This rank's backend for tensors on ``device``."""
+        return self._cpu_backend if device.type == "cpu" else self._device_backend(device)
 
-    @abstractmethod
     def _device_backend(self, device: torch.device) -> DeviceBackend:
-        """This rank's backend for tensors on the CUDA device ``device``."""
+        with self._lock:
+            if self._cuda_backend is None:
+                self._cuda_backend = self._make_device_backend(device)
+        own = self._cuda_backend.device
+        if device.type != "cuda" or device.index not in (None, own.index):
+            raise ValueError(
+                f"this rank of the communicator is on {own}, but the tensor on {device}; "
+                f"move it with .to({str(own)!r}), or make another communicator"
+            )
+        return self._cuda_backend
 
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto", order: str = "rank"
@@ -219,3 +239,21 @@ class Collectives(ABC):
         dense = to_dense_in_place(tensor)
         self._backend_for(tensor.device).broadcast(dense, src)
         return put_back(dense, tensor)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it. Does not wait for work on a device."""
+        if self._cuda_backend is not None:
+            self._cuda_backend.check()
+        self._cpu_backend.barrier()
+
+    def synchronize(self) -> None:
+        """Wait until this rank's collectives on its CUDA device have ended.
+
+        For collectives in a replayed CUDA graph, first synchronise the stream of the replay. On the
+        CPU collectives have ended when they return.
+
+        Raises:
+            ValueError, PeerError, TimeoutError: one of the collectives failed.
+        """
+        if self._cuda_backend is not None:
+            self._cuda_backend.synchronize()

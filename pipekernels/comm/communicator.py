@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -18,14 +17,14 @@ from torch import Tensor
 from pipekernels import _backend
 from pipekernels._arguments import check_integer
 from pipekernels.comm import all_reduce_limits, messages
-from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
+from pipekernels.comm.backend import CpuBackend, DeviceBackend
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.cuda import MOST_BLOCKS, CudaBackend, check_blocks
-from pipekernels.comm.deadline import Deadline, check_timeout
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend
 from pipekernels.comm.hosts.cuda import GroupBackend
 from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
+from pipekernels.comm.join.deadline import Deadline, check_timeout
 from pipekernels.comm.join.rendezvous import Rendezvous, meet, of_color, over_group, over_store
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import check_not_quantized, check_tensor
@@ -99,13 +98,9 @@ class Communicator(Collectives):
         timeout: float,
         divide: Callable[[Communicator, int | None, int], Communicator | None],
     ) -> None:
-        super().__init__(rank, world_size, cpu_backend.all_reduce_tensor)
-        self._cpu_backend = cpu_backend
-        self._make_device_backend = make_device_backend
+        super().__init__(cpu_backend, make_device_backend, rank, world_size)
         self._timeout = timeout
         self._divide = divide
-        self._cuda_backend: DeviceBackend | None = None  # Made at the first use of CUDA.
-        self._lock = threading.Lock()  # Held while ``_cuda_backend`` is made.
         # torch caches compiled graphs across processes and runs, keyed by the handle only; but they
         # depend on rank and world size, so these are part of it.
         self._handle = next(_handles) << 40 | rank << 20 | world_size
@@ -208,22 +203,19 @@ class Communicator(Collectives):
         patience = timeout + GRACE if spans_hosts else timeout
         core = _load().Communicator(joined.segment, host_map.position, joined.pidfds, patience)
         local = SharedMemoryBackend(core)
-        cpu_backend: CpuBackend = local
-        make_device_backend: Callable[[torch.device], DeviceBackend]
-        make_device_backend = functools.partial(CudaBackend, local, blocks=device_blocks)
-        if spans_hosts:
-            cpu_backend = MultiHostBackend(local, host_map, joined.link, timeout)
-            make_device_backend = functools.partial(GroupBackend, rendezvous.group)
         # On one host split() uses the shared memory and needs no store.
         store = rendezvous.store if spans_hosts else None
-        divide = functools.partial(
-            _divide_processes,
-            device_blocks=device_blocks,
-            store=store,
-        )
-        return cls(
-            cpu_backend, make_device_backend, host_map.rank, host_map.world_size, timeout, divide
-        )
+
+        def divide(parent: Communicator, color: int | None, key: int) -> Communicator | None:
+            ranks = Rendezvous(parent._rank, parent._world_size, parent._exchange, store, None)
+            return cls._join(ranks, timeout, color, key, device_blocks)
+
+        if spans_hosts:
+            hosts = MultiHostBackend(local, host_map, joined.link, timeout)
+            make = functools.partial(GroupBackend, rendezvous.group)
+            return cls(hosts, make, host_map.rank, host_map.world_size, timeout, divide)
+        make_own = functools.partial(CudaBackend, local, blocks=device_blocks)
+        return cls(local, make_own, host_map.rank, host_map.world_size, timeout, divide)
 
     @classmethod
     def threads(
@@ -252,16 +244,13 @@ class Communicator(Collectives):
             segment = module.Segment(fd, world_size)
         finally:
             os.close(fd)
-        backends = [
-            SharedMemoryBackend(module.Communicator(segment, rank, [], timeout))
-            for rank in range(world_size)
-        ]
-        make = functools.partial(CudaBackend, blocks=device_blocks)
         divide = functools.partial(_divide_threads, device_blocks=device_blocks)
-        return [
-            cls(backend, functools.partial(make, backend), rank, world_size, timeout, divide)
-            for rank, backend in enumerate(backends)
-        ]
+        communicators = []
+        for rank in range(world_size):
+            local = SharedMemoryBackend(module.Communicator(segment, rank, [], timeout))
+            make = functools.partial(CudaBackend, local, blocks=device_blocks)
+            communicators.append(cls(local, make, rank, world_size, timeout, divide))
+        return communicators
 
     @staticmethod
     def from_handle(handle: int) -> Communicator:
@@ -298,24 +287,6 @@ class Communicator(Collectives):
     def handle(self) -> int:
         """A number that identifies this communicator, its rank and world size in this process."""
         return self._handle
-
-    def barrier(self) -> None:
-        """Return when all ranks have called it. Does not wait for work on a device."""
-        if self._cuda_backend is not None:
-            self._cuda_backend.check()
-        self._cpu_backend.barrier()
-
-    def synchronize(self) -> None:
-        """Wait until this rank's collectives on its CUDA device have ended.
-
-        For collectives in a replayed CUDA graph, first synchronise the stream of the replay. On the
-        CPU collectives have ended when they return.
-
-        Raises:
-            ValueError, PeerError, TimeoutError: one of the collectives failed.
-        """
-        if self._cuda_backend is not None:
-            self._cuda_backend.synchronize()
 
     def empty(
         self,
@@ -423,15 +394,10 @@ class Communicator(Collectives):
             self._cpu_backend.abort()
         self.close()
 
-    def _backend_for(self, device: torch.device) -> Backend:
-        return self._cpu_backend if device.type == "cpu" else self._device_backend(device)
-
-    def _device_backend(self, device: torch.device) -> DeviceBackend:
-        with self._lock:
-            if self._cuda_backend is None:
-                self._cuda_backend = self._make_device_backend(device)
-        self._cuda_backend.check_is(device)
-        return self._cuda_backend
+    def _exchange(self, item: Any, parse: Callable[[Any], T]) -> list[T]:
+        """See :class:`pipekernels.comm.join.rendezvous.AllGather`."""
+        gather = lambda row: self.all_gather(row[None])
+        return messages.all_gather(item, parse, gather, torch.device("cpu"))
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"
@@ -446,25 +412,11 @@ def _load() -> Any:
     return module
 
 
-def _divide_processes(
-    parent: Communicator,
-    color: int | None,
-    key: int,
-    *,
-    device_blocks: int,
-    store: dist.Store | None,
-) -> Communicator | None:
-    """:meth:`Communicator.split` for ranks that are processes."""
-    all_gather = functools.partial(_all_gather, parent)
-    rendezvous = Rendezvous(parent.rank, parent.world_size, all_gather, store, None)
-    return Communicator._join(rendezvous, parent.timeout, color, key, device_blocks)
-
-
 def _divide_threads(
     parent: Communicator, color: int | None, key: int, *, device_blocks: int
 ) -> Communicator | None:
     """:meth:`Communicator.split` for ranks that are threads: the first rank makes the new ones."""
-    ranks = of_color(_all_gather(parent, (color, key), _parse_choice), color)
+    ranks = of_color(parent._exchange((color, key), _parse_choice), color)
     made: list[Communicator] = []
     problem = ""
     if color is not None and ranks[0] == parent.rank:
@@ -474,7 +426,7 @@ def _divide_threads(
             )
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
-    answers = _all_gather(parent, ([each.handle for each in made], problem), _parse_handles)
+    answers = parent._exchange(([each.handle for each in made], problem), _parse_handles)
     handles, problem = answers[ranks[0]]
     own = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # Keep ``made`` alive until every rank has taken its communicator.
@@ -490,9 +442,3 @@ def _parse_choice(record: Any) -> tuple[int | None, int]:
 def _parse_handles(record: Any) -> tuple[list[int], str]:
     handles, problem = messages.fields(record, list, str)
     return messages.fields(handles, *[int] * len(handles)), problem
-
-
-def _all_gather(comm: Communicator, item: Any, parse: Callable[[Any], T]) -> list[T]:
-    """See :class:`pipekernels.comm.join.rendezvous.AllGather`."""
-    device = torch.device("cpu")
-    return messages.all_gather(item, parse, lambda row: comm.all_gather(row[None]), device)

@@ -13,10 +13,10 @@ from torch import Tensor
 from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._torch_private import in_backward
-from pipekernels.comm.backend import ReadyCounters
-from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.backend import NativeBackend
+from pipekernels.comm.codes import REDUCIBLE, REDUCTIONS
 from pipekernels.comm.shared_memory import SharedMemoryBackend
-from pipekernels.comm.tensors import elements_of, shape_digest
+from pipekernels.comm.tensors import ReadyCounters, shape_digest
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +37,19 @@ def symmetric_bytes() -> int:
     return int(text)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """A CUDA device with its index: the current one if ``device`` has none."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.device("cuda", index)
+
+
 def check_blocks(device_blocks: int) -> None:
     """Raise ValueError unless ``device_blocks`` is a number of thread blocks of a collective."""
     if integer("device_blocks", device_blocks) > MOST_BLOCKS:
         raise ValueError(f"device_blocks must be at most {MOST_BLOCKS}, got {device_blocks}")
 
 
-class CudaBackend:
+class CudaBackend(NativeBackend):
     """A backend for a CUDA device, over the ranks that share memory with this one.
 
     Making one is a collective over ``local``.
@@ -67,43 +73,24 @@ class CudaBackend:
                 "the first CUDA collective of a communicator sets its device up, which a graph "
                 "cannot hold; call one before the capture"
             )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
-        self._own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
-            local.core, index, symmetric_bytes(), blocks
+        self.device = with_index(device)
+        own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
+            local.core, self.device.index, symmetric_bytes(), blocks
         )
-        _log.info(
-            "collectives on %s take at most %d thread blocks, and their algorithms by size",
-            *(self._device, blocks),
-        )
+        super().__init__(own)
+        self.check = own.check
+        self.synchronize = own.synchronize
+        message = "collectives on %s take at most %d thread blocks, and their algorithms by size"
+        _log.info(message, self.device, blocks)
         # Without this, the destructor of a backend that was not closed would wait and hold the GIL,
         # which the threads of other ranks may need to finish what it waits for.
-        closing = weakref.finalize(self, self._own.close, False)
+        closing = weakref.finalize(self, own.close, False)
         closing.atexit = False  # Do not wait for collectives when the process exits.
-
-    @property
-    def device(self) -> torch.device:
-        """The device, with its index."""
-        return self._device
-
-    def check_is(self, device: torch.device) -> None:
-        """Raise ValueError if ``device`` is another one."""
-        if device.type != "cuda" or device.index not in (None, self._device.index):
-            raise ValueError(
-                f"this rank of the communicator is on {self._device}, but the tensor on {device}; "
-                f"move it with .to({str(self._device)!r}), or make another communicator"
-            )
-
-    def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
-        codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op], ALGORITHMS[algorithm]
-        self._own.all_reduce(
-            tensor.data_ptr(), tensor.numel(), *codes, shape_digest(tensor), *self._caller()
-        )
 
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
     ) -> None:
-        self._own.all_reduce_when_ready(
+        self._native.all_reduce_when_ready(
             tensor.data_ptr(),
             tensor.numel(),
             REDUCIBLE[tensor.dtype],
@@ -114,37 +101,7 @@ class CudaBackend:
             *self._caller(),
         )
 
-    def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
-        self._own.reduce_scatter(
-            input.data_ptr(),
-            output.data_ptr(),
-            output.numel(),
-            REDUCIBLE[input.dtype],
-            REDUCTIONS[op],
-            shape_digest(input),
-            *self._caller(),
-        )
-
-    def all_gather(self, input: Tensor, output: Tensor) -> None:
-        self._own.all_gather(
-            input.data_ptr(),
-            output.data_ptr(),
-            *elements_of(input),
-            shape_digest(input),
-            *self._caller(),
-        )
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        self._own.broadcast(
-            tensor.data_ptr(), *elements_of(tensor), src, shape_digest(tensor), *self._caller()
-        )
-
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A symmetric tensor.
-
-        Raises:
-            RuntimeError: there is no room, or a graph is being captured.
-        """
         self.check()  # Raises clearer errors than torch, for example in a forked child.
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -155,32 +112,22 @@ class CudaBackend:
         if tensor is None:
             raise RuntimeError(
                 f"no room for {sizes.numel() * dtype.itemsize} bytes of symmetric memory on "
-                f"{self._device}; drop symmetric tensors that are no longer needed, or set "
+                f"{self.device}; drop symmetric tensors that are no longer needed, or set "
                 f"{_VARIABLE} to more than {symmetric_bytes()}"
             )
         return tensor
 
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A symmetric tensor if there is room and no capture, else an ordinary one."""
         tensor = None
         if not torch.cuda.is_current_stream_capturing():
             tensor = self._allocate(sizes, dtype)
-        return torch.empty(sizes, dtype=dtype, device=self._device) if tensor is None else tensor
-
-    def check(self) -> None:
-        """Raise errors of earlier collectives, as far as known."""
-        self._own.check()
-
-    def synchronize(self) -> None:
-        """Wait for this rank's collectives, then check()."""
-        self._own.synchronize()
+        return torch.empty(sizes, dtype=dtype, device=self.device) if tensor is None else tensor
 
     def close(self, *, abort: bool) -> None:
-        """Wait for this rank's collectives, or abort them, and free the memory."""
-        self._own.close(abort)
+        self._native.close(abort)
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream
+        return torch.cuda.current_stream(self.device).cuda_stream
 
     def _caller(self) -> tuple[int, bool]:
         """The current stream, and whether this thread may wait for those of other ranks."""
@@ -188,13 +135,13 @@ class CudaBackend:
 
     def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if sizes.numel() == 0:
-            return torch.empty(sizes, dtype=dtype, device=self._device)
-        capsule = self._own.allocate(sizes.numel() * dtype.itemsize, self._stream())
+            return torch.empty(sizes, dtype=dtype, device=self.device)
+        capsule = self._native.allocate(sizes.numel() * dtype.itemsize, self._stream())
         if capsule is None:
             return None
         # Not a view, for the reason given in SharedMemoryBackend.empty().
         storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=self._device).set_(storage).resize_(sizes)
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage).resize_(sizes)
 
 
 def _may_meet() -> bool:

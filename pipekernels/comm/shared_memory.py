@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
-from pipekernels.comm.tensors import elements_of, shape_digest
+from pipekernels.comm.backend import NativeBackend
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class _AlgorithmLog:
             _log.info("all_reduce of %d bytes of %s: %s, %s", size, tensor.dtype, algorithm, why)
 
 
-class SharedMemoryBackend:
+class SharedMemoryBackend(NativeBackend):
     """A :class:`pipekernels.comm.backend.CpuBackend` over memory that all ranks have mapped.
 
     Args:
@@ -54,6 +53,7 @@ class SharedMemoryBackend:
     """
 
     def __init__(self, core: _backend.Communicator) -> None:
+        super().__init__(core)
         self.core = core
         self._log = _AlgorithmLog(core) if _log.isEnabledFor(logging.INFO) else None
         self.all_reduce_tensor = (self._log or core).all_reduce_tensor
@@ -62,24 +62,9 @@ class SharedMemoryBackend:
         self.abort = core.abort
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
-        codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op], ALGORITHMS[algorithm]
-        self.core.all_reduce(tensor.data_ptr(), tensor.numel(), *codes, shape_digest(tensor))
+        super().all_reduce(tensor, op, algorithm)
         if self._log is not None:
             self._log.note(tensor, algorithm)
-
-    def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
-        codes = REDUCIBLE[input.dtype], REDUCTIONS[op]
-        self.core.reduce_scatter(
-            input.data_ptr(), output.data_ptr(), output.numel(), *codes, shape_digest(input)
-        )
-
-    def all_gather(self, input: Tensor, output: Tensor) -> None:
-        self.core.all_gather(
-            input.data_ptr(), output.data_ptr(), *elements_of(input), shape_digest(input)
-        )
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        self.core.broadcast(tensor.data_ptr(), *elements_of(tensor), src, shape_digest(tensor))
 
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         elements = math.prod(sizes)  # sizes.numel() would overflow beyond 64 bits.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer, check_kind
-from pipekernels.comm.backend import ReadyCounters
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDUCIBLE
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -138,6 +140,18 @@ def shape_digest(tensor: Tensor) -> int:
 def mark_changed(tensor: Tensor) -> None:
     """Tell autograd that ``tensor`` was changed in place, in case it was saved for backward."""
     _backend.load().mark_changed(tensor)
+
+
+class ReadyCounters(NamedTuple):
+    """Counters that the writer of a tensor raises as it completes blocks of rows."""
+
+    counters: Tensor  # [blocks of rows], int32, on the tensor's device
+    target: int  # Value of a counter when its block is complete.
+    block_rows: int
+
+    def block_elements(self, tensor: Tensor) -> int:
+        """Elements of ``tensor`` per counter."""
+        return self.block_rows * math.prod(tensor.shape[1:])
 
 
 def check_ready(tensor: Tensor, ready: ReadyCounters, blocks: int) -> None:

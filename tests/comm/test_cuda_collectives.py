@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
 from pipekernels.comm import cuda, tensors
-from pipekernels.comm.backend import ReadyCounters
+from pipekernels.comm.tensors import ReadyCounters
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
@@ -150,6 +150,8 @@ def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     class Own:
+        check = synchronize = lambda self: None
+
         def __init__(self, core: Core, device: int, symmetric_bytes: int, blocks: int) -> None:
             self.device = device
 

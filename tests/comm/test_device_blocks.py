@@ -24,7 +24,7 @@ def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> N
 
     def own(core: object, device: int, symmetric_bytes: int, blocks: int) -> SimpleNamespace:
         made.append(blocks)
-        return SimpleNamespace(close=lambda abort: None, check=lambda: None)
+        return SimpleNamespace(close=lambda abort: None, check=None, synchronize=None)
 
     monkeypatch.setattr(_backend.load(), "CudaCommunicator", own, raising=False)
     monkeypatch.setattr(_backend, "require_cuda", lambda device: None)

@@ -8,12 +8,25 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipekernels.comm.backend import CpuBackend
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.hosts.call import Call
 from pipekernels.comm.hosts.host_map import HostMap
-from pipekernels.comm.hosts.link import GONE, LATE, Link, LinkError
+from pipekernels.comm.hosts.link import Link, LinkError
+from pipekernels.comm.tensors import shape_digest
+
+_LONGEST = 128  # Bytes that a description of a call takes, at most 110 of them.
+# First bytes of a description in place of letters: a rank of another host is lost, or late.
+_GONE, _LATE = 1, 2
+
+
+def describe(name: str, tensor: Tensor | None, *arguments: str) -> str:
+    """A call of a collective, as errors show it."""
+    if tensor is None:
+        return f"{name}()"
+    what = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{name}({', '.join([what, *arguments])})"
 
 
 class _Failure(NamedTuple):
@@ -44,18 +57,18 @@ class Agreement:
         self._host_map = host_map
         self._link = link
         self._timeout = timeout
-        self._places = torch.tensor(host_map.places, device="cpu")
         self._turn = threading.Lock()  # Held by each collective.
         self._failure: _Failure | None = None
 
     @contextlib.contextmanager
-    def collective(self, call: Call) -> Iterator[None]:
-        """Runs its body as one collective, once all ranks have made the same ``call``.
+    def collective(self, name: str, tensor: Tensor | None, *arguments: str) -> Iterator[None]:
+        """Runs its body as one collective, once all ranks have made the same call.
 
         Raises:
             ValueError: the ranks call different collectives; the communicator stays usable.
             PeerError, TimeoutError: also for a LinkError in the body.
         """
+        call = describe(name, tensor, *arguments)
         if not self._turn.acquire(timeout=self._timeout):
             raise TimeoutError(
                 "another thread has been in a collective of this communicator for "
@@ -63,14 +76,14 @@ class Agreement:
             )
         try:
             self._check_usable()
-            with self._failing(str(call)):
-                calls = self._exchange(call)
-            if len(set(calls)) > 1:
+            with self._ends_communicator_on_error(call):
+                calls = self._exchange(call, 0 if tensor is None else shape_digest(tensor))
+            if calls:
                 text = ", ".join(f"rank {rank} {other}" for rank, other in enumerate(calls))
-                if len({other._replace(shape=0) for other in calls}) == 1:
+                if len(set(calls)) == 1:
                     text += ", but of different shapes"
                 raise ValueError(f"the ranks call different collectives: {text}")
-            with self._failing(str(call)):
+            with self._ends_communicator_on_error(call):
                 yield
         finally:
             self._turn.release()
@@ -84,13 +97,12 @@ class Agreement:
         raise PeerError(message, rank) if by_peer else RuntimeError(message)
 
     @contextlib.contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
-        """Ends the communicator if its body raises, so that no peer waits for this rank. ``what``
-        describes the body, for errors."""
+    def _ends_communicator_on_error(self, call: str) -> Iterator[None]:
+        """Ends the communicator if its body raises, so that no peer waits for this rank."""
         try:
             yield
         except (LinkError, PeerError, TimeoutError) as error:
-            told = self._explain(error, what)
+            told = self._explain(error, call)
             by_peer = isinstance(told, PeerError)
             self._failure = _Failure(str(told), by_peer, getattr(told, "rank", None))
             self.abort()
@@ -105,25 +117,23 @@ class Agreement:
     def close(self) -> None:
         """Leave."""
         self._local.close()
-        self._close_link()
+        if self._link is not None:
+            self._link.close()
 
     def abort(self) -> None:
         """Leave, and tell the peers that an error is the reason."""
         self._local.abort()
-        self._close_link()
-
-    def _close_link(self) -> None:
         if self._link is not None:
             self._link.close()
 
-    def _exchange(self, call: Call) -> list[Call]:
-        """The calls of all ranks, in rank order."""
+    def _exchange(self, call: str, shape: int) -> list[str]:
+        """The calls of all ranks, in rank order; empty if they are the same, shapes included."""
         host_map = self._host_map
-        own = torch.tensor(call, device="cpu")
-        block = torch.zeros(host_map.most, len(call), dtype=torch.int64, device="cpu")
+        description = f"{call}\n{shape}".encode().ljust(_LONGEST)
+        own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+        block = torch.zeros(host_map.most, _LONGEST, dtype=torch.uint8, device="cpu")
         self._local.all_gather(own, block)
-        shape = (len(host_map.hosts), *block.shape)
-        table = torch.empty(shape, dtype=torch.int64, device="cpu")
+        table = block.new_empty((len(host_map.hosts), *block.shape))
         reason = "reported by the rank on this host that owns the link"
         if host_map.position == 0:
             assert self._link is not None
@@ -131,21 +141,24 @@ class Agreement:
                 table = self._link.all_gather(block)
             except LinkError as error:  # Report it to the ranks of this host in the broadcast.
                 reason = error.reason
-                table.fill_(LATE if error.late else GONE)
+                table.fill_(_LATE if error.late else _GONE)
         self._local.broadcast(table, 0)
-        if table[0, 0, 0] < 0:  # GONE or LATE in place of an operation.
-            raise LinkError(reason, late=bool(table[0, 0, 0] == LATE))
-        return [Call(*row) for row in table.flatten(0, 1)[self._places].tolist()]
+        if (status := int(table[0, 0, 0])) in (_GONE, _LATE):
+            raise LinkError(reason, late=status == _LATE)
+        rows = table.flatten(0, 1)[host_map.places]
+        if rows.eq(own).all():
+            return []
+        return [bytes(row).decode().partition("\n")[0] for row in rows.tolist()]
 
     def _explain(
-        self, error: LinkError | PeerError | TimeoutError, what: str
+        self, error: LinkError | PeerError | TimeoutError, call: str
     ) -> PeerError | TimeoutError:
         """``error`` with the ranks of the whole communicator instead of those of a host or link."""
         if isinstance(error, LinkError):
-            message = f"{error}, in {what}"
+            message = f"{error}, in {call}"
             return TimeoutError(message) if error.late else PeerError(message, None)
         numbers = ", ".join(f"{i} is rank {rank}" for i, rank in enumerate(self._host_map.members))
-        message = f"in {what}, counting the ranks of this host alone ({numbers}): {error}"
+        message = f"in {call}, counting the ranks of this host alone ({numbers}): {error}"
         if isinstance(error, TimeoutError):
             return TimeoutError(message)
         assert error.rank is not None, "shared memory knows its ranks"

@@ -1,18 +1,24 @@
-"""Collectives over several hosts, on CPU tensors."""
+"""Collectives of CPU tensors over several hosts: inside each host, between hosts, inside again.
+
+With ``P`` ranks on the host that has the fewest, the ranks at positions ``0 .. P - 1`` of each host
+carry a ``P``-th of the data each, over a link of their own::
+
+    host 0    rank a --- rank b     rank c      shared memory
+                |          |
+    host 1    rank d --- rank e
+              link 0     link 1
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS, operation_of
+from pipekernels.comm.codes import operation_of
 from pipekernels.comm.hosts.agreement import Agreement
-from pipekernels.comm.hosts.call import Call, Operation
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
-from pipekernels.comm.hosts.steps import Steps
 from pipekernels.comm.shared_memory import SharedMemoryBackend
-from pipekernels.comm.tensors import elements_of, shape_digest
 
 # Extra seconds that the ranks of a host wait for each other, so that ranks with a link can first
 # report a timeout of another host.
@@ -20,8 +26,8 @@ GRACE = 1.0
 
 
 class MultiHostBackend:
-    """A backend for CPU tensors over several hosts: agrees on each collective, then
-    runs its steps.
+    """A :class:`pipekernels.comm.backend.CpuBackend` over several hosts: agrees on each collective,
+    then runs its steps.
 
     Args:
         local: the backend over the ranks of this host; owned.
@@ -33,8 +39,9 @@ class MultiHostBackend:
     def __init__(
         self, local: SharedMemoryBackend, host_map: HostMap, link: Link | None, timeout: float
     ) -> None:
+        self._local = local
         self._host_map = host_map
-        self._steps = Steps(local, link, host_map)
+        self._link = link
         self._agreement = Agreement(local, host_map, link, timeout)
         self.empty = local.empty
         self.output = local.output
@@ -45,43 +52,96 @@ class MultiHostBackend:
         return False  # Needs several steps.
 
     def barrier(self) -> None:
-        with self._agreement.collective(Call(Operation.BARRIER)):
+        with self._agreement.collective("barrier", None):
             pass
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
-        code, op = ALGORITHMS[algorithm], in_any_order(tensor, op)
-        call = _call_reducing(Operation.ALL_REDUCE, tensor, op, algorithm=code)
-        with self._agreement.collective(call):
+        op = in_any_order(tensor, op)
+        with self._agreement.collective("all_reduce", tensor, op, algorithm):
             if tensor.numel() > 0:
                 flat = tensor.view(-1)
-                flat.copy_(self._steps.reduced(flat, op))
+                flat.copy_(self._reduced(flat, op))
 
     def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
         op = in_any_order(input, op)
-        with self._agreement.collective(_call_reducing(Operation.REDUCE_SCATTER, input, op)):
+        with self._agreement.collective("reduce_scatter", input, op):
             if output.numel() > 0:
-                reduced = self._steps.reduced(input.view(-1), op)
+                reduced = self._reduced(input.view(-1), op)
                 mine = reduced[self._host_map.rank * output.numel() :][: output.numel()]
                 output.view(-1).copy_(mine)
 
     def all_gather(self, input: Tensor, output: Tensor) -> None:
-        with self._agreement.collective(_call_moving(Operation.ALL_GATHER, input)):
+        with self._agreement.collective("all_gather", input):
             if input.numel() > 0:
-                gathered = self._steps.gathered(_bytes_of(input)).flatten()
+                gathered = self._gathered(bytes_of(input)).flatten()
                 output.view(-1).copy_(gathered.view(output.dtype))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        with self._agreement.collective(_call_moving(Operation.BROADCAST, tensor, root=src)):
+        with self._agreement.collective("broadcast", tensor, f"src={src}"):
             if tensor.numel() > 0:
-                copied = self._steps.copied(_bytes_of(tensor), src).view(tensor.dtype)
+                copied = self._copied(bytes_of(tensor), src).view(tensor.dtype)
                 if self._host_map.rank != src:
                     tensor.view(-1).copy_(copied)
 
+    def _reduced(self, tensor: Tensor, op: str) -> Tensor:
+        """``tensor``, ``[n]``, reduced over all ranks by ``op``: inside each host, then each link's
+        part between hosts."""
+        part = -(-tensor.numel() // self._host_map.links)
+        # Ranks without a link reduce padding.
+        padded = self._shared(len(self._host_map.members) * part, tensor.dtype)
+        padded[: tensor.numel()] = tensor
+        padded[tensor.numel() :] = 0
+        mine = self._shared(part, tensor.dtype)
+        self._local.reduce_scatter(padded, mine, "sum" if op == "avg" else op)
+        if self._link is not None:
+            if op in ("sum", "avg"):
+                self._link.sum(mine)
+            else:  # Gather and reduce here, as max and min of Gloo may lose a NaN.
+                parts = self._link.all_gather(mine)
+                mine.copy_(parts.amax(0) if op == "max" else parts.amin(0))
+            if op == "avg":
+                mine /= self._host_map.world_size
+        self._local.all_gather(mine, padded)
+        return padded[: tensor.numel()]
 
-def _call_reducing(operation: Operation, tensor: Tensor, op: str, **arguments: int) -> Call:
-    """The call of an operation that reduces ``tensor``."""
-    codes = REDUCIBLE[tensor.dtype], REDUCTIONS[op]
-    return Call(operation, tensor.numel(), *codes, shape=shape_digest(tensor), **arguments)
+    def _gathered(self, data: Tensor) -> Tensor:
+        """The bytes of all ranks, ``[world_size, data.numel()]``."""
+        size, hosts = data.numel(), len(self._host_map.hosts)
+        links, most = self._host_map.links, self._host_map.most
+        part = -(-most * size // links)
+        block = data.new_zeros(links * part)  # This host's bytes, padded.
+        self._local.all_gather(data, block)
+        mine = self._shared(hosts * part, torch.uint8)
+        if self._link is not None:
+            mine.copy_(self._link.all_gather(self._part_of(block, part)).flatten())
+        parts = data.new_empty(len(self._host_map.members), hosts, part)
+        self._local.all_gather(mine, parts)
+        blocks = parts[:links].transpose(0, 1).reshape(hosts, links * part)
+        return blocks[:, : most * size].reshape(-1, size)[self._host_map.places]
+
+    def _copied(self, data: Tensor, root: int) -> Tensor:
+        """The bytes of rank ``root``; ``data`` are this rank's."""
+        host, part = self._host_map.host_of(root), -(-data.numel() // self._host_map.links)
+        padded = data.new_zeros(len(self._host_map.members) * part)
+        padded[: data.numel()] = data
+        if host == self._host_map.host:
+            position = self._host_map.members.index(root)
+            self._local.broadcast(padded[: data.numel()], position)
+        mine = self._shared(part, torch.uint8)
+        mine.copy_(self._part_of(padded, part))
+        if self._link is not None:
+            self._link.broadcast(mine, host)
+        if host != self._host_map.host:
+            self._local.all_gather(mine, padded)
+        return padded[: data.numel()]
+
+    def _part_of(self, padded: Tensor, part: int) -> Tensor:
+        """The part of this rank's link; may be empty."""
+        return padded[self._host_map.position * part :][:part]
+
+    def _shared(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """A buffer, if possible one that the other ranks of this host read in place."""
+        return self._local.output(torch.Size((elements,)), dtype)
 
 
 def in_any_order(tensor: Tensor, op: str) -> str:
@@ -95,9 +155,6 @@ def in_any_order(tensor: Tensor, op: str) -> str:
     return operation
 
 
-def _call_moving(operation: Operation, tensor: Tensor, **arguments: int) -> Call:
-    return Call(operation, *elements_of(tensor), shape=shape_digest(tensor), **arguments)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, of one dimension."""
     return tensor.view(-1).view(torch.uint8)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.backend import ReadyCounters
-from pipekernels.comm.hosts.cpu import in_any_order
+from pipekernels.comm.cuda import with_index
+from pipekernels.comm.hosts.cpu import bytes_of, in_any_order
 from pipekernels.comm.messages import backends_of
+from pipekernels.comm.tensors import ReadyCounters
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -47,13 +48,12 @@ class GroupBackend:
             )
         self._group = group
         self._size = dist.get_world_size(group)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
+        self.device = with_index(device)
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         op = in_any_order(tensor, op)
         dist.all_reduce(tensor, _OPERATIONS[op], self._group)
-        self._average(tensor, op)
+        self._divide(tensor, op)
 
     def all_reduce_when_ready(
         self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
@@ -67,40 +67,30 @@ class GroupBackend:
         op = in_any_order(input, op)
         flat = output.view(-1)
         dist.reduce_scatter_tensor(flat, input.view(-1), _OPERATIONS[op], self._group)
-        self._average(output, op)
+        self._divide(output, op)
 
     def all_gather(self, input: Tensor, output: Tensor) -> None:
-        whole = _bytes_of(output)[: self._size * _bytes_of(input).numel()]
-        dist.all_gather_into_tensor(whole, _bytes_of(input), self._group)
+        whole = bytes_of(output)[: self._size * bytes_of(input).numel()]
+        dist.all_gather_into_tensor(whole, bytes_of(input), self._group)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         root = dist.get_global_rank(self._group, src)
-        dist.broadcast(_bytes_of(tensor), root, self._group)
+        dist.broadcast(bytes_of(tensor), root, self._group)
 
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device=self._device)
+        return torch.empty(sizes, dtype=dtype, device=self.device)
 
     output = empty
-
-    def check_is(self, device: torch.device) -> None:
-        if device.type != "cuda" or device.index not in (None, self._device.index):
-            raise ValueError(
-                f"this rank of the communicator is on {self._device}, but the tensor on {device}"
-            )
 
     def check(self) -> None:
         """The backend raises its errors itself."""
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
 
     def close(self, *, abort: bool) -> None:
         """The group stays: it is the caller's."""
 
-    def _average(self, tensor: Any, op: str) -> None:
+    def _divide(self, tensor: Any, op: str) -> None:
         if op == "avg":
             tensor /= self._size
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -23,19 +23,16 @@ class HostMap:
     def __init__(self, hosts: list[list[int]], rank: int) -> None:
         self.hosts = hosts
         self.rank = rank
-        self.host, self.position = next(
-            (host, members.index(rank)) for host, members in enumerate(hosts) if rank in members
-        )
+        self.links = min(map(len, hosts))
+        self.most = max(map(len, hosts))
+        self.world_size = sum(map(len, hosts))
+        self.places = [0] * self.world_size
+        for host, members in enumerate(hosts):
+            for position, member in enumerate(members):
+                self.places[member] = host * self.most + position
+        self.host = self.host_of(rank)
         self.members = hosts[self.host]
-        self.links = min(len(members) for members in hosts)
-        self.most = max(len(members) for members in hosts)
-        self.world_size = sum(len(members) for members in hosts)
-        places = {
-            member: host * self.most + position
-            for host, members in enumerate(hosts)
-            for position, member in enumerate(members)
-        }
-        self.places = [places[member] for member in range(self.world_size)]
+        self.position = self.members.index(rank)
 
     def host_of(self, rank: int) -> int:
         """The index of the host of ``rank``."""

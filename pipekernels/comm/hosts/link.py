@@ -12,11 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# Codes for a lost rank, and for a timeout.
-GONE, LATE = -1, -2
-
-# Seconds between polls whether the link has been closed.
-_SLICE = 0.02
+_POLL = 0.02  # Seconds between looks whether the link has been closed.
 
 
 class LinkError(RuntimeError):
@@ -102,7 +98,7 @@ class Link:
                     return ""
                 self._pending = call(self._gloo)
             self._pending.get_future().then(lambda _: ended.set())
-            while not ended.wait(_SLICE):
+            while not ended.wait(_POLL):
                 if self._gloo is None:
                     return ""
             work, self._pending = self._pending, None

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from pipekernels import _backend
 from pipekernels.comm import all_reduce_limits, messages
-from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
+from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.process import host_identity, start_time
 from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
 

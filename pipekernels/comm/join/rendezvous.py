@@ -13,8 +13,8 @@ import torch.distributed as dist
 from pipekernels._arguments import check_integer, check_kind
 from pipekernels._torch_private import default_group, store_of
 from pipekernels.comm import messages
-from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.errors import PeerError
+from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.process import has_died, own_process
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipekernels._log import info_once
 from pipekernels._torch_private import register_backend
 from pipekernels.comm.communicator import Communicator
-from pipekernels.comm.deadline import Deadline
+from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.rendezvous import meet, over_store
 from pipekernels.comm.process_group.other_devices import (
     OtherGroups,

@@ -1,4 +1,4 @@
-"""CUDA tensors over several hosts: the end over a process group, here of Gloo, on CPU tensors."""
+"""CUDA tensors over several hosts: the backend over a process group, here Gloo, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 
 
 def use_group(rank: int) -> None:
-    """The end's collectives, and where a communicator takes it from."""
+    """The backend's collectives, and where a communicator takes it from."""
     size = dist.get_world_size()
     _backend.require_cuda = lambda device=None: None
     cuda.backends_of = lambda group: {"cpu": "gloo", "cuda": "gloo"}
     group = dist.new_group(backend="gloo")
-    end = cuda.GroupBackend(group, torch.device("cuda", 0))
-    end._device = CPU
+    backend = cuda.GroupBackend(group, torch.device("cuda", 0))
+    backend.device = CPU
     x = torch.arange(4.0) + rank
     for op, expected in (
         ("sum", 3 * torch.arange(4.0) + 3),
@@ -33,28 +33,30 @@ def use_group(rank: int) -> None:
         ("min", torch.arange(4.0)),
     ):
         y = x.clone()
-        end.all_reduce(y, op, "auto")
+        backend.all_reduce(y, op, "auto")
         assert y.equal(expected)
         rows, out = x.repeat(size, 1), torch.empty(1, 4)
-        end.reduce_scatter(rows, out, op)
+        backend.reduce_scatter(rows, out, op)
         assert out[0].equal(expected)
     counts = torch.full((2, 2), rank, dtype=torch.int64)
-    end.all_reduce(counts, "sum in tree order", "auto")  # Of integers the order does not matter.
+    backend.all_reduce(
+        counts, "sum in tree order", "auto"
+    )  # Of integers the order does not matter.
     assert counts.eq(3).all()
     with pytest.raises(ValueError, match="order='tree' is for communicators on one host"):
-        end.all_reduce(x, "sum in tree order", "auto")
+        backend.all_reduce(x, "sum in tree order", "auto")
     flags = torch.tensor([rank == 1, True])
-    gathered = end.empty(torch.Size((size, 2)), torch.bool)
-    end.all_gather(flags, gathered)
+    gathered = backend.empty(torch.Size((size, 2)), torch.bool)
+    backend.all_gather(flags, gathered)
     assert gathered.tolist() == [[False, True], [True, True], [False, True]]
-    end.broadcast(flags, 1)
+    backend.broadcast(flags, 1)
     assert flags.all()
-    end.check(), end.close(abort=False)
-    with pytest.raises(ValueError, match="is on cpu, but the tensor on cuda:1"):
-        end.check_is(torch.device("cuda", 1))
+    backend.check(), backend.close(abort=False)
     with Communicator.from_process_group(group) as comm:
         assert type(comm._device_backend(torch.device("cuda", 0))) is cuda.GroupBackend
         assert comm._device_backend(torch.device("cuda", 0))._group is group
+        with pytest.raises(ValueError, match="is on cuda:0, but the tensor on cuda:1"):
+            comm._device_backend(torch.device("cuda", 1))
         half = comm.split(0)
         assert half is not None
         with pytest.raises(RuntimeError, match="there is no group; make the communicator by"):

@@ -21,8 +21,8 @@ from support.ranks import leakable_resources, run_processes
 
 from pipekernels import Communicator, PeerError
 from pipekernels.comm import messages
-from pipekernels.comm.deadline import Deadline
 from pipekernels.comm.join import bootstrap, process, rendezvous
+from pipekernels.comm.join.deadline import Deadline
 
 # ---- the contents of a store ---------------------------------------------------------------------
 
