@@ -24,7 +24,7 @@ from triton.backends.driver import DriverBase
 
 from bench.gpu import sharded_gemm
 from pipekernels.kernels import launch, tuner
-from pipekernels.kernels.config import Config, candidates, generation
+from pipekernels.kernels.config import Config, generation
 from pipekernels.kernels.table import Shape
 
 
@@ -107,8 +107,7 @@ def jobs(products: Iterable[Shape], gpu_generation: int, sms: int) -> list[Job]:
     """One job for each kernel that the tuner will launch, in the order of first use."""
     found: dict[tuple[Any, ...], Job] = {}
     for shape in products:
-        kind, _, m, n, k = shape
-        for config in candidates(gpu_generation, kind, m, n, k, sms)[: tuner.TRIED]:
+        for config in tuner.tried(shape, gpu_generation, sms):
             job = Job(shape, config)
             found.setdefault(kernel_of(job), job)
     return list(found.values())

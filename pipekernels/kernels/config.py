@@ -97,11 +97,6 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         full_tile=(Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 32, 4, 4)),
         split_k=(Blocks(16, 64, 64, 4, 3),),
     ),
-    (80, "float32"): Choice(
-        full_tile=(Blocks(64, 64, 32, 8, 2),),
-        split_k=(Blocks(16, 64, 32, 4, 2),),
-        unaligned=Blocks(64, 64, 16, 8, 2),
-    ),
     (80, "float8_e4m3fn"): Choice(
         # Triton makes a product and an addition after every step one instruction here.
         full_tile=(Blocks(128, 128, 64, 8, 3, promote=2),),
@@ -140,11 +135,6 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         full_tile=(Blocks(128, 128, 32, 8, 3), Blocks(64, 128, 32, 4, 4)),
         split_k=(Blocks(16, 64, 64, 4, 4),),
     ),
-    (90, "float32"): Choice(
-        full_tile=(Blocks(64, 64, 32, 8, 3),),
-        split_k=(Blocks(16, 64, 32, 4, 2),),
-        unaligned=Blocks(64, 64, 16, 8, 2),
-    ),
     (90, "float8_e4m3fn"): Choice(
         # Tiles of 16 rows are multiplied in float16, whose sums are in float32.
         full_tile=(Blocks(128, 128, 128, 8, 4, promote=1), Blocks(64, 256, 128, 8, 4, promote=1)),
@@ -172,18 +162,19 @@ BLOCKS: dict[tuple[int, str], Choice] = {
         full_tile=(Blocks(128, 128, 32, 8, 3),),
         split_k=(Blocks(16, 64, 64, 4, 4),),
     ),
-    (100, "float32"): Choice(
-        full_tile=(Blocks(64, 64, 32, 8, 3),),
-        split_k=(Blocks(16, 64, 32, 4, 2),),
-        unaligned=Blocks(64, 64, 16, 8, 2),
-    ),
     (100, "float8_e4m3fn"): Choice(
         full_tile=(Blocks(128, 128, 128, 8, 4), Blocks(64, 128, 128, 4, 4)),
         split_k=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
         measured_only=(Blocks(128, 128, 128, 8, 4, specialize=True),),
     ),
 }
-BLOCKS |= {(g, "float16"): BLOCKS[g, "bfloat16"] for g in (80, 90, 100)}
+for _generation, _stages in ((80, 2), (90, 3), (100, 3)):
+    BLOCKS[_generation, "float16"] = BLOCKS[_generation, "bfloat16"]
+    BLOCKS[_generation, "float32"] = Choice(
+        full_tile=(Blocks(64, 64, 32, 8, _stages),),
+        split_k=(Blocks(16, 64, 32, 4, 2),),
+        unaligned=Blocks(64, 64, 16, 8, 2),
+    )
 
 # Of products by slabs, one per kind, as other blocks could give other bits. Slabs are seldom
 # multiples of more than 32, and a path of a tree of sums is to fit in registers.

@@ -7,11 +7,12 @@ random. Candidates whose result is wrong, or less accurate than the library's, a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +27,7 @@ from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 DEVICE = "cuda"
 ROUNDS = 5  # Of the library and the candidates that took at most
 NEAR = 1.15  # times as long as the fastest.
-MILLISECONDS = 10  # Of calls in a sample.
+SAMPLE = 10  # Milliseconds.
 LAUNCHES = 100
 TRIED = 8  # Number of candidates, by estimate;
 GROUPS = (4, 16)  # the best two also with these group_m, and with variants of their blocks.
@@ -36,18 +37,6 @@ TOKENS = [2**exponent for exponent in range(15)]
 DEGREES = [1, 2, 4, 8]
 
 Library = Callable[[Product], None]  # Computes product.out by the vendor's library.
-
-
-class Times(NamedTuple):
-    """Measured seconds of one product.
-
-    Attributes:
-        library: of the vendor's library.
-        configs: of the candidates near the fastest with correct results, fastest first.
-    """
-
-    library: float
-    configs: list[tuple[Config, float]]
 
 
 def row_parallel_shapes(
@@ -104,43 +93,52 @@ def measure(
 def measure_class(shape: Shape, library: Library) -> Entry | None:
     """The best configuration for ``shape``, also measured with a quarter fewer tokens; ``None`` if
     no candidate gives a correct result."""
-    times = measure_product(shape, library)
-    if not times.configs:
+    seconds = measure_product(shape, library)
+    vendor_seconds = seconds.pop(None)
+    if not seconds:
         return None
-    config, seconds = times.configs[0]
-    speedup = times.library / seconds
+    config = min(seconds, key=seconds.__getitem__)
+    assert config is not None
+    speedup = vendor_seconds / seconds[config]
     tokens = "k" if shape.layout == "grad_weight" else "m"
     count = getattr(shape, tokens)
     if count >= 4:
-        smaller = shape._replace(**{tokens: count * 3 // 4})
-        fewer = measure_product(smaller, library, [config])
-        if not fewer.configs:
+        fewer = measure_product(shape._replace(**{tokens: count * 3 // 4}), library, [config])
+        if config not in fewer:
             return None
-        speedup = min(speedup, fewer.library / fewer.configs[0][1])
-    return Entry(shape, config, seconds, times.library, speedup)
+        speedup = min(speedup, fewer[None] / fewer[config])
+    return Entry(shape, config, seconds[config], vendor_seconds, speedup)
 
 
-def measure_product(shape: Shape, library: Library, configs: list[Config] | None = None) -> Times:
-    """Measure the library and ``configs``, or else the best candidates, on the current GPU."""
+def measure_product(
+    shape: Shape, library: Library, configs: list[Config] | None = None
+) -> dict[Config | None, float]:
+    """Seconds on the current GPU of ``configs``, or else of the best candidates, and of the
+    library: at ``None``. Those far from the fastest, or whose result is wrong, are left out."""
     gpu_generation, sms = _gpu()
-    if configs is None:
-        configs = tried(shape, gpu_generation, sms)
     product = random_product(shape)
-
-    def run(config: Config) -> Callable[[], None]:
-        return lambda: launch(product, config, generation=gpu_generation, sms=sms)
-
     library(product)
     expected = product.out.clone()
-    runs = {c: run(c) for c in configs if _is_right(product, run(c), expected)}
-    trial = {config: _seconds(call) for config, call in runs.items()}
-    near = [config for config in runs if trial[config] <= NEAR * min(trial.values())]
-    samples: dict[Config | None, list[float]] = {who: [] for who in (None, *near)}
-    for _ in range(ROUNDS):
-        for config, values in samples.items():
-            values.append(_seconds(runs[config] if config else lambda: library(product)))
-    medians = {config: statistics.median(values) for config, values in samples.items()}
-    return Times(medians[None], sorted(((c, medians[c]) for c in near), key=lambda pair: pair[1]))
+
+    def run(config: Config | None) -> None:
+        if config is None:
+            library(product)
+        else:
+            launch(product, config, generation=gpu_generation, sms=sms)
+
+    def seconds(config: Config | None) -> float:
+        milliseconds: float = do_bench(
+            lambda: run(config), warmup=SAMPLE / 5, rep=SAMPLE, return_mode="median"
+        )
+        return milliseconds / 1e3
+
+    configs = configs or tried(shape, gpu_generation, sms)
+    trial = {
+        c: seconds(c) for c in configs if _is_right(product, functools.partial(run, c), expected)
+    }
+    near = [config for config, each in trial.items() if each <= NEAR * min(trial.values())]
+    rounds = [{config: seconds(config) for config in (None, *near)} for _ in range(ROUNDS)]
+    return {each: statistics.median(times[each] for times in rounds) for each in rounds[0]}
 
 
 def tried(shape: Shape, gpu_generation: int, sms: int) -> list[Config]:
@@ -191,14 +189,6 @@ def _gpu() -> tuple[int, int]:
     """Generation and multiprocessors of the current GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return generation((properties.major, properties.minor)), properties.multi_processor_count
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    """The GPU's time of a call."""
-    milliseconds: float = do_bench(
-        call, warmup=MILLISECONDS / 5, rep=MILLISECONDS, return_mode="median"
-    )
-    return milliseconds / 1e3
 
 
 def _is_right(product: Product, call: Callable[[], None], expected: Tensor) -> bool:

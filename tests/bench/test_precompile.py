@@ -14,7 +14,6 @@ pytest.importorskip("triton", minversion="3.6")
 
 from bench.gpu import precompile
 from pipekernels.kernels import launch, tuner
-from pipekernels.kernels.config import candidates
 from pipekernels.kernels.table import Shape
 
 ARCHITECTURE, SMS = 90, 132
@@ -24,12 +23,11 @@ def test_every_candidate_of_the_tuner_has_a_job() -> None:
     found = {precompile.kernel_of(job) for job in precompile.jobs(precompile.shapes(), 90, SMS)}
     shapes = list(precompile.shapes())
     assert {shape.layout for shape in shapes} == {"forward", "grad_input", "grad_weight"}
-    for kind, layout, m, n, k in shapes:
-        configs = candidates(90, kind, m, n, k, SMS)[: tuner.TRIED]
+    for shape in shapes:
+        configs = tuner.tried(shape, 90, SMS)
         assert configs
         for config in configs:
-            job = precompile.Job(Shape(kind, layout, m, n, k), config)
-            assert precompile.kernel_of(job) in found
+            assert precompile.kernel_of(precompile.Job(shape, config)) in found
 
 
 @pytest.mark.compile

@@ -44,23 +44,23 @@ def test_a_class_is_as_fast_as_the_slower_of_its_products(
 ) -> None:  # fmt: skip
     shape, other = (Shape("bfloat16", layout, *each) for each in (sizes, smaller))
     times = {
-        shape: tuner.Times(3.0, [(CONFIGS[0], 2.0), (CONFIGS[1], 2.5)]),
-        other: tuner.Times(2.0, [(CONFIGS[0], 1.6)]),
+        shape: {None: 3.0, CONFIGS[1]: 2.5, CONFIGS[0]: 2.0},
+        other: {None: 2.0, CONFIGS[0]: 1.6},
     }
     asked: list[Any] = []
 
     def measure(shape: Shape, library: Any, configs: Any = None) -> Any:
         asked.append((shape, configs))
-        return times[shape]
+        return dict(times[shape])
 
     monkeypatch.setattr(tuner, "measure_product", measure)
     expected = table.Entry(shape, CONFIGS[0], 2.0, 3.0, 1.25)
     assert tuner.measure_class(shape, None) == expected
     assert asked == [(shape, None), (other, CONFIGS[:1])]
-    times[other] = tuner.Times(9.0, [(CONFIGS[0], 1.0)])
+    times[other] = {None: 9.0, CONFIGS[0]: 1.0}
     assert tuner.measure_class(shape, None) == expected._replace(speedup=1.5)
     for wrong in (other, shape):
-        times[wrong] = times[wrong]._replace(configs=[])
+        times[wrong] = {None: 1.0}
         assert tuner.measure_class(shape, None) is None
 
 
