@@ -24,14 +24,10 @@ from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.pipe import Device
 from pipekernels.pipeline.planning.cuts import check_partitions, solve
-from pipekernels.pipeline.planning.profile import (
-    Device,
-    batch_size,
-    first_rows,
-    measure_bytes,
-    measure_seconds,
-)
+from pipekernels.pipeline.planning.memory import measure_bytes
+from pipekernels.pipeline.planning.profile import batch_size, first_rows, measure_seconds
 from pipekernels.pipeline.stage.partition import check_sequential, layers
 
 __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]

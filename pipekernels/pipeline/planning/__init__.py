@@ -1,5 +1,5 @@
 """Measures the cost of layers, predicts that of pipes, and searches for the best pipe.
 
-Depends on ``Pipe``, which it builds, but for ``cuts.py``, which ``Pipe`` and
+Depends on ``Pipe``, which it builds, except for ``cuts.py``, which ``Pipe`` and
 ``pipekernels.balance`` use.
 """

@@ -16,13 +16,8 @@ Non-negative, not less for a later ``end``, in any unit; ``inf`` for a partition
 
 
 def solve(costs: Sequence[float], partitions: int) -> list[int]:
-    """Lengths of the contiguous partitions of ``costs`` whose largest sum is smallest.
-
-    Exact. Ties go to the smallest sum of squared sums, then to the smallest sum of squared lengths.
-
-    Args:
-        costs: non-negative cost of each element, in any unit.
-        partitions: number of partitions, each of at least one element.
+    """Lengths of the contiguous partitions of ``costs`` whose largest sum is smallest; exact. Ties
+    go to the smallest sum of squared sums, then to the smallest sum of squared lengths.
 
     Raises:
         ValueError: fewer elements than partitions, ``partitions`` is no integer of at least 1, or a
@@ -57,19 +52,12 @@ def check_partitions(n: int, partitions: int) -> None:
 def cuts(
     n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float] = max
 ) -> Iterator[tuple[float, list[int]]]:
-    """All cuts of ``n`` elements into ``partitions``, the cheapest first, with their costs.
+    """All cuts of ``n`` elements into ``partitions`` of at least one, the cheapest first, as (cost,
+    length of each partition). Their cost is ``combine`` (``max`` or ``operator.add``) of those of
+    the partitions; infinite ones are left out.
 
     Best-first search (A*, Hart, Nilsson and Raphael, 1968) with an exact estimate of the remaining
     cost, so the first cuts are found without visiting the others.
-
-    Args:
-        n: number of elements.
-        partitions: number of partitions, each of at least one element.
-        cost: of one partition. Cuts with an infinite one are left out.
-        combine: combines costs of partitions into that of a cut: ``max`` or ``operator.add``.
-
-    Yields:
-        (cost, length of each partition).
     """
 
     def ends(p: int, begin: int) -> range:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from itertools import accumulate, islice, pairwise
 from math import inf
 from typing import Any
@@ -17,14 +18,19 @@ from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.engine.lanes import intra_op_threads
-from pipekernels.pipeline.pipe import Pipe
-from pipekernels.pipeline.planning.cost import Affine, CostModel, LayerCost, Setting
+from pipekernels.pipeline.pipe import Device, Pipe
+from pipekernels.pipeline.planning.cost import (
+    Affine,
+    CostModel,
+    Forecast,
+    LayerCost,
+    Setting,
+)
 from pipekernels.pipeline.planning.cuts import cuts
+from pipekernels.pipeline.planning.memory import measure_bytes
 from pipekernels.pipeline.planning.profile import (
-    Device,
     batch_size,
     first_rows,
-    measure_bytes,
     measure_hand_off,
     measure_seconds,
 )
@@ -81,10 +87,10 @@ class Plan:
     @property
     def peak_bytes(self) -> dict[torch.device, int]:
         """Peak memory of each device."""
-        peaks: dict[torch.device, int] = {}
+        peaks: Counter[torch.device] = Counter()
         for stage in self.stages:
-            peaks[stage.device] = peaks.get(stage.device, 0) + stage.peak_bytes
-        return peaks
+            peaks[stage.device] += stage.peak_bytes
+        return dict(peaks)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -233,25 +239,19 @@ def possible_settings(
     lanes: int, layer_count: int, batch: int, max_chunks: int, schedules: Iterable[str]
 ) -> list[Setting]:
     """All settings for a mini-batch of ``batch`` rows, without duplicates that drop the same
-    activations.
-
-    Raises:
-        ValueError: there is no schedule of that name, or none for so few layers.
-    """
-    found = []
+    activations; a ValueError if there is none, or no schedule of a name."""
+    found: list[Setting] = []
     for name in schedules:
         interleave = lanes if name == "interleaved" else None
         stages = lanes * (STAGES_PER_LANE if interleave else 1)
         schedule = Schedule(name, interleave)
-        for chunks in range(1, min(max_chunks, batch) + 1):
-            rows = micro_batch_sizes(batch, chunks)
-            program = schedule.program(stages, chunks)
-            dropped = set()
+        for chunks in range(1, min(max_chunks, batch) + 1 if stages <= layer_count else 1):
+            rows, program = micro_batch_sizes(batch, chunks), schedule.program(stages, chunks)
+            distinct: dict[tuple[bool, ...], Setting] = {}
             for checkpoint in reversed(MODES):
                 setting = Setting(name, program, rows, checkpoint)
-                if stages <= layer_count and setting.dropped not in dropped:
-                    dropped.add(setting.dropped)
-                    found.append(setting)
+                distinct.setdefault(setting.dropped, setting)
+            found += distinct.values()
     if not found:
         raise ValueError(
             f"no schedule is left to choose from for {layer_count} layers on {lanes} lanes; take "
@@ -267,32 +267,24 @@ def choose(
     settings: Iterable[Setting],
     memory_limit: int | None = None,
 ) -> Plan:
-    """The plan with the shortest step that fits into ``memory_limit`` bytes on every device.
-
-    Args:
-        model: what the layers cost.
-        devices: one per lane.
-        settings: what to choose from.
-        memory_limit: None for no limit.
-
-    Raises:
-        ValueError: none fits.
-    """
+    """The plan with the shortest step that fits into ``memory_limit`` bytes on every one of
+    ``devices``, one per lane; a ValueError if none fits."""
     limit = inf if memory_limit is None else memory_limit
     best: Plan | None = None
     smallest: tuple[int, Setting, list[int]] | None = None
-    for setting in sorted(settings, key=model.least_step):
-        if best is not None and model.least_step(setting) >= best.step_seconds:
+    forecasts = (Forecast(model, setting) for setting in settings)
+    for forecast in sorted(forecasts, key=lambda forecast: forecast.least_step):
+        if best is not None and forecast.least_step >= best.step_seconds:
             break
-        for bound, peak, lengths in _candidates(model, devices, setting, limit):
+        for bound, peak, lengths in _candidates(forecast, devices, limit):
             if best is not None and bound >= best.step_seconds:
                 break
             if peak <= limit:
-                plan = _predicted(model, devices, setting, lengths, memory_limit)
+                plan = _predicted(forecast, devices, lengths, memory_limit)
                 if best is None or plan.step_seconds < best.step_seconds:
                     best = plan
             elif smallest is None or peak < smallest[0]:
-                smallest = peak, setting, lengths
+                smallest = peak, forecast.setting, lengths
     if best is None:
         assert smallest is not None
         peak, setting, lengths = smallest
@@ -306,70 +298,65 @@ def choose(
 
 
 def _candidates(
-    model: CostModel, devices: Sequence[torch.device], setting: Setting, limit: float
+    forecast: Forecast, devices: Sequence[torch.device], limit: float
 ) -> Iterator[tuple[float, int, list[int]]]:
-    """The cuts to try: those with the lowest bounds of the step time, best first, among cuts whose
-    stages each fit into ``limit`` bytes. Then, if none of these fits on the devices, the cuts that
-    need the least memory; their first is optimal if each device has one stage, or one has all.
+    """The cuts to try, as (lower bound of the step time, largest peak of a device, length of each
+    stage): those with the lowest bounds, best first, among cuts whose stages each fit into
+    ``limit`` bytes. Then, if none of these fits on the devices, those that need the least memory;
+    their first is optimal if each device has one stage, or one has all."""
+    program, stage_bytes = forecast.setting.program, forecast.stage_bytes
+    n, stages = len(forecast.model.layers), program.stages
 
-    Yields:
-        (lower bound of the step time, largest peak of a device, length of each stage).
-    """
-    n, stages, stage_bytes = len(model.layers), setting.program.stages, model.stage_bytes(setting)
+    def seconds(stage: int, begin: int, end: int) -> float:
+        fits = limit == inf or stage_bytes(stage, begin, end) <= limit
+        return forecast.least_seconds(stage, begin, end) if fits else inf
+
+    def peak_of(lengths: Sequence[int]) -> int:
+        peaks: Counter[torch.device] = Counter()
+        for stage, (begin, end) in enumerate(pairwise([0, *accumulate(lengths)])):
+            peaks[devices[program.lane_of[stage]]] += stage_bytes(stage, begin, end)
+        return max(peaks.values())
+
     fits = False
-    for bound, lengths in islice(cuts(n, stages, model.least_seconds(setting, limit)), CUTS):
-        peak = max(_peaks(devices, setting, lengths, stage_bytes).values())
+    for bound, lengths in islice(cuts(n, stages, seconds), CUTS):
+        peak = peak_of(lengths)
         fits |= peak <= limit
         yield bound, peak, lengths
     if not fits:
         combine = operator.add if len(set(devices)) == 1 else max
         for _, lengths in islice(cuts(n, stages, stage_bytes, combine), CUTS):
-            yield 0.0, max(_peaks(devices, setting, lengths, stage_bytes).values()), lengths
-
-
-def _peaks(
-    devices: Sequence[torch.device],
-    setting: Setting,
-    lengths: Sequence[int],
-    stage_bytes: Callable[[int, int, int], int],
-) -> dict[torch.device, int]:
-    """Peak memory of each device."""
-    peaks: dict[torch.device, int] = {}
-    for stage, (begin, end) in enumerate(pairwise([0, *accumulate(lengths)])):
-        device = devices[setting.program.lane_of[stage]]
-        peaks[device] = peaks.get(device, 0) + stage_bytes(stage, begin, end)
-    return peaks
+            yield 0.0, peak_of(lengths), lengths
 
 
 def _predicted(
-    model: CostModel,
+    forecast: Forecast,
     devices: Sequence[torch.device],
-    setting: Setting,
     lengths: Sequence[int],
     memory_limit: int | None,
 ) -> Plan:
+    setting, program = forecast.setting, forecast.setting.program
     edges = [0, *accumulate(lengths)]
-    seconds = model.seconds(setting, edges)
-    simulation = simulate(setting.program, seconds)
-    stage_bytes = model.stage_bytes(setting)
-    work = [0.0] * setting.program.stages
+    seconds = forecast.seconds(edges)
+    simulation = simulate(program, seconds)
+    work = [0.0] * program.stages
     for action in simulation.start:
         work[action.stage] += seconds(action)
+    stages = [
+        StagePlan(
+            devices[program.lane_of[stage]],
+            end - begin,
+            work[stage],
+            forecast.stage_bytes(stage, begin, end),
+        )
+        for stage, (begin, end) in enumerate(pairwise(edges))
+    ]
     return Plan(
         schedule=setting.schedule,
         lanes=len(devices),
         chunks=len(setting.rows),
         checkpoint=setting.checkpoint,
         batch=sum(setting.rows),
-        stages=tuple(
-            StagePlan(
-                devices[setting.program.lane_of[stage]],
-                end - begin,
-                work[stage],
-                stage_bytes(stage, begin, end),
-            )
-            for stage, (begin, end) in enumerate(pairwise(edges))
-        ),
+        stages=tuple(stages),
         step_seconds=simulation.makespan,
         bubble=simulation.bubble,
         memory_limit=memory_limit,
@@ -387,27 +374,14 @@ def measured(
     """Costs of the layers, fitted to measurements with ``sizes`` rows."""
     samples = [first_rows(sample, rows) for rows in sizes]
     times = measure_seconds(module, samples, device, timeout=timeout, split=True)
-    memory = {rows: measure_bytes(module, first_rows(sample, rows), device) for rows in sizes}
-    costs = []
-    for i in range(len(layers(module))):
-        of_layer = [(rows, seconds[i]) for rows, seconds in zip(sizes, times, strict=True)]
-        bytes_of_layer = [(rows, found[i]) for rows, found in memory.items()]
-        costs.append(
-            LayerCost(
-                forward=Affine.fit((rows, t.forward) for rows, t in of_layer),
-                backward=Affine.fit((rows, t.backward) for rows, t in of_layer),
-                input_backward=Affine.fit(
-                    (rows, min(t.input_backward, t.backward)) for rows, t in of_layer
-                ),
-                **{
-                    name: Affine.fit((rows, getattr(found, name)) for rows, found in bytes_of_layer)
-                    for name in ("kept", "entry", "inputs", "outputs", "working")
-                },
-                trainable=bytes_of_layer[0][1].trainable,
-                constant=bytes_of_layer[0][1].constant,
-            )
-        )
-    return costs
+    memory = [measure_bytes(module, each, device) for each in samples]
+
+    def fitted(measurements: Iterable[Any]) -> Iterator[Affine]:
+        for values in zip(*map(astuple, measurements), strict=True):
+            yield Affine.fit(zip(sizes, values, strict=True))
+
+    of_layers = zip(zip(*times, strict=True), zip(*memory, strict=True), strict=True)
+    return [LayerCost(*fitted(seconds), *fitted(nbytes)) for seconds, nbytes in of_layers]
 
 
 def _devices(devices: Iterable[Device] | None, layer_count: int) -> list[torch.device]:

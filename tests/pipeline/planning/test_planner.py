@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations, pairwise
-from math import inf
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from torch import nn
 import pipekernels
 from pipekernels import Pipe
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.planning import planner, profile
-from pipekernels.pipeline.planning.cost import Affine, CostModel, LayerCost, Setting
+from pipekernels.pipeline.planning import planner
+from pipekernels.pipeline.planning.cost import Affine, CostModel, Forecast, LayerCost, Setting
+from pipekernels.pipeline.planning.memory import LiveStorages
 from pipekernels.pipeline.planning.planner import choose, plan_pipeline
 from pipekernels.pipeline.schedule.program import SCHEDULES, Action, gpipe, simulate
 from pipekernels.pipeline.stage.checkpoint import MODES, checkpointed
@@ -52,8 +52,8 @@ def layer(
         inputs=per_row("inputs", 1),
         outputs=per_row("outputs", 1),
         working=per_row("working"),
-        trainable=sizes.get("trainable", 0),
-        constant=sizes.get("constant", 0),
+        trainable=Affine(sizes.get("trainable", 0)),
+        constant=Affine(sizes.get("constant", 0)),
     )
 
 
@@ -135,7 +135,7 @@ def peaks(
                 if kind in "BW":
                     del held[m]
             peak = most + max(c.working(rows) for c in layers)
-            peak += sum(c.trainable * SCALE + c.constant for c in layers)
+            peak += sum(c.trainable(rows) * SCALE + c.constant(rows) for c in layers)
             peak += layers[0].inputs(batch) * (stage == 0)
             peak += 2 * layers[-1].outputs(batch) * (stage == len(balance) - 1)
             total[device] = total.get(device, 0.0) + peak
@@ -191,20 +191,20 @@ def test_predictions_and_their_bounds(
     case: tuple[list[LayerCost], int, int, float], data: st.DataObject
 ) -> None:
     costs, lanes, batch, hand_off = case
-    model = CostModel(costs, Affine(hand_off), SCALE)
     setting = data.draw(st.sampled_from(settings_of(lanes, len(costs), batch, 4)))
     balance = data.draw(st.sampled_from(list(all_balances(len(costs), setting.program.stages))))
     edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
-    makespan = simulate(setting.program, model.seconds(setting, edges)).makespan
+    forecast = Forecast(CostModel(costs, Affine(hand_off), SCALE), setting)
+    makespan = simulate(setting.program, forecast.seconds(edges)).makespan
     assert makespan == pytest.approx(step(costs, hand_off, setting, balance))
-    assert model.least_step(setting) <= makespan * (1 + 1e-9)
+    assert forecast.least_step <= makespan * (1 + 1e-9)
     for stage, (begin, end) in enumerate(pairwise(edges)):
-        assert model.least_seconds(setting, inf)(stage, begin, end) <= makespan * (1 + 1e-9)
+        assert forecast.least_seconds(stage, begin, end) <= makespan * (1 + 1e-9)
     devices = DEVICES[:lanes]
     total: dict[torch.device, float] = {}
     for stage, (begin, end) in enumerate(pairwise(edges)):
         device = devices[setting.program.lane_of[stage]]
-        peak = model.stage_bytes(setting)(stage, begin, end)
+        peak = forecast.stage_bytes(stage, begin, end)
         total[device] = total.get(device, 0.0) + peak
     assert total == pytest.approx(peaks(costs, setting, balance, devices))
 
@@ -347,10 +347,10 @@ def test_predicted_memory_is_an_upper_bound_of_a_pipes_memory(
     x = torch.rand(batch, width)
     rows = [batch // chunks, batch]
     costs = planner.measured(module, x, CPU, rows, timeout=0)
-    model = CostModel(costs, Affine(0.0), SCALE)
     setting = Setting("gpipe", gpipe(2, chunks), micro_batch_sizes(batch, chunks), mode)
     edges = list(pairwise([0, balance[0], sum(balance)]))
-    predicted = sum(model.stage_bytes(setting)(s, *edge) for s, edge in enumerate(edges))
+    forecast = Forecast(CostModel(costs, Affine(0.0), SCALE), setting)
+    predicted = sum(forecast.stage_bytes(s, *edge) for s, edge in enumerate(edges))
 
     pipe = Pipe(
         module, balance, devices=["cpu"] * 2, chunks=chunks, checkpoint=mode,
@@ -359,11 +359,11 @@ def test_predicted_memory_is_an_upper_bound_of_a_pipes_memory(
     pipe(x).sum().backward()
     pipe.zero_grad()
     parameters = sum(p.nbytes for p in pipe.parameters())
-    live = profile.LiveStorages([x, *pipe.parameters()])
+    live = LiveStorages([x, *pipe.parameters()])
     with live:
         pipe(x).sum().backward()
     real = live.peak + parameters + x.nbytes
-    working = sum(max(c.working(rows[0]) for c in model.layers[a:b]) for a, b in edges)
+    working = sum(max(c.working(rows[0]) for c in costs[a:b]) for a, b in edges)
     assert real <= predicted <= real + parameters + working + 3 * x.nbytes
 
 

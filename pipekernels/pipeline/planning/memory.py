@@ -1,0 +1,144 @@
+"""Measures the memory of each layer of a module, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipekernels._torch_private import TorchDispatchMode
+from pipekernels.device.restoring import restore_despite_interrupt
+from pipekernels.pipeline.planning.cost import Bytes
+from pipekernels.pipeline.planning.profile import (
+    LayerRun,
+    Outputs,
+    cloned,
+    detached,
+    measure_layers,
+)
+from pipekernels.pipeline.values.structure import tensors_in
+
+
+@restore_despite_interrupt
+def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> list[Bytes]:
+    """The memory of every layer on the micro-batch ``sample``: the storages that its operations
+    make and that are alive after each operation, and those that its graph alone keeps alive.
+
+    Not measured: scratch memory inside an operation, and the allocator's rounding.
+    """
+    return measure_layers(module, sample, device, _Tally().count)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Watches the storages that operations make while it is active, but for those of ``known``."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {_storage(tensor) for tensor in known}
+        self._made: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        strided = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided]
+        for ref, size in _storage_bytes(strided).items():
+            if ref not in self._known:
+                self._made[ref] = size
+        self.peak = max(self.peak, sum(self.alive().values()))
+        return result
+
+    def alive(self) -> dict[StorageWeakRef, int]:
+        """The storages that still exist, and their bytes."""
+        self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
+        return dict(self._made)
+
+
+class _Tally:
+    """Counts the bytes of layers, which come in order: a storage once, for the first layer that
+    keeps it, and a skip as made by the layer that pops it."""
+
+    def __init__(self) -> None:
+        self._returned: list[StorageWeakRef] = []  # By the layer before.
+        self._origin: dict[StorageWeakRef, StorageWeakRef] = {}  # Of inputs, which are clones.
+        self._nbytes: dict[StorageWeakRef, int] = {}
+        self._counted: set[StorageWeakRef] = set()  # The sample; what earlier layers keep.
+
+    def count(self, run: LayerRun) -> tuple[Bytes, Outputs]:
+        """The bytes of the next layer."""
+        weights = [*run.layer.parameters(), *run.layer.buffers()]
+        trainable = [p for p in run.layer.parameters() if p.requires_grad]
+        inputs = _nbytes(tensors_in(run.value))
+        received = [_storage(tensor) for tensor in tensors_in(run.value)]
+        entering = _storage_bytes((run.value, run.popped))
+        live = LiveStorages([*tensors_in((run.value, run.popped)), *weights])
+        with live:
+            outputs = run.forward()
+        passed_on = detached(cloned(outputs))
+        returned = [_storage(tensor) for tensor in tensors_in(outputs[0])]
+        nbytes = entering | _storage_bytes(outputs)
+        wanted = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        grads: list[torch.Tensor] = []
+        root = _Root.apply(grads, *wanted) if wanted else None
+        one = torch.ones(())
+        del outputs, wanted
+        # Only the graph is left: the storages alive now are those that the backward needs.
+        made = live.alive()
+        freed = {ref for ref in entering if ref.expired()}
+        with live:
+            tensors = tensors_in(passed_on)
+            grads += [torch.ones_like(tensor) for tensor in tensors if tensor.requires_grad]
+            if root is not None:
+                torch.autograd.backward(root, one)
+
+        if self._nbytes:
+            for ref, before in zip(received, self._returned, strict=True):
+                self._origin[ref] = self._origin.get(before, before)
+        else:  # The first layer, whose input is the sample.
+            self._counted.update(received)
+        self._nbytes = nbytes | made | self._nbytes
+        self._returned = returned
+        needed = made.keys() | (entering.keys() - freed)
+        kept = {self._origin.get(ref, ref) for ref in needed} - self._counted
+        entry = {self._origin[ref] for ref in received if ref in self._origin} - kept
+        self._counted |= kept
+        sizes = Bytes(
+            kept=sum(self._nbytes[ref] for ref in kept),
+            entry=sum(self._nbytes[ref] for ref in entry),
+            inputs=inputs,
+            outputs=_nbytes(tensors_in(passed_on[0])),
+            working=live.peak - sum(made.values()) + sum(nbytes[ref] for ref in freed),
+            trainable=_nbytes(trainable),
+            constant=_nbytes(weights) - _nbytes(trainable),
+        )
+        return sizes, passed_on
+
+
+class _Root(torch.autograd.Function):
+    """A scalar that keeps the graph of ``tensors``, not their memory; ``grads`` are set later. Not
+    gradient edges, which in torch 2.6 do not keep a graph that ends in a custom function."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.grads
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _storage_bytes(value: Any) -> dict[StorageWeakRef, int]:
+    return {_storage(t): t.untyped_storage().nbytes() for t in tensors_in(value)}
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
