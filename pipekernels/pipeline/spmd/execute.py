@@ -16,30 +16,18 @@ and put is an ordinary graph, whose memory the backward frees step by step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pipekernels._arguments import integer
-from pipekernels._torch_private import disable_dynamo, enclosing_mesh
+from pipekernels._arguments import check_kind, integer
+from pipekernels._torch_private import disable_dynamo
 from pipekernels.comm import messages
 from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.local_ops.once import check_differentiated_once
-from pipekernels.pipeline.spmd.transport import (
-    Axis,
-    Features,
-    FromBatch,
-    FromNothing,
-    FromPrevious,
-    Sink,
-    Source,
-    ToNext,
-    ToWhole,
-    ranks_along,
-    zeros,
-)
+from pipekernels.pipeline.spmd.axis import Axis
+from pipekernels.pipeline.spmd.transport import Features, Passage
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.random_state import MiniBatchSeeds, preserved
 from pipekernels.pipeline.values.structure import tensors_in
@@ -105,12 +93,10 @@ def execute_pipeline(
     After an exception in a forward, which all ranks raise, the mesh is usable. A rank that raises
     in its backward leaves the others waiting until its process ends or the group's timeout is over.
     """
-    _check_module(module, "module")
-    num_microbatches = integer("num_microbatches", num_microbatches)
-    mesh = _given_or_enclosing(mesh)
-    axis = Axis.of(mesh, model_axis_name)
-    key = _random_key(mesh, model_axis_name, replicated_axis_names)
-    return _execute(module, x, args, kwargs, num_microbatches, axis, key)
+    check_kind("module", module, nn.Module, "an nn.Module")
+    count = integer("num_microbatches", num_microbatches)
+    axis = Axis.of(mesh, model_axis_name, replicated_axis_names)
+    return _execute(module, x, args, kwargs, count, axis)
 
 
 @disable_dynamo
@@ -120,45 +106,41 @@ def _execute(
     x: Tensor | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    num_microbatches: int,
+    count: int,
     axis: Axis,
-    key: int,
 ) -> Tensor:
-    """As :func:`execute_pipeline`; ``key`` tells the random numbers of ranks apart."""
-    source = (
-        FromBatch(x, num_microbatches) if axis.is_first else FromPrevious(axis, num_microbatches)
-    )
-    sink = ToWhole(num_microbatches) if axis.is_last else ToNext(axis, num_microbatches)
+    passage = Passage(axis, count, x if axis.is_first else None)
     random = MiniBatchSeeds([axis.device])
 
     def stage(m: int, part: Tensor) -> Any:
-        with random.inline(m, key):
+        with random.inline(m, axis.random_key):
             return module(part, *args, **kwargs)
 
     # Commits only after _agree(): until then another rank may have failed.
     with committed([module]):
-        token = _start(axis, source, x, module, args, kwargs)
-        failure = _batch_error(x, num_microbatches, needed=axis.is_first)
+        token = _start(passage, axis, x, module, (args, kwargs))
+        failure: Exception | None = None
         try:
-            arriving = source.begin()
-        except ValueError as error:
+            arriving = passage.begin()
+            _check_batch(x, count, needed=axis.is_first)
+        except (TypeError, ValueError) as error:
             arriving, failure = False, error
-        if arriving and failure is None:
+        if arriving:
             with preserved([axis.device]):
-                token, failure = _pass_all(stage, num_microbatches, source, sink, token)
+                token, failure = _pass_all(stage, count, passage, token)
         if failure is not None or not arriving:
-            # The neighbours wait for every message.
-            source.skip()
-            sink.give_up()
-        sink.finish()
+            passage.abandon()
+        passage.flush()
         try:
-            features = _agree(axis, failure, sink.features)
+            features = _agree(axis, failure, passage.features)
         finally:
             del failure  # Its traceback holds this frame.
     rows, *rest = features.shape
-    features = features._replace(shape=(num_microbatches * rows, *rest))
-    make = sink.take if isinstance(sink, ToWhole) else partial(zeros, features, axis.device)
-    return _Output.apply(sink, make, token) if features.requires_grad else make()
+    features = features._replace(shape=(count * rows, *rest))
+    if not features.requires_grad:
+        return passage.output(features)
+    output: Tensor = _Output.apply(passage, features, token)
+    return output
 
 
 @disable_dynamo
@@ -201,20 +183,18 @@ def execute_pipeline_step(
     An exception on one rank leaves the others waiting, until its process ends or the group's
     timeout is over.
     """
-    _check_module(module, "module")
-    axis = Axis.of(_given_or_enclosing(mesh), model_axis_name)
+    check_kind("module", module, nn.Module, "an nn.Module")
+    axis = Axis.of(mesh, model_axis_name)
     differentiable = torch.is_grad_enabled() and state.is_floating_point()
     features = Features(tuple(state.shape), state.dtype, differentiable)
-    source = FromNothing(axis, features) if axis.is_first else FromPrevious(axis, 1, features)
-    sink = ToWhole(1, features) if axis.is_last else ToNext(axis, 1, features)
-    token = _start(axis, source, input, module, args, {"state": state, **kwargs})
+    passage = Passage(axis, 1, features=features)
+    token = _start(passage, axis, input, module, (args, state, kwargs))
     result = module(input if axis.is_first else state, *args, **kwargs)
-    sink.check(0, result)
-    token = _Put.apply(sink, 0, token, result)
-    state, token = _Take.apply(source, 0, token)
-    sink.finish()
-    make = sink.take if isinstance(sink, ToWhole) else partial(zeros, features, axis.device)
-    return state, _Output.apply(sink, make, token)
+    passage.check(0, result)
+    token = _Put.apply(passage, 0, token, result)
+    state, token = _Take.apply(passage, 0, token)
+    passage.flush()
+    return state, _Output.apply(passage, features, token)
 
 
 class PipelineModule(nn.Module):
@@ -256,17 +236,15 @@ class PipelineModule(nn.Module):
         self.module_fn = module_fn
         self.replicated_axis_names = tuple(replicated_axis_names)
         # Not the mesh, which holds groups: see Axis.
-        mesh = _given_or_enclosing(mesh)
-        self._axis = Axis.of(mesh, model_axis_name)
-        self._key = _random_key(mesh, model_axis_name, self.replicated_axis_names)
+        self._axis = Axis.of(mesh, model_axis_name, self.replicated_axis_names)
         self.module = _made(module_fn, self._axis)
-        _check_module(self.module, "what module_fn returns")
+        check_kind("what module_fn returns", self.module, nn.Module, "an nn.Module")
 
     def forward(self, x: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a batch; arguments, result and errors are those of :func:`execute_pipeline`."""
-        _check_module(self.module, "module")
-        chunks = integer("num_microbatches", self.num_microbatches)
-        return _execute(self.module, x, args, kwargs, chunks, self._axis, self._key)
+        check_kind("module", self.module, nn.Module, "an nn.Module")
+        count = integer("num_microbatches", self.num_microbatches)
+        return _execute(self.module, x, args, kwargs, count, self._axis)
 
 
 @restore_despite_interrupt
@@ -277,79 +255,40 @@ def _made(module_fn: Callable[[], nn.Module], axis: Axis) -> nn.Module:
         return module_fn()
 
 
-def _given_or_enclosing(mesh: DeviceMesh | None) -> DeviceMesh:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if mesh is None:
-        try:
-            return enclosing_mesh()
-        except RuntimeError:
-            raise ValueError(
-                "there is no device mesh; pass mesh= or call this inside `with mesh:`"
-            ) from None
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
-    return mesh
-
-
-def _random_key(mesh: DeviceMesh, model_axis_name: str, replicated: Collection[str]) -> int:
-    """A number that is equal on ranks that work on the same activations, and distinct otherwise."""
-    if model_axis_name in replicated:
-        raise ValueError(
-            f"replicated_axis_names has {model_axis_name!r}, whose ranks hold different stages; "
-            "leave it out"
-        )
-    return min(ranks_along(mesh, replicated))
-
-
-def _check_module(module: object, what: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{what} must be an nn.Module, not {type(module).__name__}")
-
-
-def _batch_error(x: Any, num_microbatches: int, *, needed: bool) -> Exception | None:
+def _check_batch(x: Any, num_microbatches: int, *, needed: bool) -> None:
     if x is None and not needed:
-        return None
+        return
     if not isinstance(x, Tensor):
-        return TypeError(f"x must be a tensor on the first stage, not {type(x).__name__}")
+        raise TypeError(f"x must be a tensor on the first stage, not {type(x).__name__}")
     if x.dim() == 0:
-        return ValueError("x has no dimension; a batch dimension 0 is needed to split it")
+        raise ValueError("x has no dimension; a batch dimension 0 is needed to split it")
     if x.size(0) % num_microbatches:
-        return ValueError(
+        raise ValueError(
             f"Batch size {x.size(0)} must be divisible by number of microbatches "
             f"{num_microbatches}; change one of them, or pad the batch"
         )
-    return None
 
 
-def _start(
-    axis: Axis,
-    source: Source,
-    x: Any,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Tensor:
+def _start(passage: Passage, axis: Axis, x: Any, module: nn.Module, arguments: Any) -> Tensor:
     # The output requires a gradient on all ranks or none, so the token always requires one.
     anchor = torch.empty(0, device=axis.device, requires_grad=True)
     x = x if isinstance(x, Tensor) else None
-    given = (*module.parameters(), *tensors_in((args, kwargs)))
-    token: Tensor = _Start.apply(source, anchor, x, *given)
+    token: Tensor = _Start.apply(passage, anchor, x, *module.parameters(), *tensors_in(arguments))
     return token
 
 
 def _pass_all(
-    stage: Callable[[int, Tensor], Any], count: int, source: Source, sink: Sink, token: Tensor
+    stage: Callable[[int, Tensor], Any], count: int, passage: Passage, token: Tensor
 ) -> tuple[Tensor, Exception | None]:
     """Run all micro-batches through this rank's stage; stops at an exception and returns it."""
     for m in range(count):
-        part, token = _Take.apply(source, m, token)
+        part, token = _Take.apply(passage, m, token)
         try:
             result = stage(m, part)
-            sink.check(m, result)
+            passage.check(m, result)
         except Exception as error:  # noqa: BLE001
             return token, error
-        token = _Put.apply(sink, m, token, result)
+        token = _Put.apply(passage, m, token, result)
     return token, None
 
 
@@ -385,66 +324,66 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, source: Source, anchor: Tensor, x: Tensor | None, *others: Tensor
+        ctx: Any, passage: Passage, anchor: Tensor, x: Tensor | None, *others: Tensor
     ) -> Tensor:
-        ctx.source = source
+        ctx.passage = passage
         ctx.nothing = None if x is None else x.new_zeros(()).expand_as(x)
         ctx.others = len(others)
         return anchor.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad = ctx.source.finish()
+        grad = ctx.passage.end_backward()
         return None, None, ctx.nothing if grad is None else grad, *[None] * ctx.others
 
 
 class _Take(torch.autograd.Function):
-    """Micro-batch ``m`` from the source."""
+    """Micro-batch ``m``."""
 
     @staticmethod
-    def forward(ctx: Any, source: Source, m: int, token: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.source, ctx.m = source, m
+    def forward(ctx: Any, passage: Passage, m: int, token: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.passage, ctx.m = passage, m
         ctx.set_materialize_grads(False)
-        part = source.take(m)
-        if not source.wants_grad:
+        part = passage.take(m)
+        if not passage.wants_grad:
             ctx.mark_non_differentiable(part)
         return part, token.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[None, None, None]:
-        ctx.source.give_back(ctx.m, grad)
+        ctx.passage.give_back(ctx.m, grad)
         return None, None, None
 
 
 class _Put(torch.autograd.Function):
-    """Result ``m`` into the sink."""
+    """Passes on result ``m``."""
 
     @staticmethod
-    def forward(ctx: Any, sink: Sink, m: int, token: Tensor, result: Tensor) -> Tensor:
-        ctx.sink, ctx.m = sink, m
+    def forward(ctx: Any, passage: Passage, m: int, token: Tensor, result: Tensor) -> Tensor:
+        ctx.passage, ctx.m = passage, m
         ctx.set_materialize_grads(False)
-        sink.put(m, result)
+        passage.put(m, result)
         return token.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[None, None, None, Tensor | None]:
-        return None, None, None, ctx.sink.grad_of(ctx.m)
+        return None, None, None, ctx.passage.grad_of(ctx.m)
 
 
 class _Output(torch.autograd.Function):
     """The end of the chain: the output on the last stage, zeros on the others."""
 
     @staticmethod
-    def forward(ctx: Any, sink: Sink, make: Callable[[], Tensor], token: Tensor) -> Tensor:
-        ctx.sink = sink
+    def forward(ctx: Any, passage: Passage, features: Features, token: Tensor) -> Tensor:
+        ctx.passage = passage
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
-        return make()
+        return passage.output(features)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         # First on every rank, so that these raise before any rank waits for another.
         check_differentiated_once("a pipeline")
         _ = ctx.saved_tensors  # Raises in a second backward without retain_graph.
-        ctx.sink.begin_backward(grad)
+        ctx.passage.begin_backward(grad)
         return None, None, None

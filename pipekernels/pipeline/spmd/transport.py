@@ -1,32 +1,15 @@
-"""Communication between the stages of an SPMD pipeline: the sources of a stage's micro-batches and
-the sinks of its results."""
+"""Communication of an SPMD stage with its neighbours."""
 
 from __future__ import annotations
 
-import atexit
-import functools
-import gc
-from abc import ABC, abstractmethod
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels._torch_private import group_named
 from pipekernels.comm import messages
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-if dist.is_available():
-    # Import now: the default group at import becomes the default argument of its functions. torch's
-    # compiler imports it too, perhaps after a group was made, and the functions would keep that.
-    import torch.distributed.nn.functional
-
+from pipekernels.pipeline.spmd.axis import Axis
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -57,78 +40,12 @@ class Features(NamedTuple):
         """As JSON has it."""
         return [list(self.shape), str(self.dtype), self.requires_grad]
 
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
     def __str__(self) -> str:
         grad = " that requires a gradient" if self.requires_grad else ""
         return f"{self.dtype} {list(self.shape)}{grad}"
-
-
-def zeros(features: Features, device: torch.device) -> Tensor:
-    return torch.zeros(features.shape, dtype=features.dtype, device=device)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The ranks along one mesh dimension that have this rank's coordinates in all others."""
-
-    group_name: str
-    """Not the group: graphs and modules hold this object, and a group that outlives
-    ``destroy_process_group()`` still has threads when the interpreter ends (pytorch#190489)."""
-    device_type: str
-    ranks: list[int]
-    """Ranks in the default group, by stage."""
-    index: int
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, name: str) -> Axis:
-        _collect_at_exit()
-        ranks = ranks_along(mesh, [name])
-        group_name = mesh.get_group(name).group_name
-        return cls(group_name, mesh.device_type, ranks, ranks.index(dist.get_rank()))
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Their group. RuntimeError if it was destroyed."""
-        return group_named(self.group_name)
-
-    @property
-    def device(self) -> torch.device:
-        if self.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(self.device_type)
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == len(self.ranks) - 1
-
-
-@functools.cache
-def _collect_at_exit() -> None:
-    """Collect groups in reference cycles before the interpreter shuts down: Gloo's threads may
-    still need its lock (pytorch#190489). Loading torch's compiler, which the first call of a
-    function that disables it does, leaves cycles that refer to callers' frames."""
-    atexit.register(gc.collect)
-
-
-def ranks_along(mesh: DeviceMesh, names: Collection[str]) -> list[int]:
-    """Ranks whose place in the mesh differs from this rank's in the named dimensions alone."""
-    known = mesh.mesh_dim_names or ()
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"the mesh has no dimension {name!r}; its dimensions are {list(known)} "
-                "(mesh_dim_names of init_device_mesh)"
-            )
-    place = mesh.get_coordinate()
-    if place is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh}; call this on its ranks only"
-        )
-    where = [slice(None) if n in names else i for n, i in zip(known, place, strict=True)]
-    return mesh.mesh[tuple(where)].flatten().tolist()
 
 
 class _Link:
@@ -142,11 +59,12 @@ class _Link:
     """
 
     def __init__(self, axis: Axis, stage: int) -> None:
-        self._axis, self._device, self._rank = axis, axis.device, axis.ranks[stage]
+        self._axis = axis
+        self._device = axis.device
+        self._rank = axis.ranks[stage]
         self._sent: tuple[dist.Work, Tensor] | None = None
-        self._features: Features
-        self._left = 0
-        self._coming: tuple[dist.Work, Tensor]
+        self._expected: tuple[Features, int] | None = None  # And how many are left to receive.
+        self._coming: tuple[dist.Work, Tensor] | None = None
 
     def send(self, tensor: Tensor) -> None:
         """Send without waiting, except for the end of the previous send."""
@@ -170,28 +88,29 @@ class _Link:
 
     def expect(self, features: Features, count: int) -> None:
         """Post the first of ``count`` receives; :meth:`receive` posts the next one."""
-        self._features, self._left = features, count
-        self._coming = self._receive_later()
+        self._expected = features, count
+        self._post()
 
     def receive(self) -> Tensor:
+        assert self._coming is not None
         work, tensor = self._coming
-        self._left -= 1
-        if self._left:
-            self._coming = self._receive_later()
-        else:
-            del self._coming
+        self._post()
         work.wait()
         return tensor
 
     def skip(self) -> None:
         """Receive the remaining tensors and drop them."""
-        while self._left:
+        while self._coming is not None:
             self.receive()
 
-    def _receive_later(self) -> tuple[dist.Work, Tensor]:
-        shape, dtype, _ = self._features
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        return cast(dist.Work, dist.irecv(tensor, self._rank, self._axis.group)), tensor
+    def _post(self) -> None:
+        self._coming = None
+        if self._expected is not None:
+            features, left = self._expected
+            self._expected = (features, left - 1) if left > 1 else None
+            tensor = torch.empty(features.shape, dtype=features.dtype, device=self._device)
+            work = dist.irecv(tensor, self._rank, self._axis.group)
+            self._coming = cast(dist.Work, work), tensor
 
 
 def _announcement(record: Any) -> tuple[Features | None, int]:
@@ -199,10 +118,40 @@ def _announcement(record: Any) -> tuple[Features | None, int]:
     return Features.parse(features), count
 
 
-class Source(ABC):
-    """The source of a stage's micro-batches, to which their gradients are given back."""
+class Passage:
+    """A batch on its way through this rank's stage, and its gradients on the way back.
 
-    wants_grad = False
+    The first stage takes micro-batches from the batch, or zeros if there is none; the last one
+    writes the output. All others receive from, and send to, their neighbours.
+
+    Args:
+        axis: the stages.
+        count: number of micro-batches.
+        batch: ``[count * rows, ...]``, on the first stage.
+        features: of every micro-batch and result, if all ranks know them. Default: a stage tells
+            the next one those of its first result.
+    """
+
+    def __init__(
+        self, axis: Axis, count: int, batch: Any = None, features: Features | None = None
+    ) -> None:
+        self.wants_grad = isinstance(batch, Tensor) and batch.requires_grad
+        """Whether the micro-batches have gradients."""
+        self.features = features
+        """Of the results."""
+        self._device = axis.device
+        self._count = count
+        self._batch = batch
+        self._batch_grad: Tensor | None = None
+        self._received: Features | None = None  # Of the micro-batches.
+        self._previous = None if axis.is_first else _Link(axis, axis.index - 1)
+        self._next = None if axis.is_last else _Link(axis, axis.index + 1)
+        self._is_announced = features is not None
+        self._done = 0  # Number of results.
+        self._output: Tensor | None = None
+        self._output_grads: list[Tensor] = []
+        if features is not None:
+            self._expect(features, count)
 
     def begin(self) -> bool:
         """Whether micro-batches will come.
@@ -210,66 +159,9 @@ class Source(ABC):
         Raises:
             ValueError: not as many as this stage was told.
         """
-        return True
-
-    @abstractmethod
-    def take(self, m: int) -> Tensor:
-        """Micro-batch ``m``; they are taken in order."""
-
-    def give_back(self, m: int, grad: Tensor | None) -> None:
-        """Take the gradient of micro-batch ``m``, the last one first. No-op by default."""
-        return
-
-    def skip(self) -> None:
-        """Drop the micro-batches that were not taken. No-op by default."""
-        return
-
-    def finish(self) -> Tensor | None:
-        """End the backward. Returns the gradient of the batch, if any."""
-        return None
-
-
-class FromBatch(Source):
-    """The first stage's source: slices of the batch."""
-
-    def __init__(self, x: Any, count: int) -> None:
-        self.wants_grad = isinstance(x, Tensor) and x.requires_grad
-        self._x = x
-        self._count = count
-        self._grad: Tensor | None = None
-
-    def take(self, m: int) -> Tensor:
-        # A copy, so that layers may work in place: slices of one tensor share its version counter.
-        return self._slice(self._x, m).clone()
-
-    def give_back(self, m: int, grad: Tensor | None) -> None:
-        if self.wants_grad and grad is not None:
-            if self._grad is None:
-                self._grad = torch.zeros_like(self._x)
-            self._slice(self._grad, m).copy_(grad)
-
-    def finish(self) -> Tensor | None:
-        grad, self._grad = self._grad, None
-        return grad
-
-    def _slice(self, x: Tensor, m: int) -> Tensor:
-        size = x.size(0) // self._count
-        return x.narrow(0, m * size, size)
-
-
-class FromPrevious(Source):
-    """Any other stage's source: what the previous stage sends."""
-
-    def __init__(self, axis: Axis, count: int, features: Features | None = None) -> None:
-        self._link = _Link(axis, axis.index - 1)
-        self._device = axis.device
-        self._count = count
-        self._features = features
-        if features is not None:
-            self._expect(features, count)
-
-    def begin(self) -> bool:
-        features, count = self._link.announced()
+        if self._previous is None:
+            return True
+        features, count = self._previous.announced()
         if features is None:
             return False
         self._expect(features, count)
@@ -280,49 +172,20 @@ class FromPrevious(Source):
             )
         return True
 
-    def take(self, m: int) -> Tensor:
-        return self._link.receive()
-
-    def give_back(self, m: int, grad: Tensor | None) -> None:
-        if self.wants_grad:
-            assert self._features is not None
-            self._link.send(zeros(self._features, self._device) if grad is None else grad)
-
-    def skip(self) -> None:
-        self._link.skip()
-
-    def finish(self) -> Tensor | None:
-        self._link.flush()
-        return None
-
     def _expect(self, features: Features, count: int) -> None:
-        self._features = features
+        self._received = features
         self.wants_grad = features.requires_grad
-        self._link.expect(features, count)
-
-
-class FromNothing(Source):
-    """The first stage's state in ``execute_pipeline_step``: zeros."""
-
-    def __init__(self, axis: Axis, features: Features) -> None:
-        self.wants_grad = features.requires_grad
-        self._zeros = partial(zeros, features, axis.device)
+        if self._previous is not None:
+            self._previous.expect(features, count)
 
     def take(self, m: int) -> Tensor:
-        return self._zeros()
-
-
-class Sink(ABC):
-    """The destination of a stage's results, from which their gradients come.
-
-    Args:
-        count: number of results.
-        features: those that every result must have; None: those of the first.
-    """
-
-    def __init__(self, count: int, features: Features | None = None) -> None:
-        self.features = features
-        self._count = count
+        """Micro-batch ``m``; they are taken in order."""
+        if self._previous is not None:
+            return self._previous.receive()
+        if self._received is not None:
+            return self._received.zeros(self._device)
+        # A copy, so that layers may work in place: slices of one tensor share its version counter.
+        return self._slice(self._batch, m).clone()
 
     def check(self, m: int, result: Any) -> None:
         """Raise a TypeError or ValueError if ``result`` is not what the receiver expects."""
@@ -343,98 +206,85 @@ class Sink(ABC):
                 f"the module returned {features} for micro-batch {m}, not {self.features}; "
                 "every micro-batch must give the same"
             )
-
-    @abstractmethod
-    def put(self, m: int, result: Tensor) -> None:
-        """Pass on result ``m``, which was checked."""
-
-    def give_up(self) -> None:
-        """After a failure, tell or send the receiver something in place of missing results. Some
-        have nothing to do."""
-        return
-
-    def finish(self) -> None:
-        """End the forward. No-op by default."""
-        return
-
-    def begin_backward(self, grad: Tensor | None) -> None:
-        """Take the gradient of the whole output. No-op by default."""
-        return
-
-    @abstractmethod
-    def grad_of(self, m: int) -> Tensor | None:
-        """The gradient of result ``m``; the last one is asked for first."""
-
-
-class ToWhole(Sink):
-    """The last stage's sink: one output, written micro-batch by micro-batch."""
-
-    _output: Tensor
-
-    def __init__(self, count: int, features: Features | None = None) -> None:
-        super().__init__(count, features)
-        self._grads: list[Tensor] = []
-
-    def check(self, m: int, result: Any) -> None:
-        super().check(m, result)
-        if result.dim() == 0:
+        if self._next is None and result.dim() == 0:
             raise ValueError(
                 "the last stage returned a tensor without dimensions; outputs are joined along "
                 "dimension 0 (compute a scalar loss outside the pipeline)"
             )
 
     def put(self, m: int, result: Tensor) -> None:
-        rows = result.size(0)
-        if m == 0:
-            self._output = result.new_empty((self._count * rows, *result.shape[1:]))
-        self._output.narrow(0, m * rows, rows).copy_(result)
+        """Pass on result ``m``, which was checked."""
+        if self._next is not None:
+            if not self._is_announced:
+                self._next.announce(self.features, self._count)
+                self._is_announced = True
+            self._next.send(result)
+            self._done += 1
+            return
+        if self._output is None:
+            self._output = result.new_empty((self._count * len(result), *result.shape[1:]))
+        self._slice(self._output, m).copy_(result)
 
-    def take(self) -> Tensor:
-        """All results, along dimension 0."""
-        # Drops the reference: the output's graph keeps this object.
-        output = self._output
-        del self._output
-        return output
-
-    def begin_backward(self, grad: Tensor | None) -> None:
-        self._grads = [] if grad is None else list(grad.tensor_split(self._count))
-
-    def grad_of(self, m: int) -> Tensor | None:
-        return self._grads.pop() if self._grads else None
-
-
-class ToNext(Sink):
-    """Any other stage's sink: what the next stage receives."""
-
-    def __init__(self, axis: Axis, count: int, features: Features | None = None) -> None:
-        super().__init__(count, features)
-        self._link = _Link(axis, axis.index + 1)
-        self._device = axis.device
-        self._announced = features is not None
-        self._done = 0
-
-    def put(self, m: int, result: Tensor) -> None:
-        if not self._announced:
-            self._link.announce(self.features, self._count)
-            self._announced = True
-        self._link.send(result)
-        self._done += 1
-
-    def give_up(self) -> None:
-        if not self._announced:
-            self._link.announce(None, 0)
+    def abandon(self) -> None:
+        """After a failure: receive what still comes, and tell or send the next stage something in
+        place of missing results. The neighbours wait for every message."""
+        if self._previous is not None:
+            self._previous.skip()
+        if self._next is None:
+            return
+        if not self._is_announced:
+            self._next.announce(None, 0)
             return
         assert self.features is not None
         for _ in range(self._done, self._count):
-            self._link.send(zeros(self.features, self._device))
+            self._next.send(self.features.zeros(self._device))
 
-    def finish(self) -> None:
-        self._link.flush()
+    def flush(self) -> None:
+        """End the forward."""
+        if self._next is not None:
+            self._next.flush()
+
+    def output(self, features: Features) -> Tensor:
+        """All results along dimension 0 on the last stage, zeros of ``features`` on the others."""
+        # Drops the reference: the output's graph keeps this object.
+        output, self._output = self._output, None
+        return features.zeros(self._device) if output is None else output
+
+    def begin_backward(self, grad: Tensor | None) -> None:
+        """Take the gradient of the output, which counts on the last stage alone."""
+        if self._next is None:
+            self._output_grads = [] if grad is None else list(grad.tensor_split(self._count))
 
     def grad_of(self, m: int) -> Tensor | None:
+        """The gradient of result ``m``; the last one is asked for first."""
+        if self._next is None:
+            return self._output_grads.pop() if self._output_grads else None
         assert self.features is not None
         if not self.features.requires_grad:
             return None
         if m == self._count - 1:
-            self._link.expect(self.features, self._count)
-        return self._link.receive()
+            self._next.expect(self.features, self._count)
+        return self._next.receive()
+
+    def give_back(self, m: int, grad: Tensor | None) -> None:
+        """Take the gradient of micro-batch ``m``, the last one first."""
+        if not self.wants_grad:
+            return
+        if self._previous is not None:
+            assert self._received is not None
+            self._previous.send(self._received.zeros(self._device) if grad is None else grad)
+        elif self._batch is not None and grad is not None:
+            if self._batch_grad is None:
+                self._batch_grad = torch.zeros_like(self._batch)
+            self._slice(self._batch_grad, m).copy_(grad)
+
+    def end_backward(self) -> Tensor | None:
+        """The gradient of the batch, if any."""
+        if self._previous is not None:
+            self._previous.flush()
+        grad, self._batch_grad = self._batch_grad, None
+        return grad
+
+    def _slice(self, whole: Tensor, m: int) -> Tensor:
+        rows = len(whole) // self._count
+        return whole.narrow(0, m * rows, rows)

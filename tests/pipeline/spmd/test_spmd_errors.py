@@ -127,11 +127,11 @@ def bad_arguments(comm: Communicator) -> None:
             run(module, x, mesh, m)
         with pytest.raises(ValueError, match=f"num_microbatches is {m!r}"):
             PipelineModule("pipe", m, nn.Tanh, mesh=mesh)
-    with pytest.raises(TypeError, match="module must be an nn.Module, not builtin_function"):
+    with pytest.raises(TypeError, match="module must be an nn.Module, got builtin_function"):
         run(torch.tanh, x, mesh, 1)
-    with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, not int"):
+    with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, got int"):
         PipelineModule("pipe", 1, int, mesh=mesh)
-    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, not str"):
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got str"):
         run(module, x, "pipe", 1)
     with pytest.raises(ValueError, match="there is no device mesh; pass mesh="):
         execute_pipeline(module, x, num_microbatches=1, model_axis_name="pipe")
