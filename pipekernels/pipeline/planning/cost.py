@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -114,25 +114,21 @@ class Setting:
     @cached_property
     def held(self) -> list[list[tuple[int, int]]]:
         """For each stage, the Pareto-maximal (graphs, inputs to be recomputed) held at once."""
-        return [self._held(stage) for stage in range(self.program.stages)]
-
-    def _held(self, stage: int) -> list[tuple[int, int]]:
-        graphs = inputs = 0
-        moments = {(0, 0)}
-        for kind, s, m in self.program.lanes[self.program.lane_of[stage]]:
-            if s != stage:
-                continue
+        held = [(0, 0)] * self.program.stages
+        moments = [{(0, 0)} for _ in held]
+        for kind, stage, m in chain.from_iterable(self.program.lanes):
+            graphs, inputs = held[stage]
             if kind == "F":
                 graphs, inputs = graphs + (not self.dropped[m]), inputs + self.dropped[m]
             elif kind in ("B", "I") and self.dropped[m]:
                 graphs, inputs = graphs + 1, inputs - 1  # Recomputed.
-            moments.add((graphs, inputs))
-            if kind in ("B", "W"):
-                graphs -= 1
-        maximal: list[tuple[int, int]] = []
-        for moment in sorted(moments, reverse=True):
-            if not maximal or moment[1] > maximal[-1][1]:
-                maximal.append(moment)
+            moments[stage].add((graphs, inputs))
+            held[stage] = graphs - (kind in ("B", "W")), inputs
+        maximal: list[list[tuple[int, int]]] = [[] for _ in held]
+        for most, of_stage in zip(maximal, moments, strict=True):
+            for graphs, inputs in sorted(of_stage, reverse=True):
+                if not most or inputs > most[-1][1]:
+                    most.append((graphs, inputs))
         return maximal
 
 
@@ -157,9 +153,8 @@ class Forecast:
         self._work = _sums(c.forward.sum(forwards) + c.backward.sum(rows) for c in layers)
         self._latency = _sums(c.forward(least) + c.backward.sum(backward) for c in layers)
         self._kept = _sums(c.kept(most) for c in layers)
-        self._weights = _sums(
-            c.trainable(most) * model.param_scale + c.constant(most) for c in layers
-        )
+        scale = model.param_scale
+        self._weights = _sums(c.trainable(most) * scale + c.constant(most) for c in layers)
         self._working: list[float] = [c.working(most) for c in layers]
         self.least_step = self._work[-1] / len(setting.program.lanes)
         self.stage_bytes = cache(self._stage_bytes)

@@ -19,21 +19,10 @@ from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.pipe import Device, Pipe
-from pipekernels.pipeline.planning.cost import (
-    Affine,
-    CostModel,
-    Forecast,
-    LayerCost,
-    Setting,
-)
+from pipekernels.pipeline.planning import profile
+from pipekernels.pipeline.planning.cost import Affine, CostModel, Forecast, LayerCost, Setting
 from pipekernels.pipeline.planning.cuts import cuts
 from pipekernels.pipeline.planning.memory import measure_bytes
-from pipekernels.pipeline.planning.profile import (
-    batch_size,
-    first_rows,
-    measure_hand_off,
-    measure_seconds,
-)
 from pipekernels.pipeline.schedule.program import SCHEDULES, Schedule, simulate
 from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.partition import check_sequential, layers
@@ -113,26 +102,22 @@ class Plan:
         return Pipe(module, **self.arguments)
 
     def __str__(self) -> str:
+        table = "  {:>5}  {:<8}  {:>11}  {:>10}  {:>11}"
         lines = [
             f"{self.schedule} on {self.lanes} lanes, batch {self.batch} in {self.chunks} chunks, "
             + f"checkpoint {self.checkpoint!r}",
-            f"  {'stage':>5}  {'device':<8}  {'layers':>11}  {'work':>10}  {'peak memory':>11}",
+            table.format("stage", "device", "layers", "work", "peak memory"),
         ]
-        first = 0
-        for i, stage in enumerate(self.stages):
-            where = f"{first} to {first + stage.layers - 1}"
-            lines.append(
-                f"  {i:>5}  {stage.device!s:<8}  {where:>11}  {_duration(stage.seconds):>10}  "
-                f"{_size(stage.peak_bytes):>11}"
-            )
-            first += stage.layers
+        for i, (begin, end) in enumerate(pairwise([0, *accumulate(self.balance)])):
+            device, work = str(self.stages[i].device), _duration(self.stages[i].seconds)
+            peak = _size(self.stages[i].peak_bytes)
+            lines.append(table.format(i, device, f"{begin} to {end - 1}", work, peak))
         peaks = ", ".join(f"{_size(peak)} on {device}" for device, peak in self.peak_bytes.items())
         allowed = "" if self.memory_limit is None else f" of {_size(self.memory_limit)} allowed"
-        lines += [
-            f"  predicted step: {_duration(self.step_seconds)}, {self.bubble:.0%} of it bubble",
-            f"  predicted peak memory: {peaks}{allowed}",
-        ]
-        return "\n".join(lines)
+        return "\n".join(lines) + (
+            f"\n  predicted step: {_duration(self.step_seconds)}, {self.bubble:.0%} of it bubble"
+            f"\n  predicted peak memory: {peaks}{allowed}"
+        )
 
 
 @restore_despite_interrupt
@@ -155,15 +140,17 @@ def plan_pipeline(
         pipe = plan.build(module)
         loss = pipe.train_step(input, target, loss_fn, **plan.train_arguments)
 
-    Every layer is timed, forward and backward, at three micro-batch sizes, and a line (fixed cost,
-    cost per row) is fitted to its times; likewise to its memory. The cost of passing a micro-batch
-    between lanes is measured once. The module and torch's random numbers are not changed. Then, for
-    every number of chunks, schedule and checkpoint mode, the most promising cuts are simulated.
+    A line (fixed cost, cost per row) is fitted to the times and the memory of every layer at three
+    micro-batch sizes, and the cost of passing a micro-batch between lanes is measured once. The
+    module and torch's random numbers are not changed. Then, for every number of chunks, schedule
+    and checkpoint mode, the most promising cuts are simulated.
 
     The prediction is for forward and backward of one mini-batch. The time includes uneven layers,
     small micro-batches, hand-offs and recomputation; the memory includes parameters, gradients and
     optimizer state (``param_scale``), buffers, activations of all micro-batches in flight, the
-    largest working memory of a layer, the mini-batch, and its output with a gradient. Not modelled:
+    largest working memory of a layer, the mini-batch, and its output with a gradient. It is an
+    upper estimate: stages of one device reach their peaks at the same time, gradients of parameters
+    exist from the start, and what two stages share counts twice. Not modelled:
 
     * the loss, the optimizer's step, and the pipe's own cost per task;
     * that lanes share a GPU, memory bandwidth, caches and the interpreter lock;
@@ -174,10 +161,6 @@ def plan_pipeline(
 
     Layers with collectives cannot be measured, because ranks would run them a different number of
     times: plan first, then ``tensor_parallelize``.
-
-    Memory is an upper estimate: it assumes that stages of one device reach their peaks at the same
-    time and that gradients of parameters exist from the start, and counts an activation or
-    parameter shared by two stages twice.
 
     Args:
         module: the layers.
@@ -205,33 +188,32 @@ def plan_pipeline(
     for name, names in (("devices", devices), ("schedules", schedules)):
         if isinstance(names, str):
             raise TypeError(f"{name} is {names!r}; give a list, such as [{names!r}]")
-    batch, layer_count = batch_size(sample), len(layers(module))
+    batch, layer_count = profile.batch_size(sample), len(layers(module))
     chosen = _devices(devices, layer_count)
     if not 1 <= len(chosen) <= layer_count:
         raise ValueError(
             f"there are {len(chosen)} devices for {layer_count} layers; give at least one "
             "device, and at most one per layer"
         )
-    if memory_limit is not None and not (
-        isinstance(memory_limit, (int, float)) and memory_limit > 0
-    ):
+    limit = inf if memory_limit is None else memory_limit
+    if not (isinstance(limit, (int, float)) and limit > 0):
         raise ValueError(f"memory_limit is {memory_limit!r}; it must be a positive number of bytes")
-    if max_chunks is None:
-        max_chunks = CHUNKS_PER_LANE * len(chosen)
-    max_chunks = integer("max_chunks", max_chunks)
+    most_chunks = CHUNKS_PER_LANE * len(chosen)
+    if max_chunks is not None:
+        most_chunks = integer("max_chunks", max_chunks)
     if batch < 1:
         raise ValueError("the sample has no rows; give a mini-batch of the size to be trained with")
     if not 0 <= param_scale < inf:
         raise ValueError(f"param_scale is {param_scale}; it must be finite and not negative")
-    possible = possible_settings(len(chosen), layer_count, batch, max_chunks, schedules)
-    least, most = micro_batch_sizes(batch, max_chunks)[0], batch
-    sizes = sorted({least, round((least * most) ** 0.5), most})
+    possible = possible_settings(len(chosen), layer_count, batch, most_chunks, schedules)
+    least = micro_batch_sizes(batch, most_chunks)[0]
+    sizes = sorted({least, round((least * batch) ** 0.5), batch})
     threads = torch.get_num_threads()
     if all(device.type == "cpu" for device in chosen):
         threads = max(1, threads // len(chosen))
     with intra_op_threads(threads):
         costs = measured(module, sample, chosen[0], sizes, timeout=timeout)
-    hand_off = Affine.fit(measure_hand_off(chosen))
+    hand_off = Affine.fit(profile.measure_hand_off(chosen))
     return choose(CostModel(costs, hand_off, param_scale), chosen, possible, memory_limit)
 
 
@@ -372,8 +354,8 @@ def measured(
     timeout: float,
 ) -> list[LayerCost]:
     """Costs of the layers, fitted to measurements with ``sizes`` rows."""
-    samples = [first_rows(sample, rows) for rows in sizes]
-    times = measure_seconds(module, samples, device, timeout=timeout, split=True)
+    samples = [profile.first_rows(sample, rows) for rows in sizes]
+    times = profile.measure_seconds(module, samples, device, timeout=timeout, split=True)
     memory = [measure_bytes(module, each, device) for each in samples]
 
     def fitted(measurements: Iterable[Any]) -> Iterator[Affine]:
