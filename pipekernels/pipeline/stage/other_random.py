@@ -9,7 +9,6 @@ put back for its recomputation.
 from __future__ import annotations
 
 import ctypes
-import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +23,10 @@ from pipekernels.device.restoring import restoring
 
 
 class Source(NamedTuple):
-    """A generator: how to read, write and compare its state."""
+    """A generator: how to read and write its state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
-    same: Callable[[Any, Any], bool] = operator.eq
     whole: Source | None = None
     """The generator with all of its state, if ``get`` reads a part that suffices at first."""
 
@@ -45,36 +43,38 @@ States = dict[object, tuple[Source, Any]]
 """Generators, by a name or by id, each with its state when a task first could have used it."""
 
 
-def source_of(generator: object) -> Source | None:
-    """None if ``generator`` is none, or has no state that could be restored."""
-    if isinstance(generator, torch.Generator):
-        return Source(generator.get_state, generator.set_state, torch.equal)
-    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return Source(generator.getstate, generator.setstate)
+def _find_maker(kind: type) -> Callable[[Any], Source] | None:
+    """Makes the source of a generator of this class; None for others, and where there is no state
+    that could be restored. Cached, as it is asked for every attribute of every layer."""
+    if issubclass(kind, torch.Generator):
+        return lambda g: Source(g.get_state, g.set_state)
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+        return lambda g: Source(g.getstate, g.setstate)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(generator, numpy.random.RandomState):
-        return Source(partial(generator.get_state, legacy=False), generator.set_state, _equal)
-    if numpy is not None and isinstance(generator, numpy.random.Generator):
-        bits = generator.bit_generator
-        return Source(lambda: bits.state, partial(setattr, bits, "state"), _equal)
+    if numpy is not None and issubclass(kind, numpy.random.RandomState):
+        return lambda g: Source(partial(g.get_state, legacy=False), g.set_state)
+    if numpy is not None and issubclass(kind, numpy.random.Generator):
+        return lambda g: Source(
+            partial(getattr, g.bit_generator, "state"), partial(setattr, g.bit_generator, "state")
+        )
     return None
 
 
-def _has_state(kind: type) -> bool:
-    """Whether :func:`source_of` knows objects of this class."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else (numpy.random.RandomState, numpy.random.Generator)
-    return issubclass(kind, (torch.Generator, random.Random, *of_numpy))
+_maker: Callable[[Any], Callable[[Any], Source] | None] = cache(_find_maker)
 
 
-_is_generator: Callable[[Any], bool] = cache(_has_state)
-"""Cached, as it is asked for every attribute of every layer."""
+def source_of(generator: object) -> Source | None:
+    """None if ``generator`` is none, or has no state that could be restored."""
+    make = _maker(type(generator))
+    return None if make is None else make(generator)
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two states of NumPy are equal: nested dicts with numbers and arrays in them."""
+    """Whether two states are equal. NumPy's are nested dicts with numbers and arrays in them."""
     if isinstance(one, dict):
         return all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
     same = one == other
     return same if isinstance(same, bool) else bool(same.all())
 
@@ -91,7 +91,7 @@ def _global_numpy(numpy: Any) -> Source:
     """NumPy's global generator. Its state takes as long to read as a small layer runs, so what is
     read is the memory of its Mersenne Twister. The rest, half of a pair of normal numbers, is known
     until the first draw: there is none."""
-    whole = Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _equal)
+    whole = Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
     begin = whole.get()
     has_memory = hasattr(numpy.random, "get_bit_generator")  # From NumPy 1.24 on.
     if begin["bit_generator"] != "MT19937" or begin["has_gauss"] or not has_memory:
@@ -136,9 +136,8 @@ class OtherRandom:
         if stage not in self._owned:
             # The losses are one more stage, without layers.
             layers = [layer for s in self._stages[stage : stage + 1] for layer in s.modules()]
-            values = (v for layer in layers for v in vars(layer).values() if _is_generator(type(v)))
-            found = {id(value): source_of(value) for value in values}
-            self._owned[stage] = {key: source for key, source in found.items() if source}
+            values = [v for layer in layers for v in vars(layer).values() if _maker(type(v))]
+            self._owned[stage] = {id(v): source for v in values if (source := source_of(v))}
         wide = self._process_wide = self._process_wide or _process_wide()
         known = wide | self._owned[stage] | self._given
         states: States = {key: (source, source.get()) for key, source in known.items()}
@@ -146,7 +145,7 @@ class OtherRandom:
         draws = []
         for key, (source, before) in states.items():
             after = source.get()
-            if not source.same(before, after):
+            if not _equal(before, after):
                 draws.append(_Draw(source, before, after))
                 if source.whole is not None:
                     self._process_wide = {**self._process_wide, key: source.whole}
@@ -185,7 +184,7 @@ class OtherRandom:
             yield
             for source, before, after in () if alone else draws:  # As read in the forward.
                 end = source.get()
-                if not source.same(end, after) and not source.same(end, before):
+                if not _equal(end, after) and not _equal(end, before):
                     raise RuntimeError(
                         "several stages have begun to draw random numbers from Python's random, "
                         "NumPy or a generator of their own, at the same time; run this mini-batch "

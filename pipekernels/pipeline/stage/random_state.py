@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ from torch.overrides import TorchFunctionMode
 from pipekernels._torch_private import no_function_modes
 from pipekernels.device.restoring import LOCKS, restoring
 from pipekernels.pipeline.stage.other_random import States, source_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Guards the process-wide generator against lanes of all pipes. Reentrant: LaneRandom of a pipe and
 # of one nested in it both handle a random function of the inner pipe.
@@ -62,67 +59,49 @@ def preserved(devices: list[torch.device]) -> AbstractContextManager[None]:
     return restoring(put_back)
 
 
-Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
-"""Whether a call of a random function with these arguments draws random numbers."""
-
-
-def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return True
-
-
-def _if_all(*arguments: tuple[int, str, Any]) -> Condition:
-    """True if all these arguments, each a (position, name, default), are true or not zero."""
-
-    def are_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return all(
-            args[position] if len(args) > position else kwargs.get(name, default)
-            for position, name, default in arguments
-        )
-
-    return are_true
-
-
-def _random_functions() -> dict[Any, Condition]:
-    """torch's random functions that a TorchFunctionMode sees."""
-    names: dict[Any, list[str]] = {
-        F: [
-            *("alpha_dropout", "feature_alpha_dropout", "rrelu", "rrelu_", "gumbel_softmax"),
-            *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
-        ],
-        torch: [
-            *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
-            *("bernoulli", "binomial", "multinomial", "normal", "poisson", "rrelu", "rrelu_"),
-            *("dropout", "dropout_", "native_dropout", "alpha_dropout", "alpha_dropout_"),
-            *("feature_dropout", "feature_dropout_"),
-            *("feature_alpha_dropout", "feature_alpha_dropout_"),
-        ],
-        torch.Tensor: [
-            *("bernoulli", "bernoulli_", "multinomial", "normal_", "uniform_", "random_"),
-            *("exponential_", "geometric_", "cauchy_", "log_normal_"),
-        ],
-    }
-    table: dict[Any, Condition] = {
-        getattr(owner, name): _always for owner, listed in names.items() for name in listed
-    }
-    dropping = _if_all((1, "p", 0.5), (2, "training", True))
-    table |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), dropping)
-    table[F.scaled_dot_product_attention] = _if_all((4, "dropout_p", 0.0))
-    table[F.multi_head_attention_forward] = _if_all((10, "dropout_p", 0.0))
-    return table
-
-
-_RANDOM = _random_functions()
+_NAMES = {
+    F: "alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax "
+    "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices",
+    torch: "rand rand_like randn randn_like randint randint_like randperm bernoulli binomial "
+    "multinomial normal poisson rrelu rrelu_ dropout dropout_ native_dropout alpha_dropout "
+    "alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_",
+    torch.Tensor: "bernoulli bernoulli_ multinomial normal_ uniform_ random_ exponential_ "
+    "geometric_ cauchy_ log_normal_",
+}
+_DROPOUTS = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d
+# torch's random functions that a TorchFunctionMode sees. They draw if all these arguments, each a
+# (position, name, default), are true.
+_RANDOM: dict[Any, list[tuple[int, str, Any]]] = {
+    **{getattr(owner, name): [] for owner, names in _NAMES.items() for name in names.split()},
+    **{dropout: [(1, "p", 0.5), (2, "training", True)] for dropout in _DROPOUTS},
+    F.scaled_dot_product_attention: [(4, "dropout_p", 0.0)],
+    F.multi_head_attention_forward: [(10, "dropout_p", 0.0)],
+}
 _TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _SEEDED: AbstractContextManager[None] = nullcontext()
 
 
-def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call draws random numbers."""
-    condition = _RANDOM.get(func)
-    return condition is not None and condition(args, kwargs)
+    return func in _RANDOM and all(
+        args[position] if len(args) > position else kwargs.get(name, default)
+        for position, name, default in _RANDOM[func]
+    )
 
 
-class HookWatch(TorchFunctionMode):
+class _Watch(TorchFunctionMode):
+    """Has each function that the calling thread calls noted before it runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+class HookWatch(_Watch):
     """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors, and in
     ``states`` the generators that it gives to functions."""
 
@@ -131,18 +110,7 @@ class HookWatch(TorchFunctionMode):
         self.saw_tensor_hooks = False
         self._states = states
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._note(func, kwargs)
-        return func(*args, **kwargs)
-
-    def _note(self, func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
         self.saw_tensor_hooks |= func in _TENSOR_HOOKS
         generator = kwargs.get("generator")
         if generator is not None and id(generator) not in self._states:
@@ -151,49 +119,31 @@ class HookWatch(TorchFunctionMode):
                 self._states[id(generator)] = source, source.get()
 
 
-class DrawWatch(TorchFunctionMode):
+class DrawWatch(_Watch):
     """Calls ``found`` for every random function that draws on the calling thread."""
 
     def __init__(self, found: Callable[[], None]) -> None:
         super().__init__()
         self._found = found
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
         if draws(func, args, kwargs):
             self._found()
-        return func(*args, **kwargs)
 
 
 class BackwardWatch(DrawWatch):
-    """Also calls ``moved`` if the default generator's state has changed since the watch was
-    entered, as by a layer that recomputes itself."""
+    """Also calls ``moved`` if the default generator's state has changed since the watch was made,
+    as by a layer that recomputes itself."""
 
     def __init__(self, found: Callable[[], None], moved: Callable[[], None]) -> None:
         super().__init__(found)
         self._moved = moved
-
-    def __enter__(self) -> Self:
         self._state = torch.default_generator.get_state()
-        super().__enter__()
-        return self
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
         if not torch.equal(self._state, torch.default_generator.get_state()):
             self._moved()
-        return super().__torch_function__(func, types, args, kwargs)
+        super().note(func, args, kwargs)
 
 
 class LaneRandom(HookWatch):
@@ -216,15 +166,9 @@ class LaneRandom(HookWatch):
             torch.default_generator.manual_seed(seed)
             self._state = torch.default_generator.get_state()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._note(func, kwargs)
+        self.note(func, args, kwargs)
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         self.drew = True
