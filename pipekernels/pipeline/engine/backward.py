@@ -17,7 +17,6 @@ from pipekernels.pipeline.schedule.program import Action, Program
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
 from pipekernels.pipeline.stage.parameters import accumulated, unique
 from pipekernels.pipeline.stage.random_state import preserved
-from pipekernels.pipeline.stage.recomputation import buffer_values_restored
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
 
@@ -184,7 +183,7 @@ class Backward:
         task, context = batch.tasks[stage], batch.context
         assert context is not None
         try:
-            with context.applied(), buffer_values_restored(tape.buffers):
+            with context.applied():
                 return task.recompute(tape, partial(batch.runner.repeated, m))
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")

@@ -72,30 +72,37 @@ def drop_unchanged_copies(
 
 
 @contextmanager
-def buffer_values_restored(found: Sequence[BufferSnapshot]) -> Iterator[None]:
-    """Give layers the buffers ``found``, with the same values, in the body."""
-    # Written to the buffers' own memory, which a layer's CUDA graph may read, through .data, which
-    # changes no version counter: graphs of other micro-batches may have saved the buffers, which
-    # have their values back when the body ends.
-    changed = [
-        (entry.buffer.data, entry.value, entry.buffer.clone())
-        for entry in found
-        if entry.value is not None
-    ]
+def buffers_of_forward(
+    stages: Sequence[nn.Module], found: Sequence[BufferSnapshot]
+) -> Iterator[None]:
+    """In the body, a recomputation, give the layers of ``stages`` copies of their buffers, with the
+    values that ``found`` has of before the forward: that has already updated the buffers."""
+    # The values are also written to the buffers' own memory, which a layer's CUDA graph may read,
+    # through .data, which changes no version counter: graphs of other micro-batches may have saved
+    # the buffers, which have their values back when the body ends.
+    changed = [(e.buffer.data, e.value, e.buffer.clone()) for e in found if e.value is not None]
+    buffers = {
+        (id(layer._buffers), name): (layer._buffers, name, buffer)
+        for stage in stages
+        for layer in stage.modules()
+        for name, buffer in layer._buffers.items()
+        # The graph must use a buffer that requires a gradient itself, not a copy.
+        if buffer is not None and not buffer.requires_grad
+    }
+    of_forward = {(id(e.owner), e.name): (e.owner, e.name, e.buffer) for e in found}
+    buffers |= {key: entry for key, entry in of_forward.items() if entry[1] in entry[0]}
 
     def put_back() -> None:
         for data, _, now in changed:
             data.copy_(now)
 
-    entries = (
-        (entry.owner, entry.name, entry.buffer)
-        for entry in found
-        if entry.name in entry.owner and entry.owner[entry.name] is not entry.buffer
-    )
-    with replaced(entries), restoring(put_back):
+    with restoring(put_back):
         for data, value, _ in changed:
             data.copy_(value)
-        yield
+        distinct = {id(buffer): buffer for _, _, buffer in buffers.values()}  # Layers may share.
+        copies = {key: buffer.clone() for key, buffer in distinct.items()}
+        with replaced((owner, name, copies[id(b)]) for owner, name, b in buffers.values()):
+            yield
 
 
 class ForwardState:
@@ -123,7 +130,7 @@ class ForwardState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Give layers their training flags, aliases, frozen parameters and buffers of the forward,
-        in the body. :func:`buffer_values_restored` restores the values of buffers.
+        in the body. :func:`buffers_of_forward` restores the values of buffers.
 
         Raises:
             RuntimeError: something else that a recomputation needs has changed.

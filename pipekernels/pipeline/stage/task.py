@@ -14,9 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipekernels._torch_private import is_node_of_python, run_backward
 from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Leaf, StageInput, copy_of
-from pipekernels.pipeline.stage.parameters import replaced
 from pipekernels.pipeline.stage.partition import layers
-from pipekernels.pipeline.stage.recomputation import BufferSnapshot, versions
+from pipekernels.pipeline.stage.recomputation import BufferSnapshot, buffers_of_forward, versions
 from pipekernels.pipeline.stage.skip import Key, carried, skips_of
 from pipekernels.pipeline.stage.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.values.structure import Arguments, Structure, flatten
@@ -87,6 +86,21 @@ class Tape:
     buffers: Sequence[BufferSnapshot] = ()
     """Buffers before a checkpointed forward, for its recomputation."""
 
+    def rooted(self, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
+        """The roots that get gradients, with those, of ``grads`` of the outputs."""
+        pairs = zip(self.roots, grads, strict=True)
+        return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
+
+    def open(self) -> None:
+        """Begin a backward."""
+        for leaf in self.leaves:
+            if leaf is not None:
+                leaf.open()
+
+    def take(self) -> Grads:
+        """End the backward; returns the gradients of the inputs."""
+        return tuple([None if leaf is None else leaf.take() for leaf in self.leaves])
+
 
 def _root(tensor: torch.Tensor) -> Root | None:
     if not tensor.requires_grad:
@@ -113,16 +127,6 @@ def _names(roots: Sequence[Root | None]) -> list[str]:
             names.append(node.name())
             stack.extend(child for child, _ in node.next_functions if child is not None)
     return names
-
-
-def _open(leaves: Sequence[Leaf | None]) -> None:
-    for leaf in leaves:
-        if leaf is not None:
-            leaf.open()
-
-
-def _taken(leaves: Sequence[Leaf | None]) -> Grads:
-    return tuple([None if leaf is None else leaf.take() for leaf in leaves])
 
 
 def _may_modify_inputs(module: nn.Module) -> bool:
@@ -237,7 +241,8 @@ class Task:
             RuntimeError: the graph is not that of the forward.
         """
         assert tape.inputs is not None
-        with checkpoint.recomputing(), _copied_buffers([stage for _, stage in self.stages]):
+        stages = [stage for _, stage in self.stages]
+        with checkpoint.recomputing(), buffers_of_forward(stages, tape.buffers):
             recomputed = self._record(tape.inputs, randomness, preserve=True)[1]
         again = _names(recomputed.roots)
         if again != tape.nodes:
@@ -261,49 +266,33 @@ class Task:
             grads: for each tape, the gradients of its outputs.
             keep_graph: whether another backward may follow.
         """
-        roots: list[Any] = []
-        root_grads = []
-        for tape, output_grads in zip(tapes, grads, strict=True):
-            for root, grad in self._rooted(tape, output_grads):
-                roots.append(root)
-                root_grads.append(grad)
+        rooted = [pair for tape, of in zip(tapes, grads, strict=True) for pair in tape.rooted(of)]
         for tape in tapes:
-            _open(tape.leaves)
-        if roots:
-            try:
-                run_backward(roots, root_grads, keep_graph=keep_graph)
-            except BaseException:
-                for tape in tapes:  # Another backward may use their graphs again.
-                    _taken(tape.leaves)
-                raise
-        return [_taken(tape.leaves) for tape in tapes]
+            tape.open()
+        try:
+            if rooted:
+                run_backward(*zip(*rooted, strict=True), keep_graph=keep_graph)
+        finally:  # Another backward may use the graphs of one that failed.
+            results = [tape.take() for tape in tapes]
+        return results
 
     def backward_of_inputs(
         self, tape: Tape, grads: Grads, *, keep_graph: bool
     ) -> tuple[Grads, WeightBackward | None]:
         """Run the backward's first part; returns the gradients of the inputs and the second part,
         which accumulates into the parameters' aliases. It is None if the whole backward was run."""
-        rooted = self._rooted(tape, grads)
+        rooted = tape.rooted(grads)
         leaves = [leaf.tensor for leaf in tape.leaves if leaf is not None]
-        second_part = None
-        edges = [(root, grad) for root, grad in rooted if isinstance(root, GradientEdge)]
-        if edges and leaves and len(edges) == len(rooted):
-            roots, root_grads = zip(*edges, strict=True)
-            _open(tape.leaves)
+        if rooted and leaves and all(isinstance(root, GradientEdge) for root, _ in rooted):
+            tape.open()
+            roots, root_grads = zip(*rooted, strict=True)
             second_part = backward_of_inputs(roots, root_grads, leaves)
-        if second_part is None:
-            return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
-        return _taken(tape.leaves), second_part
+            if second_part is not None:
+                return tape.take(), second_part
+        return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
 
     def _note_foreign_backward(self) -> None:
         self.saw_foreign_backward = True
-
-    def _rooted(self, tape: Tape, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
-        return [
-            (root, grad)
-            for root, grad in zip(tape.roots, grads, strict=True)
-            if root is not None and grad is not None
-        ]
 
     def _record(
         self, inputs: Activation, randomness: Randomness, *, preserve: bool
@@ -326,15 +315,12 @@ class Task:
             self._overwrites_input = versions != [arg._version for arg in args]
         roots = [_root(tensor) for tensor in outputs.tensors]
         outputs.wants_grad = tuple([root is not None for root in roots])
-        return outputs, self._tape(inputs, outputs, leaves=leaves, roots=roots)
-
-    @staticmethod
-    def _tape(arguments: Activation, outputs: Activation, **kept: Any) -> Tape:
-        return Tape(
-            received=arguments.skips,
+        return outputs, Tape(
+            leaves=leaves,
+            roots=roots,
+            received=inputs.skips,
             sent=outputs.skips,
             outputs=len(outputs.tensors) - len(outputs.skips),
-            **kept,
         )
 
     def _call(
@@ -368,19 +354,3 @@ class Task:
                     value = stage(value)
             result = flatten(value, f"the output of stage {index}")
         return result
-
-
-def _copied_buffers(stages: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Put copies of the buffers (running statistics, counters) into the layers in the body, a
-    recomputation: the forward has already updated the buffers themselves."""
-    entries = [
-        (layer._buffers, name, buffer)
-        for stage in stages
-        for layer in stage.modules()
-        for name, buffer in layer._buffers.items()
-        # The graph must use a buffer that requires a gradient itself, not a copy.
-        if buffer is not None and not buffer.requires_grad
-    ]
-    distinct = {id(buffer): buffer for _, _, buffer in entries}  # Layers may share a buffer.
-    copies = {key: buffer.clone() for key, buffer in distinct.items()}
-    return replaced((owner, name, copies[id(buffer)]) for owner, name, buffer in entries)
