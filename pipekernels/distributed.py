@@ -35,7 +35,9 @@ Raises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +70,50 @@ _REDUCTIONS = {
 }
 
 
+Steps = Iterator[list[Tensor]]
+
+
+def _collective(
+    options: Any,
+    *,
+    name: str = "",
+    arguments: int = 1,
+    decisive: slice = slice(1),
+    single: bool = False,
+) -> Callable[[Callable[..., Steps]], Callable[..., dist.Work]]:
+    """Make a method of ``steps(self, opts, *arguments)``, which checks the arguments, yields the
+    call's results, and, once all earlier calls have ended, computes them.
+
+    Args:
+        options: the class of torch's options.
+        name: of this method in groups for other tensors; that of ``steps`` if it is empty.
+        arguments: how many come before the options.
+        decisive: the lists of tensors that decide on the group, the same on all ranks.
+        single: the arguments are no lists of tensors.
+    """
+
+    def make(steps: Callable[..., Steps]) -> Callable[..., dist.Work]:
+        def method(self: _Group, *given: Any, **fields: Any) -> dist.Work:
+            opts = _options(options, *given[arguments:], **fields)
+            given = given[:arguments]
+            if single:
+                tensors = given[:2]
+            else:
+                if any(isinstance(each, Tensor) for each in given):
+                    given = tuple([e] if isinstance(e, Tensor) or e else [] for e in given)
+                tensors = tuple(tensor for each in given[decisive] for tensor in each)
+            if not is_dense(tensors):
+                other: Callable[..., dist.Work]
+                other = getattr(self._other(tensors), name or steps.__name__)
+                return other(*given, opts)
+            call = steps(self, opts, *given)
+            return self._run(opts, functools.partial(next, call, None), next(call))
+
+        return method
+
+    return make
+
+
 class _Group(Group):
     """The collectives. The methods have torch's names, old and new."""
 
@@ -77,106 +123,70 @@ class _Group(Group):
         self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> dist.Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        opts = _options(dist.AllreduceOptions, opts, timeout, reduceOp=op)
-        if not is_dense(tensors):
-            return self._other(tensors).allreduce(tensors, opts)
+        opts = _options(dist.AllreduceOptions, opts, timeout, op=op)
+        if len(tensors) == 1 and is_dense(tensors):
+            name, factor = _reduction(opts)
+            if factor is None and self._is_idle(opts):
+                # One native call, if it can do everything.
+                flat = tensors[0].detach()
+                if flat.dim() != 1 and flat.is_contiguous():
+                    flat = flat.view(-1)
+                if flat.dim() == 1 and self._comm._all_reduce_tensor(flat, name, "auto", "rank"):
+                    return ENDED
+        return self._allreduce(tensors, opts)
+
+    def _reduce_all(self, opts: Any, tensors: list[Tensor]) -> Steps:
         name, factor = _reduction(opts)
-        if len(tensors) == 1 and factor is None and self._is_idle(opts):
-            # One native call, if it can do everything.
-            flat = tensors[0].detach()
-            if flat.dim() != 1 and flat.is_contiguous():
-                flat = flat.view(-1)
-            if flat.dim() == 1 and self._comm._all_reduce_tensor(flat, name, "auto", "rank"):
-                return ENDED
+        yield tensors
+        for tensor in tensors:
+            with _flat(tensor) as flat:
+                if factor is not None:
+                    flat *= factor
+                derived.all_reduce(self._comm, flat, name)
 
-        def all_reduce(flat: Tensor) -> None:
-            if factor is not None:
-                flat *= factor
-            derived.all_reduce(self._comm, flat, name)
+    _allreduce = _collective(dist.AllreduceOptions, name="allreduce")(_reduce_all)
+    allreduce_coalesced = _collective(dist.AllreduceCoalescedOptions, name="allreduce_coalesced")(
+        _reduce_all
+    )
 
-        def body() -> None:
-            for tensor in tensors:
-                _in_place(tensor, all_reduce)
-
-        return self._run(opts, body, tensors)
-
-    def reduce(
-        self,
-        tensors: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        root: Any = None,
-        op: Any = None,
-    ) -> dist.Work:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        opts = _options(dist.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
-        if not is_dense(tensors):
-            return self._other(tensors).reduce(tensors, opts)
+    @_collective(dist.ReduceOptions)
+    def reduce(self, opts: Any, tensors: list[Tensor]) -> Steps:
         name, factor = _reduction(opts)
+        yield tensors
+        for tensor in tensors:
+            with _flat(tensor) as flat:
+                scaled = flat if factor is None else flat * factor
+                derived.reduce(self._comm, scaled, name, opts.rootRank)
+                if scaled is not flat and self.rank() == opts.rootRank:
+                    flat.copy_(scaled)
 
-        def reduce(flat: Tensor) -> None:
-            scaled = flat if factor is None else flat * factor
-            derived.reduce(self._comm, scaled, name, opts.rootRank)
-            if scaled is not flat and self.rank() == opts.rootRank:
-                flat.copy_(scaled)
-
-        def body() -> None:
-            for tensor in tensors:
-                _in_place(tensor, reduce)
-
-        return self._run(opts, body, tensors)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        opts = _options(dist.AllreduceCoalescedOptions, opts)
-        if not is_dense(tensors):
-            return self._other(tensors).allreduce_coalesced(tensors, opts)
-        return self.allreduce(tensors, opts)
-
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> dist.Work:
-        if isinstance(outputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=op)
-        if not is_dense(outputs):
-            return self._other(outputs).reduce_scatter(outputs, inputs, opts)
+    @_collective(dist.ReduceScatterOptions, arguments=2)
+    def reduce_scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Steps:
         for slices in inputs:
             self._check_list("reduce_scatter", slices)
+        yield outputs
+        for output, slices in zip(outputs, inputs, strict=True):
+            if all(part.shape == slices[0].shape for part in slices):
+                self._reduce_scatter(output, torch.stack(slices), opts)
+            else:
+                self._reduce_scatter_uneven(output, slices, opts)
 
-        def body() -> None:
-            for output, slices in zip(outputs, inputs, strict=True):
-                if all(part.shape == slices[0].shape for part in slices):
-                    self._reduce_scatter(output, torch.stack(slices), opts)
-                else:
-                    self._reduce_scatter_uneven(output, slices, opts)
-
-        return self._run(opts, body, outputs)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        opts = _options(dist.ReduceScatterOptions, opts)
-        if not is_dense(outputs):
-            other = self._other(outputs)
-            return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+    def _reduce_scatter_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("reduce_scatter", output, input, "input")
+        yield outputs
+        for output, input in zip(outputs, inputs, strict=True):
+            self._reduce_scatter(output, input, opts)
 
-        def body() -> None:
-            for output, input in zip(outputs, inputs, strict=True):
-                self._reduce_scatter(output, input, opts)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _collective(
+        dist.ReduceScatterOptions, name="reduce_scatter_tensor_coalesced", arguments=2
+    )(_reduce_scatter_each)
 
-        return self._run(opts, body, outputs)
+    @_collective(dist.ReduceScatterOptions, arguments=2, single=True)
+    def _reduce_scatter_base(self, opts: Any, output: Tensor, input: Tensor) -> Steps:
+        return self._reduce_scatter_each(opts, [output], [input])
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        if not output.is_cpu:
-            opts = _options(dist.ReduceScatterOptions, opts)
-            return self._other([output])._reduce_scatter_base(output, input, opts)
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single = _reduce_scatter_base
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> None:
         op, factor = _reduction(opts)
@@ -213,166 +223,112 @@ class _Group(Group):
 
     # ---- copies ----------------------------------------------------------------------------------
 
-    def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> dist.Work:
-        if isinstance(inputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        opts = _options(AllgatherOptions, opts, timeout)
-        if not is_dense(inputs):
-            return self._other(inputs).allgather(outputs, inputs, opts)
+    @_collective(AllgatherOptions, arguments=2, decisive=slice(1, 2))
+    def allgather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Steps:
         for tensors in outputs:
             self._check_list("all_gather", tensors)
+        yield [tensor for tensors in outputs for tensor in tensors]
+        for tensors, input in zip(outputs, inputs, strict=True):
+            derived.gather(self._comm, input.reshape(-1), tensors)
 
-        def body() -> None:
-            for tensors, input in zip(outputs, inputs, strict=True):
-                gathered = self._comm.all_gather(input.reshape(1, -1))
-                for tensor, row in zip(tensors, gathered, strict=True):
-                    tensor.copy_(row.view(tensor.shape))
-
-        return self._run(opts, body, [tensor for tensors in outputs for tensor in tensors])
-
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        opts = _options(AllgatherOptions, opts)
-        if not is_dense(inputs):
-            other = self._other(inputs)
-            return other.allgather_into_tensor_coalesced(outputs, inputs, opts)
+    def _all_gather_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("all_gather", input, output, "output")
+        yield outputs
+        for output, input in zip(outputs, inputs, strict=True):
+            row = input.reshape(1, -1)
+            if output.is_contiguous():
+                self._comm.all_gather(row, out=output.view(self.size(), -1))
+            else:
+                output.copy_(self._comm.all_gather(row).view(output.shape))
 
-        def body() -> None:
-            for output, input in zip(outputs, inputs, strict=True):
-                row = input.reshape(1, -1)
-                if output.is_contiguous():
-                    self._comm.all_gather(row, out=output.view(self.size(), -1))
-                else:
-                    output.copy_(self._comm.all_gather(row).view(output.shape))
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _collective(
+        AllgatherOptions,
+        name="allgather_into_tensor_coalesced",
+        arguments=2,
+        decisive=slice(1, 2),
+    )(_all_gather_each)
 
-        return self._run(opts, body, outputs)
+    @_collective(AllgatherOptions, arguments=2, single=True)
+    def _allgather_base(self, opts: Any, output: Tensor, input: Tensor) -> Steps:
+        return self._all_gather_each(opts, [output], [input])
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        if not input.is_cpu:
-            opts = _options(AllgatherOptions, opts)
-            return self._other([input])._allgather_base(output, input, opts)
-        return self.all_gather_single_coalesced([output], [input], opts)
+    all_gather_single = _allgather_base
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _allgather_base = all_gather_single
+    @_collective(dist.BroadcastOptions)
+    def broadcast(self, opts: Any, tensors: list[Tensor]) -> Steps:
+        yield tensors
+        for tensor in tensors:
+            with _flat(tensor) as flat:
+                self._comm.broadcast(flat, opts.rootRank)
 
-    def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
-    ) -> dist.Work:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        opts = _options(dist.BroadcastOptions, opts, timeout, rootRank=root)
-        if not is_dense(tensors):
-            return self._other(tensors).broadcast(tensors, opts)
-
-        def body() -> None:
-            for tensor in tensors:
-                _in_place(tensor, lambda flat: self._comm.broadcast(flat, opts.rootRank))
-
-        return self._run(opts, body, tensors)
-
-    def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
-    ) -> dist.Work:
-        if isinstance(inputs, Tensor):
-            outputs, inputs = [outputs] if outputs else [], [inputs]
-        opts = _options(dist.GatherOptions, opts, timeout, rootRank=root)
-        if not is_dense(inputs):
-            return self._other(inputs).gather(outputs, inputs, opts)
-        is_root = self.rank() == opts.rootRank
-        for tensors in outputs if is_root else ():
+    @_collective(dist.GatherOptions, arguments=2, decisive=slice(1, 2))
+    def gather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Steps:
+        outputs = outputs if self.rank() == opts.rootRank else []
+        for tensors in outputs:
             self._check_list("gather", tensors)
+        yield [tensor for tensors in outputs for tensor in tensors]
+        for i, input in enumerate(inputs):
+            derived.gather(self._comm, input.reshape(-1), outputs[i] if outputs else ())
 
-        def body() -> None:
-            for i, input in enumerate(inputs):
-                derived.gather(self._comm, input.reshape(-1), outputs[i] if is_root else ())
-
-        return self._run(opts, body, [tensor for tensors in outputs for tensor in tensors])
-
-    def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
-    ) -> dist.Work:
-        if isinstance(outputs, Tensor):
-            outputs, inputs = [outputs], [inputs] if inputs else []
-        opts = _options(dist.ScatterOptions, opts, timeout, rootRank=root)
-        if not is_dense(outputs):
-            return self._other(outputs).scatter(outputs, inputs, opts)
-        is_root = self.rank() == opts.rootRank
-        for tensors in inputs if is_root else ():
+    @_collective(dist.ScatterOptions, arguments=2)
+    def scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Steps:
+        inputs = inputs if self.rank() == opts.rootRank else []
+        for tensors in inputs:
             self._check_list("scatter", tensors)
+        yield outputs
+        for i, output in enumerate(outputs):
+            derived.scatter(self._comm, output, inputs[i] if inputs else (), opts.rootRank)
 
-        def body() -> None:
-            for i, output in enumerate(outputs):
-                derived.scatter(self._comm, output, inputs[i] if is_root else (), opts.rootRank)
+    @_collective(dist.AllToAllOptions, arguments=2, decisive=slice(2))
+    def alltoall(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
+        yield outputs
+        self._comm.barrier()  # Finds ranks that make another call.
+        dense = list(map(to_dense_in_place, outputs))
+        self._gloo.alltoall(dense, [input.contiguous() for input in inputs], opts).wait()
+        for part, output in zip(dense, outputs, strict=True):
+            put_back(part, output)
 
-        return self._run(opts, body, outputs)
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        opts = _options(dist.AllToAllOptions, opts)
-        if not is_dense([*outputs, *inputs]):
-            return self._other([*outputs, *inputs]).alltoall(outputs, inputs, opts)
-
-        def body() -> None:
-            self._comm.barrier()  # Finds ranks that make another call.
-            dense = list(map(to_dense_in_place, outputs))
-            self._gloo.alltoall(dense, [input.contiguous() for input in inputs], opts).wait()
-            for part, output in zip(dense, outputs, strict=True):
-                put_back(part, output)
-
-        return self._run(opts, body, outputs)
-
+    @_collective(dist.AllToAllOptions, arguments=4, single=True)
     def alltoall_base(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: Any = None,
-    ) -> dist.Work:
-        opts = _options(dist.AllToAllOptions, opts)
-        splits = output_split_sizes, input_split_sizes
-        if not is_dense([output, input]):
-            return self._other([output, input]).alltoall_base(output, input, *splits, opts)
-
-        def body() -> None:
-            self._comm.barrier()
-            dense = to_dense_in_place(output)
-            self._gloo.alltoall_base(dense, input.contiguous(), *splits, opts).wait()
-            put_back(dense, output)
-
-        return self._run(opts, body, [output])
+        self, opts: Any, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any
+    ) -> Steps:
+        yield [output]
+        self._comm.barrier()
+        dense = to_dense_in_place(output)
+        source = input.contiguous()
+        self._gloo.alltoall_base(dense, source, output_sizes, input_sizes, opts).wait()
+        put_back(dense, output)
 
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
-        opts = _options(dist.BarrierOptions, opts, timeout)
-        return self._run(opts, self._comm.barrier, [])
+        return self._run(_options(dist.BarrierOptions, opts, timeout), self._comm.barrier, [])
 
 
-def _options(kind: Any, given: Any, timeout: Any = None, **field: Any) -> Any:
-    """The options of a call: ``given``, or new ones whose only ``field`` has the value passed by
-    name, or else ``given``."""
-    if hasattr(given, "timeout"):
-        return given
+def _options(
+    kind: Any, opts: Any = None, timeout: Any = None, *, root: Any = None, op: Any = None
+) -> Any:
+    """The options of a call: ``opts``, or new ones if that is none, or a root or reduction."""
+    if hasattr(opts, "timeout"):
+        return opts
     options = kind()
-    for name, value in field.items():
-        value = given if value is None else value
+    if isinstance(opts, int):
+        root = opts
+    elif opts is not None:
+        op = opts
+    for name, value in (("rootRank", root), ("reduceOp", op), ("timeout", timeout)):
         if value is not None:
             setattr(options, name, value)
-    if timeout is not None:
-        options.timeout = timeout
     return options
 
 
-def _in_place(tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
-    """Run ``collective`` on ``tensor`` as one dimension: torch's backends require equally many
+@contextlib.contextmanager
+def _flat(tensor: Tensor) -> Iterator[Tensor]:
+    """``tensor`` as one dimension, to be changed in place: torch's backends require equally many
     elements on all ranks, a communicator equal shapes."""
     dense = to_dense_in_place(tensor)
-    collective(dense.view(-1))
+    yield dense.view(-1)
     put_back(dense, tensor)
 
 

@@ -51,7 +51,7 @@ class JoinedRank(NamedTuple):
         host_map: which ranks are on which host.
         segment: the memory that the ranks of this host share.
         pidfds: a pidfd for every rank of this host, -1 for this one.
-        link: to one rank of every other host, if any, see :mod:`pipekernels.comm.hosts.steps`.
+        link: to one rank of every other host, if any, see :mod:`pipekernels.comm.hosts.cpu`.
     """
 
     host_map: HostMap

@@ -110,7 +110,7 @@ class Group(dist.ProcessGroup):
             self._last = DONE
         return self._last is DONE
 
-    def _run(self, opts: Any, body: Callable[[], None], results: list[Tensor]) -> dist.Work:
+    def _run(self, opts: Any, body: Callable[[], object], results: list[Tensor]) -> dist.Work:
         """Run ``body`` after all earlier calls.
 
         A future's callback may run on the group's thread, which cannot wait for itself: calls from
