@@ -45,9 +45,10 @@ def with_index(device: torch.device | str | int) -> torch.device:
     Raises:
         TypeError: it is neither a device, nor a string, nor an index.
     """
-    if not isinstance(device, (torch.device, str, int)):
+    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
         raise TypeError(
-            f"a device must be a torch.device, a string or an index, got {type(device).__name__}"
+            "a device must be a torch.device, a string such as 'cuda:0', or an index, got "
+            f"{type(device).__name__}"
         )
     try:
         device = torch.device(device)
@@ -67,7 +68,7 @@ def usable(device: torch.device | str | int) -> torch.device:
         TypeError: it is neither a device, nor a string, nor an index.
         RuntimeError: torch knows no device of that name, or cannot use it.
     """
-    if isinstance(device, int) and not torch.accelerator.is_available():
+    if type(device) is int and not torch.accelerator.is_available():
         require(device)  # An index means a CUDA device: explain why it cannot be used.
     found = with_index(device)
     if found.type == "cuda":

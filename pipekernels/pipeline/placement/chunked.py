@@ -28,20 +28,12 @@ def forward_in_chunks(
     dim: int = 0,
     order: Sequence[str] = (),
 ) -> Any:
-    """``forward(*args, **kwargs)``, computed by ``min(chunks, batch)`` calls on micro-batches.
-
-    The batch size is that of dimension ``dim`` of the first tensor among the arguments that has
-    one. Every tensor of that size in dimension ``dim`` is split, nested ones too; every call gets
-    the other arguments unchanged, and tensors in ``NoChunk`` unsplit. With a single micro-batch,
-    or without such a tensor, ``forward`` is called once.
-
-    Otherwise results are joined: tensors are concatenated along dimension ``dim``, where each must
-    have the rows of its micro-batch or a multiple of them; an object that all calls return, or
-    equal hashable objects, are returned once.
+    """``forward(*args, **kwargs)``, computed by ``min(chunks, batch)`` calls on micro-batches, in
+    order, on the calling thread. :func:`parallelize_pipeline` says what is split and joined.
 
     Args:
         module: the module of ``forward``; its DeferredBatchNorms commit once.
-        forward: called on the calling thread, in order.
+        forward: called once if there is one micro-batch, or no tensor to split.
         args: positional arguments.
         kwargs: keyword arguments.
         chunks: the most micro-batches; their sizes differ by at most one.
@@ -99,8 +91,8 @@ def _deny_opaque(leaf: Any) -> None:
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
-    """Whether attributes of an object, such as a key-value cache, have tensors, down to ``depth``
-    levels."""
+    """Whether an object, such as a key-value cache, has tensors among its attributes, or down to
+    ``depth`` levels in theirs."""
     if isinstance(value, torch.Tensor):
         return True
     if depth == 0 or isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):

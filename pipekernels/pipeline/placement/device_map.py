@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,20 +17,18 @@ from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.placement.chunked import forward_in_chunks, whole
 from pipekernels.pipeline.placement.override import Override
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
-from pipekernels.pipeline.stage.partition import warn_of_sequence_first
+from pipekernels.pipeline.stage.partition import deny_sharing, warn_of_sequence_first
 from pipekernels.pipeline.values.nested import map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
-Device = torch.device | str | int
-Placement = Device | tuple[Device, Device] | list[Device]
+DeviceLike = torch.device | str | int
+Placement = DeviceLike | tuple[DeviceLike, DeviceLike] | list[DeviceLike]
 """A device, or a pair: that on which a module computes, and that to which its results go."""
-
-Devices = tuple[torch.device, torch.device]
 
 _UNDO = "_parallelized"  # Attribute of a parallelized module: its hooks and overrides, to remove.
 
 
-def get_device(device: Device) -> torch.device:
+def get_device(device: DeviceLike) -> torch.device:
     """``device`` as a ``torch.device``.
 
     ``"cuda"`` without an index is the current CUDA device where there is one.
@@ -39,24 +37,10 @@ def get_device(device: Device) -> torch.device:
         TypeError: it is no device, name of one, or index.
         RuntimeError: torch knows no device of that name.
     """
-    _check_type(device)
     return with_index(device)
 
 
-def _check_type(device: Device) -> None:
-    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
-        raise TypeError(
-            f"a device must be a torch.device, a str such as 'cuda:0', or an int, "
-            f"not {type(device).__name__}"
-        )
-
-
-def _usable(device: Device) -> torch.device:
-    _check_type(device)
-    return usable(device)
-
-
-def move_to_device(data: Any, device: Device) -> Any:
+def move_to_device(data: Any, device: DeviceLike) -> Any:
     """``data`` with every tensor in it on ``device``, differentiably.
 
     Tuples, lists, dicts of any class, dataclasses and containers that torch's pytree knows are
@@ -71,7 +55,7 @@ def move_to_device(data: Any, device: Device) -> Any:
         TypeError: ``device`` is none; see :func:`get_device`.
         RuntimeError: torch knows no device of that name, or cannot use it.
     """
-    return map_leaves(partial(_moved, _usable(device)), data)
+    return map_leaves(partial(_moved, usable(device)), data)
 
 
 def _moved(device: torch.device, leaf: Any) -> Any:
@@ -89,7 +73,7 @@ def _moved(device: torch.device, leaf: Any) -> Any:
 
 
 def parallelize_module(
-    module: nn.Module, processing_device: Device, output_device: Device | None = None
+    module: nn.Module, processing_device: DeviceLike, output_device: DeviceLike | None = None
 ) -> nn.Module:
     """Place one module: :func:`parallelize_pipeline` with it as the root alone.
 
@@ -102,7 +86,7 @@ def parallelize_module(
     return parallelize_pipeline(module, {"": (processing_device, output)})
 
 
-def unparallelize_module(module: nn.Module, common_device: Device | None = None) -> nn.Module:
+def unparallelize_module(module: nn.Module, common_device: DeviceLike | None = None) -> nn.Module:
     """Undo :func:`parallelize_module`; the same as :func:`unparallelize_pipeline`."""
     return unparallelize_pipeline(module, common_device)
 
@@ -181,21 +165,24 @@ def parallelize_pipeline(
     batch_dim = integer("batch_dim", batch_dim, least=0)
     warn_of_sequence_first(model.modules(), chunks, batch_dim)
     modules = dict(model.named_modules(remove_duplicate=False))
-    placed = {name: _pair(name, value) for name, value in module_to_device.items()}
+    placed = {name: _devices(name, value) for name, value in module_to_device.items()}
     _check(modules, placed)
     called = _called(modules, placed)
-    _deny_scripted(called)
-    homes = _homes(modules, placed)
-    _deny_sharing_across_devices(modules, homes)
+    computing = _computing(modules, placed)
     for name, module in modules.items():
-        home = homes[name]
-        if home is not None:
+        device = computing[name]
+        if device is not None:
             # Without recursion: else the root would move the whole model to its device first. A
             # module without submodules may override _apply() without that parameter.
             recurse = {"recurse": False} if module._modules else {}
-            module._apply(lambda tensor, home=home: tensor.to(home), **recurse)
-    for module, (processing, output) in called.items():
-        _attach(module, processing, output)
+            module._apply(lambda tensor, device=device: tensor.to(device), **recurse)
+    for module, devices in called.items():
+        vars(module)[_UNDO] = [
+            # Run before and after the existing hooks, which find all tensors on one device.
+            module.register_forward_pre_hook(devices.receive, prepend=True, with_kwargs=True),
+            module.register_forward_hook(devices.send),
+            Override(module, "extra_repr", devices.described),
+        ]
     undo = vars(model).setdefault(_UNDO, [])
     if chunks > 1 or has_deferred_batch_norm(model):  # forward_in_chunks commits its statistics.
         order = _parameters(model.forward)
@@ -206,7 +193,7 @@ def parallelize_pipeline(
     return model
 
 
-def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None) -> nn.Module:
+def unparallelize_pipeline(model: nn.Module, common_device: DeviceLike | None = None) -> nn.Module:
     """Undo :func:`parallelize_pipeline`, in place: restore every module's forward and repr. A model
     that is not parallelized is only moved.
 
@@ -219,7 +206,7 @@ def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None
             ``common_device`` cannot be used. Nothing has been changed then.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
-    device = None if common_device is None else _usable(common_device)
+    device = None if common_device is None else usable(common_device)
     for module in model.modules():
         for part in vars(module).get(_UNDO, []):
             if isinstance(part, Override):
@@ -230,18 +217,38 @@ def unparallelize_pipeline(model: nn.Module, common_device: Device | None = None
     return model if device is None else model.to(device)
 
 
-def _pair(name: str, value: Placement) -> Devices:
+class _Devices(NamedTuple):
+    """Where a module computes, and where its results go; with its hooks."""
+
+    processing: torch.device
+    output: torch.device
+
+    def receive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_leaves(partial(_moved, self.processing), (args, kwargs))
+
+    def send(self, module: nn.Module, args: Any, result: Any) -> Any:
+        return map_leaves(partial(_moved, self.output), result)
+
+    def described(
+        self, module: nn.Module, extra_repr: Callable[..., str], args: Any, kwargs: Any
+    ) -> str:
+        own = extra_repr()
+        devices = f"processing_device={self.processing}, output_device={self.output}"
+        return f"{own}, {devices}" if own else devices
+
+
+def _devices(name: str, value: Placement) -> _Devices:
     if not isinstance(value, (tuple, list)):
-        return _usable(value), _usable(value)
+        value = value, value
     if len(value) != 2:
         raise ValueError(
             f"module {name!r} is mapped to {len(value)} devices; give one device, or a pair of "
             "them (processing device, output device)"
         )
-    return _usable(value[0]), _usable(value[1])
+    return _Devices(usable(value[0]), usable(value[1]))
 
 
-def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]) -> None:
+def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]) -> None:
     for name in placed:
         if name not in modules:
             raise ValueError(
@@ -256,12 +263,12 @@ def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]) -> N
 
 
 def _called(
-    modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]
-) -> dict[nn.Module, Devices]:
+    modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]
+) -> dict[nn.Module, _Devices]:
     """The modules whose calls move tensors: those placed, but for ModuleLists and ModuleDicts the
     modules in them."""
     named = dict(placed)
-    called: dict[nn.Module, Devices] = {}
+    called: dict[nn.Module, _Devices] = {}
     for name, module in modules.items():  # A module comes before its submodules.
         if name not in named:
             continue
@@ -270,19 +277,39 @@ def _called(
                 named.setdefault(f"{name}.{key}" if name else key, named[name])
         elif called.setdefault(module, named[name]) != named[name]:
             raise ValueError(
-                f"module {name!r} is mapped to {named[name]}, and by another of its names to "
-                f"{called[module]}; a module has one place"
+                f"module {name!r} is mapped to {tuple(named[name])}, and by another of its names "
+                f"to {tuple(called[module])}; a module has one place"
             )
-    return called
-
-
-def _deny_scripted(called: Iterable[nn.Module]) -> None:
-    for module in called:
-        if isinstance(module, torch.jit.ScriptModule):
+        elif isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"a {type(module).__name__} takes no hooks, so nothing can follow it to its "
                 "device; place the module that it was made from, or one that calls it"
             )
+    return called
+
+
+def _computing(
+    modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]
+) -> dict[str, torch.device | None]:
+    """The device of each module: its own, or else its parent's; None if there is neither."""
+    computing: dict[str, torch.device | None] = {}
+    owners: dict[int, torch.device] = {}
+    for name, module in modules.items():
+        device = (
+            placed[name].processing if name in placed else computing.get(name.rpartition(".")[0])
+        )
+        computing[name] = device
+        for key, tensor in chain(
+            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+        ):
+            deny_sharing(
+                [(f"{key!r} of module {name!r}", tensor)],
+                device or tensor.device,
+                owners,
+                "modules on",
+                "map the modules that share it to one device",
+            )
+    return computing
 
 
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -292,65 +319,5 @@ def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
-def _homes(
-    modules: Mapping[str, nn.Module], placed: Mapping[str, Devices]
-) -> dict[str, torch.device | None]:
-    """The device of each module: its own, or else its parent's; None if there is neither."""
-    homes: dict[str, torch.device | None] = {}
-    for name in modules:
-        holder = name.rpartition(".")[0]
-        homes[name] = placed[name][0] if name in placed else homes.get(holder)
-    return homes
-
-
-def _deny_sharing_across_devices(
-    modules: Mapping[str, nn.Module], homes: Mapping[str, torch.device | None]
-) -> None:
-    found: dict[int, torch.device] = {}
-    for name, module in modules.items():
-        for key, tensor in chain(
-            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-        ):
-            home = homes[name] or tensor.device
-            other = found.setdefault(id(tensor), home)
-            if other != home:
-                raise ValueError(
-                    f"{key!r} of module {name!r} on {home} is shared with a module on {other}; map "
-                    "the modules that share it to one device"
-                )
-
-
-def _attach(module: nn.Module, processing: torch.device, output: torch.device) -> None:
-    vars(module)[_UNDO] = [
-        # Run before and after the existing hooks, which find all tensors on one device.
-        module.register_forward_pre_hook(
-            partial(_receive, processing), prepend=True, with_kwargs=True
-        ),
-        module.register_forward_hook(partial(_send, output)),
-        Override(module, "extra_repr", partial(_described, processing, output)),
-    ]
-
-
-def _receive(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return map_leaves(partial(_moved, device), (args, kwargs))
-
-
 def _unwrap_no_chunk(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return whole(args, kwargs)
-
-
-def _send(device: torch.device, module: nn.Module, args: Any, result: Any) -> Any:
-    return map_leaves(partial(_moved, device), result)
-
-
-def _described(
-    processing: torch.device,
-    output: torch.device,
-    module: nn.Module,
-    extra_repr: Callable[..., str],
-    args: Any,
-    kwargs: Any,
-) -> str:
-    own = extra_repr()
-    devices = f"processing_device={processing}, output_device={output}"
-    return f"{own}, {devices}" if own else devices

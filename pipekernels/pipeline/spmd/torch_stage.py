@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipekernels.device.streams import usable
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
-from pipekernels.pipeline.stage.partition import layers
+from pipekernels.pipeline.stage.partition import deny_sharing, layers
 from pipekernels.pipeline.stage.skip import SkipRoutes
 
 if TYPE_CHECKING:
@@ -39,30 +39,26 @@ def torch_stage(
     from torch.distributed.pipelining import PipelineStage  # Slow to import.
 
     home = devices[index] if device is None else usable(device)
-    kind = _Layers if index else _FirstLayers
-    return PipelineStage(
-        kind(partitions[index]).to(home), index, len(partitions), home, group=group
-    )
+    stage = _Layers(partitions[index], spread=index == 0).to(home)
+    return PipelineStage(stage, index, len(partitions), home, group=group)
 
 
 class _Layers(nn.Sequential):
-    """A partition whose forward takes a tuple of tensors as separate arguments, as torch's stages
-    pass them."""
+    """A partition as torch's stages call it, with several tensors as separate arguments.
 
-    def __init__(self, partition: nn.Sequential) -> None:
+    Args:
+        partition: the layers.
+        spread: whether its first layer takes them so, too, as in a pipe; else it takes a tuple.
+    """
+
+    def __init__(self, partition: nn.Sequential, spread: bool) -> None:
         super().__init__(OrderedDict(partition._modules))
         self.training = partition.training
-
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        outputs: Tensor | tuple[Tensor, ...]
-        outputs = super().forward(inputs[0] if len(inputs) == 1 else inputs)
-        return outputs
-
-
-class _FirstLayers(_Layers):
-    """The first partition, which takes the arguments of its first layer, as a pipe does."""
+        self._spread = spread
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._spread:
+            inputs = inputs if len(inputs) == 1 else (inputs,)
         first, *rest = layers(self)
         value = first(*inputs, **kwargs)
         for layer in rest:
@@ -84,16 +80,17 @@ def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
 
 def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
     """Raise a ValueError if stages in separate processes would compute something else."""
-    home: dict[int, int] = {}
+    owners: dict[int, int] = {}
     received = SkipRoutes(partitions).received
     for index, partition in enumerate(partitions):
-        for name, parameter in partition.named_parameters():
-            if home.setdefault(id(parameter), index) != index:
-                raise ValueError(
-                    f"parameter {name!r} is shared by stages {home[id(parameter)]} and {index}, "
-                    "which would be processes with a copy each; choose a balance that keeps the "
-                    "layers that share it together"
-                )
+        deny_sharing(
+            [(f"parameter {name!r}", value) for name, value in partition.named_parameters()],
+            index,
+            owners,
+            "stages",
+            "as each process has a copy, choose a balance that keeps the layers that share it "
+            "together",
+        )
         if received[index]:
             raise ValueError(
                 f"stage {index} pops {', '.join(repr(name) for _, name in received[index])}, which "

@@ -7,11 +7,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from pipekernels.comm import Communicator
+
+T = TypeVar("T")
 
 _STAGE = re.compile(r"^partitions\.\d+\.")
 
@@ -114,19 +117,24 @@ def _check_movable(
     # Modules may share a buffer: Module.to() gives each one a copy. Stages may not share one module
     # with buffers: it would be moved away from the first stage.
     found += [(f"module {name!r}", m) for name, m in modules if list(m.buffers(recurse=False))]
-    for what, shared in found:
-        other = home.setdefault(id(shared), device)
-        if other != device:
-            raise ValueError(
-                f"{what} is shared by stages on {other} and {device}; put the stages that "
-                "share it on one device"
-            )
+    deny_sharing(found, device, home, "stages on", "put the stages that share it on one device")
     for name, parameter in parameters:
         if parameter.is_meta and device.type != "meta":
             raise ValueError(
                 f"{name!r} is on the meta device, so it has no values that could be copied to "
                 f"{device}; give it memory first (to_empty, then load_state_dict)"
             )
+
+
+def deny_sharing(
+    items: Iterable[tuple[str, object]], owner: T, owners: dict[int, T], kind: str, remedy: str
+) -> None:
+    """Raise a ValueError if one of ``items``, with their names, has another owner than ``owner``;
+    else add them to ``owners``, by id. The message says what ``kind`` of owners share it."""
+    for name, item in items:
+        other = owners.setdefault(id(item), owner)
+        if other != owner:
+            raise ValueError(f"{name} is shared by {kind} {other} and {owner}; {remedy}")
 
 
 def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:

@@ -31,7 +31,7 @@ def test_cuda_without_an_index_is_the_current_device(
 
 @pytest.mark.parametrize("bad", [None, 1.5, True, ("cpu",)])
 def test_arguments_that_are_not_devices(bad: object) -> None:
-    with pytest.raises(TypeError, match="a device must be a torch.device, a str such as"):
+    with pytest.raises(TypeError, match="a device must be a torch.device, a string such as"):
         get_device(bad)
 
 
