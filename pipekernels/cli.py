@@ -27,33 +27,39 @@ from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, has_triton
 
 def info() -> str:
     """A report for users: versions, build, devices, remedies; its last line is for bug reports."""
-    rows: list[tuple[str, str]] = [("pipekernels", __version__)]
+    built: dict[str, str | bool] = {}
     missing: list[str] = []
+    rows = [("pipekernels", __version__)]
     try:
         built = _backend.build_info()
     except ImportError as error:
-        built = {}
         rows.append(("extension", "missing"))
         missing.append(str(error))
     else:
         rows.append(("extension", f"built by {built['compiler']}"))
         rows.append(("CPU backend", "built"))
         rows.append(("CUDA backend", _cuda_backend(built)))
-    rows.append(
-        ("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
-    )
-    rows.append(("torch", _torch()))
-    rows.append(("triton", _triton(missing)))
-    cores = len(os.sched_getaffinity(0))
-    rows.append(("CPU", f"{cores} cores, {torch.get_num_threads()} intra-op threads"))
-    rows.append(("all_reduce", _tuning(missing)))
-    rows += _gpus(missing)
-    if built and not built["cuda"] and torch.cuda.is_available():
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    machine = f"{platform.system()} {platform.machine()}"
+    rows.append(("Python", f"{platform.python_version()}, {machine}"))
+    rows.append(("torch", f"{torch.__version__}, {cuda}"))
+    rows.append(("triton", _triton()))
+    rows.append(("CPU", f"{cores} cores, {threads} intra-op threads"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows.append(("all_reduce", _limits()))
+        rows += _gpus()
+    has_gpus = torch.cuda.is_available()
+    if has_gpus and not has_triton():
+        missing.append(f"The sharded GEMM needs {TRITON_REMEDY}")
+    missing += [str(warning.message) for warning in caught]
+    if built and not built["cuda"] and has_gpus:
         missing.append(
             "There are GPUs, but the extension was built without CUDA. Install a CUDA toolkit, set "
             "CUDA_HOME to it and run `PIPEKERNELS_CUDA=1 pip install --force-reinstall .`"
         )
-    if built and built["cuda"] and not torch.cuda.is_available():
+    if built and built["cuda"] and not has_gpus:
         missing.append(
             "The CUDA backend is built but torch sees no GPU: "
             + ("check `nvidia-smi`." if torch.version.cuda else "this torch is a CPU-only build.")
@@ -66,7 +72,7 @@ def info() -> str:
 
 def _in_one_line(built: dict[str, str | bool]) -> str:
     """Versions, CPU, build and GPUs."""
-    names = [torch.cuda.get_device_name(index) for index in _gpu_indices()]
+    gpus = Counter(torch.cuda.get_device_name(index) for index in _gpu_indices())
     build = "extension missing"
     if built:
         cuda = f"CUDA {built['cuda_version']}" if built["cuda"] else "no CUDA"
@@ -75,17 +81,13 @@ def _in_one_line(built: dict[str, str | bool]) -> str:
         f"pipekernels {__version__}",
         f"Python {platform.python_version()}",
         f"torch {torch.__version__}",
-        f"triton {_triton([])}",
+        f"triton {_triton()}",
         f"{platform.system()} {platform.release()} {platform.machine()}",
         f"{cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
         build,
-        ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "no GPU",
+        ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU",
     ]
     return " | ".join(parts)
-
-
-def _gpu_indices() -> range:
-    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def _cuda_backend(built: dict[str, str | bool]) -> str:
@@ -95,15 +97,7 @@ def _cuda_backend(built: dict[str, str | bool]) -> str:
     return f"built with CUDA {built['cuda_version']} for sm_{', sm_'.join(architectures)}"
 
 
-def _torch() -> str:
-    if torch.version.cuda is None:
-        return f"{torch.__version__}, CPU only"
-    return f"{torch.__version__}, CUDA {torch.version.cuda}"
-
-
-def _triton(missing: list[str]) -> str:
-    if torch.cuda.is_available() and not has_triton():
-        missing.append(f"The sharded GEMM needs {TRITON_REMEDY}")
+def _triton() -> str:
     if importlib.util.find_spec("triton") is None:
         return "not installed (only needed on GPUs)"
     try:
@@ -112,36 +106,18 @@ def _triton(missing: list[str]) -> str:
         return "a nightly build"
 
 
-def _tuning(missing: list[str]) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        measured = all_reduce_limits.load()
-    missing += [str(warning.message) for warning in caught]
+def _limits() -> str:
+    measured = all_reduce_limits.load()
     if measured is None:
         return "built-in limits for 'auto' (`pipekernels tune` measures those of this machine)"
     return f"limits for 'auto' measured on {measured.date} ({all_reduce_limits.path()})"
 
 
-def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
-    """Measure this machine, save the results for later runs, and return a report."""
-    from pipekernels.comm import measure
-
-    measured = measure.measure_limits(quick=quick)
-    path = all_reduce_limits.save(measured)
-    machine = f"{cpu_model()}, {os.cpu_count()} cores"
-    lines = [f"all_reduce(algorithm='auto') on {machine}:"]
-    lines += [
-        f"  {world_size} ranks: one_shot up to {limit} bytes, two_shot above"
-        for world_size, limit in measured.one_shot_bytes.items()
-    ]
-    lines.append(f"written to {path}")
-    if torch.cuda.is_available():
-        lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
-        lines += measure.tune_links()
-    return "\n".join(lines)
+def _gpu_indices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
-def _gpus(missing: list[str]) -> list[tuple[str, str]]:
+def _gpus() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none")]
     rows = []
@@ -149,11 +125,25 @@ def _gpus(missing: list[str]) -> list[tuple[str, str]]:
         device = torch.cuda.get_device_properties(index)
         architecture, memory = f"sm_{device.major}{device.minor}", device.total_memory / 2**30
         rows.append((f"GPU {index}", f"{device.name}, {architecture}, {memory:.0f} GiB"))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            rows.append(("sharded GEMM", gemm_tuning.describe(device.name)))
-        missing += [str(warning.message) for warning in caught]
+        rows.append(("sharded GEMM", gemm_tuning.describe(device.name)))
     return rows
+
+
+def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
+    """Measure this machine, save the results for later runs, and return a report."""
+    from pipekernels.comm import measure
+
+    measured = measure.measure_limits(quick=quick)
+    lines = [f"all_reduce(algorithm='auto') on {cpu_model()}, {os.cpu_count()} cores:"]
+    lines += [
+        f"  {world_size} ranks: one_shot up to {limit} bytes, two_shot above"
+        for world_size, limit in measured.one_shot_bytes.items()
+    ]
+    lines.append(f"written to {all_reduce_limits.save(measured)}")
+    if torch.cuda.is_available():
+        lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
+        lines += measure.tune_links()
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -188,26 +178,24 @@ def _answer(arguments: list[str] | None) -> str:
     parser.add_argument("--version", action="version", version=f"pipekernels {__version__}")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
-    tuning_parser = commands.add_parser(
+    tuning = commands.add_parser(
         "tune",
         help="measure which algorithms 'auto' should use on this machine: of all_reduce, in a few "
         "seconds, and on a GPU of the sharded GEMM",
     )
-    tuning_parser.add_argument("--quick", action="store_true", help="fewer calls, less precise")
-    tuning_parser.add_argument(
+    tuning.add_argument("--quick", action="store_true", help="fewer calls, less precise")
+    tuning.add_argument(
         "--seconds", type=float, default=300.0, help="for products on a GPU (default: 300)"
     )
-    tuning_parser.add_argument(
+    tuning.add_argument(
         "--kind", choices=KINDS, default="bfloat16", help="of these products (default: bfloat16)"
     )
     parsed = parser.parse_args(arguments)
     if parsed.command == "tune":
         if not 0 < parsed.seconds < math.inf:
-            tuning_parser.error(
-                f"--seconds must be a positive, finite number, got {parsed.seconds}"
-            )
+            tuning.error(f"--seconds must be a positive, finite number, got {parsed.seconds}")
         try:
             return tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind)
         except OSError as error:  # TimeoutError is one.
-            tuning_parser.error(str(error))
+            tuning.error(str(error))
     return parser.format_help().rstrip() if parsed.command is None else info()
