@@ -63,7 +63,7 @@ def test_loops_in_sass() -> None:
         placed = (
             line if line[0] == "." else f"  /*{at:04x}*/  {line} ;" for at, line in enumerate(lines)
         )
-        return "\n".join(["\t.headerflags @x", ".text.kernel:", *placed])
+        return "\n".join(["\t.section\t.text.kernel,", ".text.kernel:", *placed])
 
     def overlap(*lines: str) -> bool:
         return overlaps_steps(parse_sass(code(*lines)))

@@ -26,13 +26,17 @@ import torch
 
 from pipekernels.kernels.config import BLOCKS, SLAB_BLOCKS, Blocks, Config
 from pipekernels.kernels.layout import signature
+from support.kernels.operands import dtype_of, operands
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "build" / "aot"
 OLDEST = ROOT / "build" / "oldest-triton"  # See the Makefile.
 PINNED = ROOT / "constraints-oldest.txt"
-SOURCES = (*(ROOT / "pipekernels" / "kernels").glob("*.py"), ROOT / "bench/gpu/precompile.py")
-DTYPES = {"tfloat32": torch.float32}  # Every other kind is named as its dtype.
+SOURCES = [
+    *(ROOT / "pipekernels" / "kernels").glob("*.py"),
+    *Path(__file__).parent.glob("*.py"),
+    ROOT / "bench/gpu/precompile.py",
+]
 
 
 class Case(NamedTuple):
@@ -124,7 +128,7 @@ def _sources(version: str) -> str:
     """Hash of the sources and the Triton that kernels are compiled from."""
     triton = oldest_version() if version == "oldest" else importlib.metadata.version("triton")
     digest = hashlib.sha256(f"{triton} {sys.version_info[:2]}".encode())
-    for path in sorted([*SOURCES, Path(__file__)]):
+    for path in sorted(SOURCES):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -147,15 +151,16 @@ def cases() -> list[Case]:
     found = []
     for (generation, kind), choice in BLOCKS.items():
         architecture = 89 if (generation, kind) == (80, "float8_e4m3fn") else generation
+        full_tile = [*choice.full_tile, *choice.measured_only]
         variants = ["forward", "grad_input", "grad_weight"]
-        others = ["announced"]
         if kind == "float8_e4m3fn":  # It has no gradients.
             variants = ["forward"]
         if kind == "float16":  # Differs from bfloat16 only in the types of some instructions.
-            variants, others = ["grad_weight"], []
-        whole = [*choice.full_tile, *choice.measured_only]
-        these = [(blocks, False, variant) for blocks in whole for variant in variants]
-        these += [(_plain(blocks), False, variant) for blocks in whole for variant in others]
+            variants = ["grad_weight"]
+        these = [(blocks, False, variant) for blocks in full_tile for variant in variants]
+        if kind != "float16":  # Announced tiles are in no flattened loop.
+            plain = [blocks._replace(flatten=False, specialize=False) for blocks in full_tile]
+            these += [(blocks, False, "announced") for blocks in plain]
         these += [(blocks, True, variant) for blocks in choice.split_k for variant in variants]
         these += [(choice.unaligned, False, "odd")]
         if kind == "bfloat16":
@@ -174,11 +179,6 @@ def slab_cases(version: str) -> list[SlabCase]:
             found += [SlabCase(architecture, kind, 1, False, layout) for layout in layouts]
             found.append(SlabCase(architecture, kind, 8, True, "forward"))
     return found
-
-
-def _plain(blocks: Blocks) -> Blocks:
-    """What is left of ``blocks`` where tiles are announced."""
-    return blocks._replace(flatten=False, specialize=False)
 
 
 def one_per_configuration() -> list[Case]:
@@ -263,45 +263,28 @@ def _launch(case: Case) -> None:
     m, n, k = (3 * size + odd for size in (blocks.m, blocks.n, 4 * blocks.k))
     if case.variant == "unit":
         m = n = k = 1
-    dtype = DTYPES.get(case.kind) or getattr(torch, case.kind)
+    dtype = dtype_of(case.kind)
     scaled = dtype == torch.float8_e4m3fn
-    out_dtype = torch.bfloat16 if scaled else dtype
-
-    def operand(rows: int, by_columns: bool, like: torch.dtype = dtype) -> torch.Tensor:
-        """[rows, k]; with ``by_columns`` each column is contiguous."""
-        shape = (k, rows) if by_columns else (rows, k)
-        return torch.empty(shape, dtype=like).t() if by_columns else torch.empty(shape, dtype=like)
-
-    a = operand(m, case.variant == "grad_weight")
-    b = operand(n, case.variant.startswith("grad"))
-    added: dict[str, torch.Tensor] = {}
+    out = torch.empty(m, n, dtype=torch.bfloat16 if scaled else dtype)
+    added = {"scale_a": torch.empty(m), "scale_b": torch.empty(n)} if scaled else {}
     if case.variant in ("forward", "odd", "unit"):
-        added["bias"] = torch.empty(n, dtype=out_dtype)
-        added["residual"] = torch.empty(m, n, dtype=out_dtype)
-    if scaled:
-        added |= {"scale_a": torch.empty(m), "scale_b": torch.empty(n)}
+        added |= {"bias": torch.empty_like(out[0]), "residual": torch.empty_like(out)}
     config = Config(blocks, split_k=2 if case.split else 1)
     ready = None
     if case.variant == "announced":
         ready = torch.zeros(ceil(m / blocks.m / config.group_m), dtype=torch.int32)
-    product = Product(case.kind, a, b, torch.empty(m, n, dtype=out_dtype), **added)
+    a, b = operands(case.variant, m, n, k, dtype, torch.empty)
+    product = Product(case.kind, a, b, out, **added)
     launch(product, config, generation=case.generation, sms=4, ready=ready)
 
 
 def _launch_slabs(case: SlabCase) -> None:
     from pipekernels.kernels.launch import Product, launch_slabs
 
-    blocks, odd = SLAB_BLOCKS[case.kind], case.odd
-    m, n, depth = (3 * size + odd for size in (blocks.m, blocks.n, 4 * blocks.k))
-    k = case.slabs * depth
-    dtype = DTYPES.get(case.kind) or getattr(torch, case.kind)
-
-    def operand(rows: int, by_columns: bool) -> torch.Tensor:
-        shape = (k, rows) if by_columns else (rows, k)
-        data = torch.empty(shape, dtype=dtype)
-        return data.t() if by_columns else data
-
-    a, b = operand(m, case.layout == "grad_weight"), operand(n, case.layout != "forward")
+    blocks = SLAB_BLOCKS[case.kind]
+    m, n, depth = (3 * size + case.odd for size in (blocks.m, blocks.n, 4 * blocks.k))
+    dtype = dtype_of(case.kind)
+    a, b = operands(case.layout, m, n, case.slabs * depth, dtype, torch.empty)
     out = torch.empty(m, n, dtype=torch.float32 if case.slabs > 1 else dtype)
     bias = torch.empty(n, dtype=dtype) if case.slabs == 1 else None
     product = Product(case.kind, a, b, out, bias)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
+
+from support.emitted.sass import kernels
 
 SERIALIZED = "wgmma.mma_async instructions are serialized"  # In what ptxas reports.
 _MOST_GROUPS = 8  # Committed and not waited for.
@@ -39,23 +41,10 @@ def parse_ptx(ptx: str) -> list[Instruction]:
     """The instructions of a module with one kernel."""
     code = re.sub(r"//.*|^\s*\.(loc|file)\b.*", "", ptx[ptx.index(".entry") :], flags=re.MULTILINE)
     code = code[code.index(")") :]
-    code = code[code.index("{") + 1 :]
-    return _parse(code.split(";"), r"[{}\s]*([$\w]+):", r"bra\S* ([$\w]+)", ("ret", "exit", "trap"))
-
-
-def parse_sass(sass: str) -> list[Instruction]:
-    """The instructions of a kernel, as nvdisasm prints them."""
-    code = re.findall(r"^\.L\w+:|^.*;", re.sub(r"/\*.*?\*/", "", sass), flags=re.MULTILINE)
-    return _parse("".join(code).split(";"), r"\s*(\.L\w+):", r"BRA\b.*`\((\S+)\)", ("EXIT", "RET"))
-
-
-def _parse(
-    statements: Iterable[str], label: str, branch: str, ends: tuple[str, ...]
-) -> list[Instruction]:
     texts: list[str] = []
     labels: dict[str, list[int]] = {}
-    for statement in statements:
-        while found := re.match(label, statement):
+    for statement in code[code.index("{") + 1 :].split(";"):
+        while found := re.match(r"[{}\s]*([$\w]+):", statement):
             labels.setdefault(found[1], []).append(len(texts))
             statement = statement[found.end() :]
         text = " ".join(statement.strip("{} \t\n").split())
@@ -63,25 +52,27 @@ def _parse(
             texts.append(text)
     instructions = []
     for at, text in enumerate(texts):
-        guard, _, bare = (
-            text.rpartition("@")[2].partition(" ") if text[0] == "@" else ("", "", text)
-        )
+        guard, bare = text.split(" ", 1) if text[0] == "@" else ("", text)
         after = []
-        target = re.match(branch, bare)
+        target = re.match(r"bra\S* ([$\w]+)", bare)
         if target:
             # Inline assembly repeats its labels in scopes of their own; its loops go backwards.
             places = labels[target[1]]
             after.append(max((place for place in places if place <= at), default=places[0]))
-        goes_on = guard or not (target or bare.startswith(ends))
-        if (goes_on or _is_conditional(bare)) and at + 1 < len(texts):
+        goes_on = guard or not (target or bare.startswith(("ret", "exit", "trap")))
+        if goes_on and at + 1 < len(texts):
             after.append(at + 1)
         instructions.append(Instruction(text, after))
     return instructions
 
 
-def _is_conditional(sass: str) -> bool:
-    """Whether a branch has its condition as an operand."""
-    return re.match(r"BRA\S* [^`]", sass) is not None
+def parse_sass(sass: str) -> list[Instruction]:
+    """The instructions of a kernel, as nvdisasm prints them."""
+    (kernel,) = kernels(sass)
+    return [
+        Instruction(str(instruction), after)
+        for instruction, after in zip(kernel.instructions, kernel.successors, strict=True)
+    ]
 
 
 def overlaps_steps(instructions: list[Instruction]) -> bool:

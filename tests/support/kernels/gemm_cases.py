@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from pipekernels.kernels.config import Blocks, Config, generation
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
 from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
+from support.kernels.operands import operands
 
 # ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
 module = importlib.import_module("pipekernels.local_ops.sharded_gemm")
@@ -60,12 +62,8 @@ class Case(NamedTuple):
         *, out_dtype: torch.dtype | None = None, layout: str = "forward",
     ) -> Case:  # fmt: skip
         torch.manual_seed(0)
-
-        def operand(rows: int, by_columns: bool) -> Tensor:
-            data = torch.randn((k, rows) if by_columns else (rows, k), device=device).to(dtype)
-            return data.t() if by_columns else data
-
-        x, weight = operand(m, layout == "grad_weight"), operand(n, layout != "forward")
+        make = functools.partial(torch.randn, device=device)
+        x, weight = operands(layout, m, n, k, dtype, make)
         added = [torch.randn(size, device=device) for size in ((n,), (m, n))]
         return cls(x, weight, *(term.to(out_dtype or dtype) for term in added))
 

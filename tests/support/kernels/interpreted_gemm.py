@@ -33,6 +33,7 @@ from pipekernels.kernels.table import Shape, shape_class
 from pipekernels.tensor_parallel import functional as tensor_parallel
 from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
+from support.kernels.operands import operands
 from support.levels import pairwise
 
 # ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
@@ -61,14 +62,8 @@ except Exception as error:  # noqa: BLE001
 SMALL = Blocks(16, 32, 16, 4, 3)
 
 
-def operand(rows: int, k: int, dtype: torch.dtype, by_columns: bool = False) -> Tensor:
-    """[rows, k]; with ``by_columns`` each column is contiguous."""
-    return torch.randn(k, rows).to(dtype).t() if by_columns else torch.randn(rows, k).to(dtype)
-
-
 def product(m: int, n: int, k: int, layout: str, dtype: torch.dtype, **added: Tensor) -> Product:
-    a = operand(m, k, dtype, layout == "grad_weight")
-    b = operand(n, k, dtype, layout != "forward")
+    a, b = operands(layout, m, n, k, dtype)
     kind = str(dtype).removeprefix("torch.")
     out_dtype = torch.float32 if dtype == torch.float8_e4m3fn else dtype
     return Product(kind, a, b, torch.full((m, n), float("nan"), dtype=out_dtype), **added)

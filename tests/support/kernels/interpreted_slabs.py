@@ -23,17 +23,13 @@ from pipekernels.kernels import launch
 from pipekernels.kernels.launch import Product, launch_slabs
 from pipekernels.local_ops import slab_gemm
 from support.error_bounds import gamma
+from support.kernels.operands import operands
 from support.levels import pairwise
 from support.ranks import run_threads
 
 DTYPES = [torch.float32, torch.float16]
 GENERATIONS = [80, 90]  # 80 loads by pointers, 90 by descriptors where slabs and layouts allow it.
 LAYOUTS = ["forward", "grad_input", "grad_weight"]
-
-
-def operand(rows: int, k: int, dtype: torch.dtype, by_columns: bool) -> Tensor:
-    data = torch.randn(k, rows).to(dtype).t() if by_columns else torch.randn(rows, k).to(dtype)
-    return data
 
 
 def multiply(
@@ -73,17 +69,16 @@ def _setup(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     *pairwise(
         layout=LAYOUTS,
-        operands=[(80, torch.float32), (90, torch.float32), (90, torch.float16)],
+        loads=[(80, torch.float32), (90, torch.float32), (90, torch.float16)],
         depth=[32, 40],  # Columns of a slab; a multiple of blocks, and not.
     )
 )
 def test_slabs_are_the_leaves_of_a_tree(
-    layout: str, operands: tuple[int, torch.dtype], depth: int
+    layout: str, loads: tuple[int, torch.dtype], depth: int
 ) -> None:
-    generation, dtype = operands
+    generation, dtype = loads
     m, n, k = 9, 40, 8 * depth
-    a = operand(m, k, dtype, layout == "grad_weight")
-    b = operand(n, k, dtype, layout != "forward")
+    a, b = operands(layout, m, n, k, dtype)
     bias = torch.randn(n).to(dtype)
     whole = multiply(a, b, 8, generation)
     exact, magnitude = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
