@@ -1,11 +1,9 @@
-"""Pipeline schedules as data: which lane runs which action, in which order.
-
-No tensors and threads here: the engine runs programs, :func:`simulate` predicts
-their times.
-"""
+"""Pipeline schedules as data: which lane runs which action, in which order. No tensors and threads
+here: the engine runs programs, :func:`simulate` predicts their times."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -43,24 +41,58 @@ class Program:
 
     def before(self, action: Action) -> int | None:
         """The stage whose result ``action`` receives, or None."""
-        if action.kind == "F":
-            return action.stage - 1 if action.stage > 0 else None
-        if action.goes_up:
-            return action.stage + 1 if action.stage < self.stages - 1 else None
-        return None
+        if action.kind == "W":
+            return None
+        stage = action.stage + (-1 if action.kind == "F" else 1)
+        return stage if 0 <= stage < self.stages else None
 
     def after(self, action: Action) -> int | None:
         """The stage that receives the result of ``action``, or None."""
-        if action.kind == "F":
-            return action.stage + 1 if action.stage < self.stages - 1 else None
-        if action.goes_up:
-            return action.stage - 1 if action.stage > 0 else None
-        return None
+        if action.kind == "W":
+            return None
+        stage = action.stage + (1 if action.kind == "F" else -1)
+        return stage if 0 <= stage < self.stages else None
+
+    @cached_property
+    def needs(self) -> dict[Action, list[Action]]:
+        """The actions that must be done before each one: that of :meth:`before`, and for a backward
+        its forward or first part. Forwards are not needed by backwards alone."""
+        needs: dict[Action, list[Action]] = {a: [] for lane in self.lanes for a in lane}
+        for action, found in needs.items():
+            kind, stage, m = action
+            before = self.before(action)
+            kinds: tuple[ActionKind, ...] = ("F",) if kind == "F" else ("B", "I")
+            wanted = [Action(k, before, m) for k in kinds] if before is not None else []
+            if kind != "F":
+                wanted.append(Action("I" if kind == "W" else "F", stage, m))
+            found += [need for need in wanted if need in needs]
+        return needs
 
     @cached_property
     def order(self) -> tuple[Action, ...]:
-        """All actions, in an order in which a single thread can run them."""
-        return linearize(self)
+        """All actions, in an order in which a single thread can run them: backwards first, then
+        micro-batches furthest along, so that few are in flight.
+
+        Raises:
+            ValueError: there is no such order, as the lanes wait for each other.
+        """
+        waiting = [deque(lane) for lane in self.lanes if lane]
+        done: dict[Action, None] = {}  # In order.
+        while waiting:
+            runnable = [
+                lane for lane in waiting if all(need in done for need in self.needs[lane[0]])
+            ]
+            if not runnable:
+                heads = [lane[0] for lane in waiting]
+                raise ValueError(f"the program deadlocks: its lanes wait at {heads}")
+            # Furthest along: the last stage for a forward, the first stage for a backward.
+            lane = max(
+                runnable,
+                key=lambda lane: (lane[0].kind != "F", lane[0].stage * (1 - 2 * lane[0].goes_up)),
+            )
+            done[lane.popleft()] = None
+            waiting = [lane for lane in waiting if lane]
+        return tuple(done)
 
     @cached_property
     def lane_of(self) -> dict[int, int]:
@@ -110,21 +142,15 @@ def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
     micro-batch first.
 
     The backward begins with the last micro-batch because ``checkpoint='except_last'`` keeps its
-    activations: earlier stages can begin while the others are recomputed.
-
-    Args:
-        stages: number of stages, a lane each.
-        micro_batches: number of micro-batches.
-        split: whether backwards are in two parts (:func:`zb_h1`).
+    activations: earlier stages can begin while the others are recomputed. ``split`` gives it
+    backwards in two parts, as :func:`zb_h1` has.
     """
     lanes = []
     for stage in range(stages):
         forwards = [Action("F", stage, m) for m in range(micro_batches)]
-        order = reversed(range(micro_batches))
+        backwards = [Action("B", stage, m) for m in reversed(range(micro_batches))]
         if split:
-            backwards = _split_backwards(stage, order)
-        else:
-            backwards = [Action("B", stage, m) for m in order]
+            backwards = _split_backwards(stage, reversed(range(micro_batches)))
         lanes.append(forwards + backwards)
     return Program(lanes)
 
@@ -133,12 +159,7 @@ def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
 def one_f_one_b(stages: int, micro_batches: int) -> Program:
     """1F1B (Narayanan et al., PipeDream, 2019, with a flush): after ``stages - stage`` forwards, a
     backward and a forward in turn. A stage holds the activations of at most ``stages - stage``
-    micro-batches.
-
-    Args:
-        stages: number of stages, a lane each.
-        micro_batches: number of micro-batches.
-    """
+    micro-batches."""
     return interleaved(stages, stages, micro_batches)
 
 
@@ -146,12 +167,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Program:
 def zb_h1(stages: int, micro_batches: int) -> Program:
     """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B with backwards in two parts,
     so that gradients reach earlier stages sooner and the second parts fill the bubble at the end. A
-    stage holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B.
-
-    Args:
-        stages: number of stages, a lane each.
-        micro_batches: number of micro-batches.
-    """
+    stage holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B."""
     lanes = []
     for stage in range(stages):
         forwards = [Action("F", stage, m) for m in range(micro_batches)]
@@ -169,15 +185,7 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     communication between lanes. With one stage per lane it is 1F1B.
 
     Micro-batches go through a lane's stages in groups of ``lanes``, or of a few more if ``lanes``
-    does not divide their number.
-
-    Args:
-        lanes: number of lanes.
-        stages: number of stages, a multiple of ``lanes``.
-        micro_batches: number of micro-batches.
-
-    Raises:
-        ValueError: ``stages`` is no multiple of ``lanes``.
+    does not divide their number. A ValueError unless ``stages`` is a multiple of ``lanes``.
     """
     _check_lanes(lanes, stages)
     stages_per_lane = stages // lanes
@@ -190,10 +198,9 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
         own = range(lane, stages, lanes)
         forwards = [Action("F", s, m) for group in groups for s in own for m in group]
         backwards = [Action("B", s, m) for group in groups for s in reversed(own) for m in group]
-        if stages_per_lane == 1:
-            warm_up = lanes - lane
-        else:
-            warm_up = 2 * (lanes - lane - 1) + (stages_per_lane - 1) * largest + 1
+        warm_up = lanes - lane
+        if stages_per_lane > 1:
+            warm_up += (lanes - lane - 1) + (stages_per_lane - 1) * largest
         warm_up = min(warm_up, len(forwards))
         actions = forwards[:warm_up]
         for i, backward in enumerate(backwards):
@@ -263,77 +270,12 @@ SCHEDULES: dict[str, Callable[..., Program]] = {
 GPIPE = Schedule("gpipe")
 
 
-class _Progress:
-    """The actions of a program that are done, and which may start."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.next = [0] * len(program.lanes)
-        self.done: set[Action] = set()
-        self.all = {action for lane in program.lanes for action in lane}
-
-    def head(self, lane: int) -> Action | None:
-        position = self.next[lane]
-        actions = self.program.lanes[lane]
-        return actions[position] if position < len(actions) else None
-
-    def needs(self, action: Action) -> list[Action]:
-        """The actions that must be done before ``action``: that of ``Program.before``, and for a
-        backward its forward or first part."""
-        kind, stage, m = action
-        needs: list[Action] = []
-        before = self.program.before(action)
-        if before is not None:
-            kinds: tuple[ActionKind, ...] = ("F",) if kind == "F" else ("B", "I")
-            needs += [Action(k, before, m) for k in kinds]
-        if kind != "F":
-            needs.append(Action("I" if kind == "W" else "F", stage, m))
-        # Actions missing from the program, such as the forwards of backwards alone, are done.
-        return [need for need in needs if need in self.all]
-
-    def ready(self, action: Action) -> bool:
-        return all(need in self.done for need in self.needs(action))
-
-    def finish(self, lane: int, action: Action) -> None:
-        self.next[lane] += 1
-        self.done.add(action)
-
-
-def linearize(program: Program) -> tuple[Action, ...]:
-    """One order of all actions that a single thread can run: backwards first, then micro-batches
-    furthest along, so that few are in flight.
-
-    Raises:
-        ValueError: the program cannot be run by any order (its lanes wait for each other).
-    """
-    progress = _Progress(program)
-    order: list[Action] = []
-    while len(order) < len(progress.all):
-        heads = [(lane, progress.head(lane)) for lane in range(len(program.lanes))]
-        runnable = [(a, lane) for lane, a in heads if a is not None and progress.ready(a)]
-        if not runnable:
-            waiting = [a for _, a in heads if a is not None]
-            raise ValueError(f"the program deadlocks: its lanes wait at {waiting}")
-        # Furthest along: the last stage for a forward, the first stage for a backward.
-        action, lane = max(
-            runnable, key=lambda al: (al[0].kind != "F", al[0].stage * (1 - 2 * al[0].goes_up))
-        )
-        progress.finish(lane, action)
-        order.append(action)
-    return tuple(order)
-
-
 @lru_cache(maxsize=256)
 def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tuple[Action, ...]:
     """The order in which ideal lanes would start the actions, for a thread that issues them to
     devices asynchronously. A device runs actions in the order of issue, so this order keeps it from
-    waiting for an action that cannot start while others could.
-
-    Args:
-        program: the actions.
-        waits: stages whose actions the thread runs itself; they come after others that could start
-            at the same time.
-    """
+    waiting for an action that cannot start while others could. Actions of the stages in ``waits``,
+    which the thread runs itself, come after others that could start at the same time."""
     start = simulate(program).start
     return tuple(sorted(program.order, key=lambda action: (start[action], action.stage in waits)))
 
@@ -354,22 +296,14 @@ def units(action: Action) -> float:
 
 
 def simulate(program: Program, cost: Callable[[Action], float] = units) -> Simulation:
-    """Run ``program`` on ideal lanes, without communication cost.
-
-    Args:
-        program: the actions.
-        cost: duration of an action, in any unit.
-
-    Raises:
-        ValueError: the program deadlocks.
-    """
-    progress = _Progress(program)
+    """Run ``program`` on ideal lanes, without communication cost; ``cost`` is the duration of an
+    action, in any unit. A ValueError if the program deadlocks."""
     end: dict[Action, float] = {}
     start: dict[Action, float] = {}
     clock = [0.0] * len(program.lanes)
     for action in program.order:
         lane = program.lane_of[action.stage]
-        begin = max([clock[lane], *(end[need] for need in progress.needs(action))])
+        begin = max([clock[lane], *(end[need] for need in program.needs[action])])
         start[action] = begin
         end[action] = clock[lane] = begin + cost(action)
     makespan = max(end.values(), default=0.0)

@@ -13,7 +13,6 @@ from pipekernels.pipeline.schedule.program import (
     Schedule,
     gpipe,
     interleaved,
-    linearize,
     order_of_issue,
     simulate,
     units,
@@ -109,7 +108,7 @@ def test_the_thread_runs_the_stages_on_the_cpu_last() -> None:
 
 def test_backwards_alone_do_not_wait_for_forwards() -> None:
     program = gpipe(2, 3)
-    assert len(linearize(program.backwards)) == 6
+    assert len(program.backwards.order) == 6
     assert simulate(program.backwards).makespan == 8
 
 
@@ -119,7 +118,7 @@ def test_a_program_that_deadlocks_is_an_error() -> None:
         [Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0)],
     ]
     with pytest.raises(ValueError, match="deadlocks"):
-        linearize(Program(lanes))
+        _ = Program(lanes).order
 
 
 def test_uneven_costs() -> None:
@@ -134,7 +133,7 @@ def test_uneven_costs() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "gpipe split", "1f1b", "zb-h1"])
 def test_every_program_is_complete_and_can_run(name: str, micro_batches: int, stages: int) -> None:
     program = Schedule(name.split()[0]).program(stages, micro_batches, split="split" in name)
-    order = linearize(program)
+    order = program.order
     assert len(order) == len(set(order))
     for stage in range(stages):
         kinds = {
@@ -152,7 +151,7 @@ def test_interleaved_assigns_stages_in_turn_and_can_run(lanes: int, rounds: int)
     stages = lanes * rounds
     for micro_batches in range(1, 3 * lanes + 3):
         program = interleaved(lanes, stages, micro_batches)
-        assert len(linearize(program)) == 2 * stages * micro_batches
+        assert len(program.order) == 2 * stages * micro_batches
         for lane, actions in enumerate(program.lanes):
             assert {a.stage for a in actions} == set(range(lane, stages, lanes))
 
