@@ -19,7 +19,7 @@ from pipekernels._torch_private import disable_dynamo, transforms_are_active
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
-from pipekernels.pipeline.engine.losses import Losses, LossFunction, targets_for
+from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
 from pipekernels.pipeline.engine.runners import EXECUTIONS
 from pipekernels.pipeline.planning.cuts import solve
 from pipekernels.pipeline.schedule.program import Schedule
@@ -304,9 +304,7 @@ class Pipe(nn.Module):
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
         batch = self._batch(arguments_of(self[0], input))
-        targets, structures = targets_for(batch, target)
-        is_mean = loss_reduction == "mean"
-        losses = partial(Losses, loss_fn, targets, structures, is_mean, self.batch_dim)
+        losses = partial(Losses, loss_fn, Targets(batch, target), loss_reduction == "mean")
         return self._engine.train(
             batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
         )

@@ -26,12 +26,8 @@ _AT_ONCE = Program([[Action("B", 0, 0)]])
 
 
 class Backward:
-    """Runs the backwards of a mini-batch.
-
-    Args:
-        mini_batch: which; has the tapes of its forward.
-        waiting: entered while autograd runs, on this thread or on another.
-    """
+    """Runs the backwards of a mini-batch; ``waiting`` is entered while autograd runs, on this
+    thread or on another."""
 
     def __init__(
         self, mini_batch: MiniBatch, waiting: AbstractContextManager[Any] | None = None
@@ -45,15 +41,13 @@ class Backward:
     def run_all(
         self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
     ) -> list[Grads]:
-        """Run every backward of the program.
+        """Run every backward of the program; returns the gradients of the inputs, and of the
+        parameters.
 
         Args:
             outputs: the object that the forward filled.
             grads: gradients of the outputs; None for an output that has none.
             keep_graph: whether another backward may follow.
-
-        Returns:
-            The gradients of the inputs, and of the parameters.
 
         Raises:
             RuntimeError: an earlier backward has released the stages' graphs.
@@ -86,7 +80,7 @@ class Backward:
         backwards in the body. After a failure they are dropped: they must not leak into the next
         backward."""
         batch, results = self._mini_batch, list[Grads]()
-        batch.deny_foreign_backwards()
+        batch.stages.deny_foreign_backwards(batch.parameters)
         self._input_grads = [()] * len(batch.inputs)
         with restoring(partial(self._take_parameter_grads, results)):
             yield results
@@ -141,7 +135,8 @@ class Backward:
             (result,) = self._autograd(task, m, whole)
         if tape.received:
             n = len(result) - len(tape.received)
-            batch.skips.leave_grads(tape.received, result[n:], m, batch.transport)
+            skips = dict(zip(tape.received, result[n:], strict=True))
+            batch.skips.leave_grads(skips, m, batch.transport)
             result = result[:n]
         result = batch.send_back(result, stage, m)
         if stage == 0:

@@ -16,12 +16,13 @@ from torch import nn
 from pipekernels._log import info_once
 from pipekernels._torch_private import in_backward
 from pipekernels.device.restoring import restore_despite_interrupt, restoring
+from pipekernels.pipeline.engine.auto import Signature
 from pipekernels.pipeline.engine.forward import forward
-from pipekernels.pipeline.engine.losses import Losses, LossGradients
+from pipekernels.pipeline.engine.losses import Losses
 from pipekernels.pipeline.engine.mini_batch import Inputs, MiniBatch, wants_grad
 from pipekernels.pipeline.engine.node import PipeNode
 from pipekernels.pipeline.engine.outputs import Outputs
-from pipekernels.pipeline.engine.runners import Runners, Signature
+from pipekernels.pipeline.engine.runners import Runners
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.train_step import GivenGradients, train
 from pipekernels.pipeline.schedule.program import GPIPE, Schedule
@@ -29,7 +30,6 @@ from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.checkpoint import checkpointed
 from pipekernels.pipeline.stage.parameters import StageParameters, unique
-from pipekernels.pipeline.stage.task import Grads
 from pipekernels.pipeline.values.micro_batch import Batch
 
 _log = logging.getLogger(__name__)
@@ -37,13 +37,6 @@ _log = logging.getLogger(__name__)
 # Engines whose layers are running: on this thread, or on the caller's if this thread is a lane
 # (lanes run in a copy of their caller's context).
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())
-
-MakeLosses = Callable[
-    [Sequence[int], Callable[[int], AbstractContextManager[Any]], LossGradients], Losses
-]
-"""Makes the losses of a mini-batch from the number of rows of each micro-batch, the random state of
-each loss, and the object that captures the losses' own gradients."""
-
 
 _entry = partial(
     restore_despite_interrupt,
@@ -93,12 +86,8 @@ class Engine:
 
     @_entry
     def run(self, batch: Batch, checkpoint: str) -> Any:
-        """Run a mini-batch through all stages; returns the last one's value.
-
-        Args:
-            batch: the mini-batch and how to split it.
-            checkpoint: one of ``checkpoint.MODES``.
-        """
+        """Run a mini-batch through all stages; returns the last one's value. ``checkpoint`` is one
+        of ``checkpoint.MODES``."""
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
         turn = nullcontext() if in_backward() else self._turns
@@ -119,22 +108,13 @@ class Engine:
     def train(
         self,
         batch: Batch,
-        make_losses: MakeLosses,
+        make_losses: Callable[[MiniBatch], Losses],
         *,
         checkpoint: str,
         schedule: Schedule,
     ) -> Any:
-        """Run a mini-batch forward and backward, and accumulate its gradients.
-
-        Args:
-            batch: the mini-batch and how to split it.
-            make_losses: makes the object that computes the losses.
-            checkpoint: one of ``checkpoint.MODES``.
-            schedule: the order of forwards and backwards.
-
-        Returns:
-            As ``Losses.total``.
-        """
+        """Run a mini-batch forward and backward, and accumulate its gradients; returns
+        ``Losses.total()``."""
         with (
             self._as_running(),
             self._turns,
@@ -143,21 +123,15 @@ class Engine:
             torch.enable_grad(),
         ):
             mini_batch = self._start(schedule, batch, checkpoint, trains=True)
-            captured = LossGradients(mini_batch.parameters, self.stages.modules)
-            # Seeded as if the loss were one more stage.
-            seeded = partial(mini_batch.runner.seeded, stage=len(self.stages.modules))
-            losses = make_losses(mini_batch.inputs.sizes, seeded, captured)
-            parameters = unique(self._parameters)
+            losses = make_losses(mini_batch)
             waiting = self._unlocked if self.stages.with_streams else None
             with self._committed():
-                # Keep no other reference to a gradient: autograd would then copy it.
-                grads = _joined(train(mini_batch, losses, waiting), captured, parameters)
+                grads = train(mini_batch, losses, waiting)
                 losses.check()
             self._recycle(mini_batch)
-            targets = [*batch.tensors, *parameters]
-            wanted = [
-                target for target, grad in zip(targets, grads, strict=True) if grad is not None
-            ]
+            # Keep no other reference to a gradient: autograd would then copy it.
+            targets = [*batch.tensors, *unique(self._parameters)]
+            wanted = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             # Accumulated by autograd, so that the parameters' hooks run.
             root = GivenGradients.apply(grads, *wanted) if wanted else None
         if root is not None:
@@ -181,8 +155,8 @@ class Engine:
 
     @contextmanager
     def _as_running(self) -> Iterator[None]:
-        """Mark this engine as running. Refuse a nested run of the same pipe: on a lane it would
-        wait for the lock of the caller, who waits for the lane."""
+        """Mark this engine as running. Refuse a nested run, which on a lane would wait for the lock
+        of the caller, who waits for the lane."""
         around = _running.get()
         if self in around:
             raise RuntimeError(
@@ -207,8 +181,7 @@ class Engine:
     def _start(
         self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool
     ) -> MiniBatch:
-        """Make the next mini-batch. ``trains``: for a training step, whose schedule the user
-        chose."""
+        """Make the next mini-batch."""
         stages = self.stages
         known: Sequence[StageParameters | None] = self._parameters
         if stages.with_streams:
@@ -218,7 +191,7 @@ class Engine:
             for stage, previous in zip(stages.modules, known, strict=True)
         ]
         if not all(map(StageParameters.has_same_layers, parameters, self._parameters)):
-            stages.inspect_layers()
+            stages.traits = stages.inspect_layers()
         self._parameters = parameters
         grad = torch.is_grad_enabled() and (
             any(map(wants_grad, batch.tensors)) or bool(unique(parameters))
@@ -230,7 +203,7 @@ class Engine:
             info_once(_log, message, inputs.rows, count, batch.chunks)
         recomputed = [grad and checkpointed(checkpoint, m, count) for m in range(count)]
         signature = Signature(
-            schedule=schedule,
+            schedule,
             micro_batches=count,
             size_bits=inputs.elements.bit_length(),
             grad=grad,
@@ -248,14 +221,6 @@ class Engine:
             recomputed=recomputed,
             timeline=self._timeline,
         )
-
-
-def _joined(
-    grads: list[Grads], captured: LossGradients, parameters: Sequence[nn.Parameter]
-) -> list[torch.Tensor | None]:
-    """The gradients of the inputs, then those of the parameters."""
-    inputs, own = grads
-    return [*inputs, *captured.added_to(own, parameters)]
 
 
 class _Unlocked:

@@ -45,12 +45,8 @@ def forward(
 
 
 class Forward:
-    """Runs the forwards of a mini-batch, and leaves their tapes there.
-
-    Args:
-        mini_batch: which.
-        sink: receives the outputs of the last stage.
-    """
+    """Runs the forwards of a mini-batch, and leaves their tapes there. ``sink`` receives the
+    outputs of the last stage."""
 
     def __init__(self, mini_batch: MiniBatch, sink: Sink) -> None:
         self._mini_batch = mini_batch

@@ -1,7 +1,7 @@
 """Threads that run stages at the same time, each with its own share of torch's intra-op threads.
 
-Workers belong to the process: a pass borrows one per lane, so a new pipe need not start threads.
-They are daemon threads that wait on a queue, so they never delay interpreter exit.
+Workers belong to the process: :func:`run_together` borrows one per lane, so a new pipe need not
+start threads. They are daemon threads that wait on a queue, so they never delay interpreter exit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Job = Callable[[], None]
 
 
 class _Loan:
-    """The use of some workers by one pass."""
+    """The use of some workers by one call."""
 
     over = False
 
@@ -45,7 +45,7 @@ class _Worker:
             job()
             ended.add(self)
             done.put(None)
-            # A waiting worker must not keep objects of a finished pass alive.
+            # A waiting worker must not keep objects of a finished job alive.
             del job, ended, done
 
 
@@ -64,7 +64,7 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 
 def _borrow(loan: _Loan) -> _Worker:
-    """A worker for the pass of ``loan``, until ``loan.over``."""
+    """A worker for ``loan``, until ``loan.over``."""
     with _workers_lock:
         for worker in _workers:
             if worker.loan.over:
@@ -99,15 +99,9 @@ def intra_op_threads(count: int) -> Iterator[None]:
 def run_together(
     jobs: Sequence[Job], *, threads: int, interrupted: Callable[[BaseException], None]
 ) -> None:
-    """Run all ``jobs`` at once, the last on the calling thread, and return when every one has
-    ended.
-
-    Args:
-        jobs: must not raise; they report failure by other means.
-        threads: intra-op threads of each job.
-        interrupted: called with an exception (Ctrl-C) that reaches the caller while it waits for
-            the others; it must make them end.
-    """
+    """Run all ``jobs``, which must not raise, at once, the last on the calling thread, each with so
+    many intra-op ``threads``; return when every one has ended. ``interrupted`` is called with an
+    exception (Ctrl-C) that reaches the caller meanwhile; it must make the others end."""
 
     def on_worker(job: Job) -> Job:
         variables = contextvars.copy_context()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import run_backward
 from pipekernels.local_ops.p2p_copy import p2p_copy
+from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.outputs import Outputs
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
 from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
@@ -32,24 +32,16 @@ LossFunction = Callable[..., Any]
 class LossGradients:
     """Gradients that flow from a loss directly to parameters of stages, whose aliases are
     installed. They are summed separately: stages accumulate into the aliases at the same time, and
-    the order, and so the last bits of a common sum, would depend on timing.
-
-    Args:
-        stages: the parameters of each stage.
-        modules: the layers of each stage.
-    """
+    the order, and so the last bits of a common sum, would depend on timing."""
 
     def __init__(self, stages: Sequence[StageParameters], modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._keys = {id(alias): key for stage in stages for key, (_, alias) in stage.pairs.items()}
-        self._grads: dict[int, torch.Tensor] = {}  # by id of the parameter
+        self._grads: dict[int, torch.Tensor] = {}  # By id of the parameter.
 
     def capture(self, root: Node | None) -> None:
-        """Register hooks that take the gradients of aliases in a backward from ``root``.
-
-        Raises:
-            RuntimeError: the graph has that of a value that a layer has left in an attribute.
-        """
+        """Register hooks that take the gradients of aliases in a backward from ``root``; raise a
+        RuntimeError if its graph has that of a value that a layer has left in an attribute."""
         stack = [] if root is None else [root]
         seen = set(stack)
         reached = False
@@ -91,88 +83,76 @@ class LossGradients:
     ) -> tuple[torch.Tensor | None, ...]:
         """``grads``, those of ``parameters``, plus the captured gradients."""
         own = [self._grads.get(id(parameter)) for parameter in parameters]
+        pairs = zip(grads, own, strict=True)
         return tuple(
-            [
-                a if b is None else b if a is None else add_gradients(a, b)
-                for a, b in zip(grads, own, strict=True)
-            ]
+            [a if b is None else b if a is None else add_gradients(a, b) for a, b in pairs]
         )
 
 
-def targets_for(batch: Batch, target: Any) -> tuple[Scatter | None, Sequence[Structure]]:
-    """The micro-batches of the tensors in ``target``, None if there are none, and the structure of
-    each.
+class Targets:
+    """The targets of each micro-batch of ``batch``.
 
     Raises:
         TypeError: there is no tensor in ``target``, or one that cannot be cut.
         ValueError: a target has a graph, or another batch size than the inputs of ``batch``.
     """
-    if target is None:
-        return None, ()
-    if batch.chunks > 1:
-        deny_packed(target, "the target")
-    tensors, structure = flatten(target, "target", cuts=True)
-    if any(tensor.grad_fn is not None for tensor in tensors):
-        raise ValueError(
-            "a target has a graph, whose backward each micro-batch would run again; detach it, or "
-            "use loss_fn(pipe(input), target).backward()"
-        )
-    targets = Scatter(tensors, batch.chunks, batch.dim, "target")
-    rows = rows_of(batch.tensors, batch.dim, "input")
-    if targets.batch != rows:
-        raise ValueError(
-            f"the target has batch size {targets.batch} and the input {rows}; both are split along "
-            f"dimension {batch.dim} and must agree in it"
-        )
-    return targets, structure.cut(targets.sizes)
+
+    def __init__(self, batch: Batch, target: Any) -> None:
+        self._parts: Scatter | None = None
+        self._structures: Sequence[Structure] = ()
+        if target is None:
+            return
+        if batch.chunks > 1:
+            deny_packed(target, "the target")
+        tensors, structure = flatten(target, "target", cuts=True)
+        if any(tensor.grad_fn is not None for tensor in tensors):
+            raise ValueError(
+                "a target has a graph, whose backward each micro-batch would run again; detach it, "
+                "or use loss_fn(pipe(input), target).backward()"
+            )
+        self._parts = Scatter(tensors, batch.chunks, batch.dim, "target")
+        rows = rows_of(batch.tensors, batch.dim, "input")
+        if self._parts.batch != rows:
+            raise ValueError(
+                f"the target has batch size {self._parts.batch} and the input {rows}; both are "
+                f"split along dimension {batch.dim} and must agree in it"
+            )
+        self._structures = structure.cut(self._parts.sizes)
+
+    def take(self, m: int, device: torch.device) -> list[Any]:
+        """A list of the target of micro-batch ``m``, on ``device``; empty if there is none."""
+        if self._parts is None:
+            return []
+        parts: Sequence[torch.Tensor] = self._parts.take(m)
+        if any(part.device != device for part in parts):
+            parts = p2p_copy(parts, device)
+        return [self._structures[m].on(device).build(parts)]
 
 
 class Losses:
-    """Computes the loss of each micro-batch, weighted by its share of the batch.
-
-    Args:
-        loss: called with the last stage's output for a micro-batch, and its targets; returns a
-            scalar.
-        targets: the tensors of the targets, None if ``loss`` takes none.
-        structures: of the targets of each micro-batch.
-        mean: whether ``loss`` is a mean over its rows, rather than a sum.
-        dim: the batch dimension.
-        sizes: rows of each micro-batch.
-        randomness: takes a micro-batch; returns a context that seeds its loss.
-        gradients: captures the gradients that losses have for the pipe's parameters.
-    """
+    """Computes the loss of each micro-batch. If ``loss`` is a ``mean`` over its rows, rather than a
+    sum, it is weighted by the micro-batch's share of the batch."""
 
     def __init__(
-        self,
-        loss: LossFunction,
-        targets: Scatter | None,
-        structures: Sequence[Structure],
-        mean: bool,
-        dim: int,
-        sizes: Sequence[int],
-        randomness: Callable[[int], AbstractContextManager[Any]],
-        gradients: LossGradients,
+        self, loss: LossFunction, targets: Targets, mean: bool, mini_batch: MiniBatch
     ) -> None:
+        inputs, stages = mini_batch.inputs, mini_batch.stages
         self._loss = loss
         self._targets = targets
-        self._structures = structures
-        self._weights = shares(sizes) if mean else [1.0] * len(sizes)
+        self._weights = shares(inputs.sizes) if mean else [1.0] * len(inputs)
         self._extras: Outputs | None = None
-        self._new_extras = partial(Outputs, sizes, dim, self._weights, "loss_fn")
-        self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(sizes)
-        self._losses: list[torch.Tensor | None] = [None] * len(sizes)
-        self._values: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+        self._new_extras = partial(Outputs, inputs.sizes, inputs.dim, self._weights, "loss_fn")
+        self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(inputs)
+        self._losses: list[torch.Tensor | None] = [None] * len(inputs)
+        self._values = [torch.empty(0)] * len(inputs)
         self._required_grad = False
-        self._randomness = randomness
-        self.gradients = gradients
+        # Seeded as if the loss were one more stage.
+        self._seeded = partial(mini_batch.runner.seeded, stage=len(stages.modules))
+        self.gradients = LossGradients(mini_batch.parameters, stages.modules)
 
     def collect(self, m: int, outputs: Activation) -> None:
-        """Compute the loss of micro-batch ``m``.
-
-        Raises:
-            ValueError: the loss is no real scalar.
-            TypeError: it is no tensor.
-        """
+        """Compute the loss of micro-batch ``m``; a ValueError if it is not a real scalar, a
+        TypeError if it is not a tensor."""
         leaves = [
             tensor.detach().requires_grad_() if wants else None
             for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
@@ -182,18 +162,13 @@ class Losses:
             tensor if leaf is None else StageInput.apply(leaf)
             for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
         ]
-        arguments = [outputs.structure.build(tensors)]
-        if self._targets is not None:
-            device = outputs.tensors[0].device
-            parts: Sequence[torch.Tensor] = self._targets.take(m)
-            if any(part.device != device for part in parts):
-                parts = p2p_copy(parts, device)
-            arguments.append(self._structures[m].on(device).build(parts))
-        with self._randomness(m):
-            loss = self._loss(*arguments)
+        value = outputs.structure.build(tensors)
+        target = self._targets.take(m, outputs.tensors[0].device)
+        with self._seeded(m):
+            loss = self._loss(value, *target)
         if isinstance(loss, tuple) and len(loss) == 2:
-            loss, extras = loss
-            self._collect_extras(m, extras)
+            loss, more = loss
+            self._collect_extras(m, more)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__}; it must return a tensor, or a tuple of "

@@ -25,20 +25,15 @@ from pipekernels.pipeline.values.structure import Structure
 
 
 class Inputs:
-    """The inputs of the first stage, one per micro-batch.
-
-    Args:
-        batch: the mini-batch.
-        device: the first stage's.
-        grad: whether a backward can follow. If so, the micro-batches are detached: the autograd
-            node that holds this object holds the graph of the inputs.
-    """
+    """The inputs of the first stage, on ``device``, one per micro-batch."""
 
     def __init__(self, batch: Batch, device: torch.device, *, grad: bool) -> None:
+        # Detached if a backward can follow, as the autograd node that holds this object holds the
+        # graph of the inputs.
         self.wants_grad = tuple(grad and wants_grad(tensor) for tensor in batch.tensors)
         tensors = [tensor.detach() for tensor in batch.tensors] if grad else batch.tensors
         self._scatter = Scatter(tensors, batch.chunks, batch.dim)
-        self.rows = self._scatter.batch
+        self.rows, self.dim = self._scatter.batch, batch.dim
         self.sizes = self._scatter.sizes
         self.elements = self._scatter.elements(0)  # Of the first, the largest.
         structures = batch.structure.on(device).cut(self.sizes)
@@ -70,13 +65,8 @@ def wants_grad(tensor: torch.Tensor) -> bool:
 class MiniBatch:
     """What the forward and the backward of one mini-batch share.
 
-    Args:
-        runner: runs its actions.
-        stages: the pipe's.
-        inputs: of the first stage.
-        parameters: the stages' parameters; None if no backward can follow.
-        recomputed: which micro-batches keep only their inputs and are recomputed in the backward.
-        timeline: records the actions, if given.
+    ``parameters`` are the stages', None if no backward can follow. ``recomputed`` tells which
+    micro-batches keep only their inputs and are recomputed in the backward.
     """
 
     def __init__(
@@ -153,7 +143,3 @@ class MiniBatch:
         if devices is None:
             return grads
         return self.transport.send(grads, devices, Receiver(stage - 1, m, backward=True))
-
-    def deny_foreign_backwards(self) -> None:
-        """See :meth:`Stages.deny_foreign_backwards`."""
-        self.stages.deny_foreign_backwards(self.parameters)

@@ -21,15 +21,8 @@ from pipekernels.pipeline.stage.task import Grads
 
 
 class PipeNode(torch.autograd.Function):
-    """A whole pipe as one node: inputs and parameters in, outputs out.
-
-    Args of ``apply``:
-        mini_batch: runs the forward and the backward.
-        outputs: filled by the forward.
-        lock: held during each backward.
-        recycle: called after the last backward.
-        *tensors: the inputs, then the parameters.
-    """
+    """A whole pipe as one node: inputs and parameters in, outputs out. ``lock`` is held during each
+    backward, and ``recycle`` is called after the last one."""
 
     @staticmethod
     def forward(
@@ -73,4 +66,4 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool
 
 def _check(lock: threading.RLock, mini_batch: MiniBatch) -> None:
     with lock:
-        mini_batch.deny_foreign_backwards()
+        mini_batch.stages.deny_foreign_backwards(mini_batch.parameters)

@@ -25,15 +25,9 @@ class Sink(Protocol):
 
 
 class Outputs:
-    """Joins micro-batches into whole outputs, and splits the gradients of the whole outputs.
-
-    Scalars are averaged.
-
-    Args:
-        sizes: rows of each micro-batch.
-        dim: the batch dimension.
-        weights: of each micro-batch's scalars. Default: its share of the rows.
-        source: what has returned the outputs, in errors.
+    """Joins micro-batches of ``sizes`` rows along ``dim``, and splits the gradients of the whole
+    outputs. Scalars are averaged with ``weights``, by default each micro-batch's share of the rows.
+    Errors name ``source``.
     """
 
     def __init__(

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.pipeline.engine import lanes
-from pipekernels.pipeline.engine.auto import FIRST, Auto
+from pipekernels.pipeline.engine.auto import FIRST, Auto, Signature
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule.program import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.stage.context import CallerContext, entered, needs_this_thread
@@ -30,7 +30,6 @@ from pipekernels.pipeline.stage.random_state import (
     LaneRandom,
     MiniBatchSeeds,
 )
-from pipekernels.pipeline.stage.task import Task
 
 _log = logging.getLogger(__name__)
 
@@ -42,58 +41,19 @@ Compute = Callable[[Action, Any], Any]
 """Runs an action, given the result of the same action on the stage ``Program.before``, or None if
 there is no such stage; returns its own result."""
 
-Record = Callable[[float], None]
-"""Takes the seconds that a mini-batch took."""
-
-
-class Signature(NamedTuple):
-    """Mini-batches with equal ones are expected to take about equally long."""
-
-    schedule: Schedule
-    micro_batches: int
-    size_bits: int
-    """Length, in bits, of the number of elements of a micro-batch."""
-    grad: bool
-    """Whether a backward can follow."""
-    training: tuple[bool, ...]
-    """Training flag of each layer."""
-    recomputed: int
-    """Number of recomputed micro-batches."""
-    trains: bool
-    """Whether it is a training step, whose schedule the user chose."""
-
-    @property
-    def may_split(self) -> bool:
-        """Whether backwards that are whole in the schedule may run in two parts."""
-        return self.grad and not self.recomputed and not self.trains
-
-    def __str__(self) -> str:
-        return (
-            f"{self.schedule.name} of {self.micro_batches} micro-batches of less than "
-            f"2**{self.size_bits} elements, {'with' if self.grad else 'without'} gradients, "
-            f"{self.recomputed} recomputed"
-        )
-
 
 class Runner:
     """Runs the actions of one mini-batch, and seeds each (stage, micro-batch). The constructor
     draws a number from the default CPU generator.
 
     Args:
-        stages: the pipe's.
-        signature: of the mini-batch.
-        tasks: one per stage, or a single one of all stages.
         split: whether backwards run in two parts.
-        record: called when the mini-batch has ended.
+        fuses: whether all stages run as one task where possible.
+        record: called with the seconds that the mini-batch took, when it has ended.
 
     Attributes:
-        tasks: as above.
-        program: their actions, in order.
-        saw_tensor_hooks: whether a forward made hooks on tensors; only if the program has backwards
-            in two parts.
-
-    Raises:
-        ValueError: the schedule is not possible for so many stages.
+        tasks: one per stage, or a single one of all stages.
+        saw_tensor_hooks: whether a forward made hooks on tensors, if backwards run in two parts.
     """
 
     is_parallel = False
@@ -102,23 +62,24 @@ class Runner:
         self,
         stages: Stages,
         signature: Signature,
-        tasks: Sequence[Task],
         *,
         split: bool = False,
-        record: Record | None = None,
+        fuses: bool = False,
+        record: Callable[[float], object] | None = None,
     ) -> None:
         schedule, micro_batches = signature.schedule, signature.micro_batches
+        most_lanes = min(schedule.lanes(len(stages.tasks)), micro_batches)
         # The same number inline and on lanes, so that the execution cannot change the bits.
         self._threads = torch.get_num_threads()
-        most_lanes = min(schedule.lanes(len(stages.tasks)), micro_batches)
         if stages.traits.one_thread is None:
             self._threads = max(1, self._threads // most_lanes)
-        self.tasks = tasks
-        self.program = schedule.program(len(tasks), micro_batches, split=split)
+        self.tasks = [stages.fused] if fuses and stages.fused is not None else stages.tasks
+        self.program = schedule.program(len(self.tasks), micro_batches, split=split)
         self.saw_tensor_hooks = False
         self._stages = stages
         self._observed = stages.observed
         self._grad = signature.grad
+        self._must_know_generators = signature.recomputed and not stages.observed.knows_generators
         self._record = record
         self._seconds = 0.0
         self._seeds = MiniBatchSeeds(stages.devices)
@@ -143,6 +104,17 @@ class Runner:
         return self._seeded(micro_batch, stage, {})
 
     @contextmanager
+    def _repeatable(self, micro_batch: int, stage: int) -> Iterator[None]:
+        observed, other = self._observed, self._other_random
+        with (
+            self._turn(observed.draws_elsewhere),
+            other.recorded(stage, micro_batch, observed.note_draws_elsewhere) as states,
+            self._seeded(micro_batch, stage, states),
+        ):
+            yield
+        observed.knows_generators = True
+
+    @contextmanager
     def repeated(self, micro_batch: int, stage: int) -> Iterator[None]:
         """A context for a recomputation, which gets the random numbers of its forward."""
         other = self._other_random
@@ -156,17 +128,6 @@ class Runner:
         """The context in which autograd runs a graph's backward."""
         return nullcontext()
 
-    @contextmanager
-    def _repeatable(self, micro_batch: int, stage: int) -> Iterator[None]:
-        observed = self._observed
-        with self._turn(observed.draws_elsewhere):
-            recorded = self._other_random.recorded(
-                stage, micro_batch, observed.note_draws_elsewhere
-            )
-            with recorded as states, self._seeded(micro_batch, stage, states):
-                yield
-        observed.knows_generators = True
-
     def _turn(self, needed: bool) -> AbstractContextManager[Any]:
         return self._observed.turn if needed and self.is_parallel else nullcontext()
 
@@ -175,22 +136,15 @@ class Runner:
         order = program.order
         if self._stages.with_streams:
             order = order_of_issue(program, self._stages.done_when_issued)
-        results: dict[tuple[int, int, bool], Any] = {}  # by receiver: stage, micro-batch, direction
         with lanes.intra_op_threads(self._threads):
-            for action in order:
-                key = (action.stage, action.micro_batch, action.goes_up)
-                value = results.pop(key) if program.before(action) is not None else None
-                result = compute(action, value)
-                receiver = program.after(action)
-                if receiver is not None:
-                    results[receiver, action.micro_batch, action.goes_up] = result
+            _Exchange(program, compute).run(order)
 
     def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
         """Seed a task; ``states`` gets the generators that its layers give to functions."""
         raise NotImplementedError
 
     @contextmanager
-    def _watching(self, watch: HookWatch) -> Iterator[None]:
+    def _watched(self, watch: HookWatch) -> Iterator[None]:
         with entered(watch):
             yield
         if watch.saw_tensor_hooks:  # Not `|=`, which is not atomic: lanes run this concurrently.
@@ -200,30 +154,18 @@ class Runner:
 
 
 class Inline(Runner):
-    """Runs the actions one after another on the calling thread.
-
-    Args:
-        stages, signature, record: as of :class:`Runner`.
-        fuses: whether to run all stages as one task where possible.
-    """
-
-    def __init__(
-        self, stages: Stages, signature: Signature, *, fuses: bool, record: Record | None = None
-    ) -> None:
-        tasks = [stages.fused] if fuses and stages.fused is not None else stages.tasks
-        super().__init__(stages, signature, tasks, record=record)
-        # A function mode takes time: have one only where hooks or generators must be seen.
-        self._watches = self.program.splits or (
-            signature.recomputed > 0 and not self._observed.knows_generators
-        )
+    """Runs the actions one after another on the calling thread."""
 
     def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
         seeded = self._seeds.inline(micro_batch, stage)
-        return self._watching(HookWatch(states)) if self._watches else seeded
+        # A function mode takes time: have one only where hooks or generators must be seen.
+        watches = self.program.splits or self._must_know_generators
+        return self._watched(HookWatch(states)) if watches else seeded
 
 
-class Audited(Inline):
-    """Likewise, and checks whether lanes could seed all random numbers."""
+class Audited(Runner):
+    """Runs the actions as :class:`Inline`, and checks whether lanes could seed all random
+    numbers."""
 
     def seeded(
         self, micro_batch: int, stage: int, *, repeatable: bool = False
@@ -233,7 +175,7 @@ class Audited(Inline):
     @contextmanager
     def _seeded(self, micro_batch: int, stage: int, states: States) -> Iterator[None]:
         watch = self._seeds.audited(micro_batch, stage, states)
-        with self._watching(watch):
+        with self._watched(watch):
             yield
         if not watch.saw_everything():
             self._observed.note_hidden_randomness()
@@ -247,11 +189,8 @@ class Audited(Inline):
 
 class Lanes(Runner):
     """Runs each lane of the program on a thread of its own, the last one on the calling thread.
-
-    There is one queue per receiving stage and direction. In every schedule the receiving stage
-    handles micro-batches in the order of the sending one. When an action raises, the other lanes
-    stop at their next action, and the first exception is raised here, with its traceback.
-    """
+    When an action raises, the other lanes stop at their next action, and the first exception is
+    raised here, with its traceback."""
 
     is_parallel = True
 
@@ -259,63 +198,71 @@ class Lanes(Runner):
         return entered(DrawWatch(self._observed.refuse_hidden_randomness))
 
     def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
-        return self._watching(self._seeds.on_lane(micro_batch, stage, states))
+        return self._watched(self._seeds.on_lane(micro_batch, stage, states))
 
     def _run(self, program: Program, compute: Compute) -> None:
         if needs_this_thread():  # The caller may have entered a mode for the backward alone.
             super()._run(program, compute)
             return
-        inboxes: dict[tuple[int, bool], SimpleQueue[Any]] = {
-            (stage, goes_up): SimpleQueue()
-            for stage in range(program.stages)
-            for goes_up in (False, True)
-        }
-        failures: list[BaseException] = []
-        context = CallerContext()
-
-        def fail(error: BaseException) -> None:
-            failures.append(error)
-            for inbox in inboxes.values():
-                inbox.put(None)  # Wakes the lane, which then sees the failure.
+        exchange, context = _Exchange(program, compute), CallerContext()
 
         @restore_despite_interrupt
         def run_actions(actions: Sequence[Action]) -> None:
             with context.applied():
-                for action in actions:
-                    value = None
-                    if program.before(action) is not None:
-                        value = inboxes[action.stage, action.goes_up].get()
-                    if failures:
-                        return
-                    result = compute(action, value)
-                    receiver = program.after(action)
-                    if receiver is not None:
-                        inboxes[receiver, action.goes_up].put(result)
+                exchange.run(actions)
 
         def run_lane(actions: Sequence[Action]) -> None:
             try:
                 run_actions(actions)
             except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
-                fail(error)
+                exchange.fail(error)
 
         jobs = [partial(run_lane, lane) for lane in program.lanes]
         try:
-            lanes.run_together(jobs, threads=self._threads, interrupted=fail)
-            if failures:
-                raise failures[0]
+            lanes.run_together(jobs, threads=self._threads, interrupted=exchange.fail)
+            if exchange.failures:
+                raise exchange.failures[0]
         finally:
-            # The exception's frames refer to this list: break the cycle, which keeps the memory of
-            # the mini-batch.
-            failures.clear()
+            # Break the cycle with the exception's frames, which keeps the mini-batch's memory.
+            exchange.failures.clear()
+
+
+class _Exchange:
+    """Runs actions, and passes their results on: by a queue per receiving stage and direction. In
+    every schedule a stage handles micro-batches in the order of the one that it receives from."""
+
+    def __init__(self, program: Program, compute: Compute) -> None:
+        self.failures: list[BaseException] = []
+        self._program = program
+        self._compute = compute
+        self._inboxes: dict[tuple[int, bool], SimpleQueue[Any]] = {
+            (stage, goes_up): SimpleQueue()
+            for stage in range(program.stages)
+            for goes_up in (False, True)
+        }
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Run ``actions`` in order, until there is a failure."""
+        for action in actions:
+            value = None
+            if self._program.before(action) is not None:
+                value = self._inboxes[action.stage, action.goes_up].get()
+            if self.failures:
+                return
+            result = self._compute(action, value)
+            receiver = self._program.after(action)
+            if receiver is not None:
+                self._inboxes[receiver, action.goes_up].put(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop all lanes."""
+        self.failures.append(error)
+        for inbox in self._inboxes.values():
+            inbox.put(None)  # Wakes the lane that waits.
 
 
 class Runners:
-    """Makes the runners of a pipe's mini-batches.
-
-    Args:
-        stages: the pipe's.
-        execution: one of ``EXECUTIONS``.
-    """
+    """Makes the runners of a pipe's mini-batches; ``execution`` is one of ``EXECUTIONS``."""
 
     def __init__(self, stages: Stages, execution: str) -> None:
         self._stages = stages
@@ -324,29 +271,23 @@ class Runners:
         self._logged: set[tuple[Schedule, int, str, str]] = set()
 
     def make(self, signature: Signature, *, fuses: bool) -> Runner:
-        """The runner of the next mini-batch; ``fuses``: as of :class:`Inline`."""
-        stages = self._stages
+        """The runner of the next mini-batch; ``fuses`` is that of :class:`Runner`."""
         execution, why, record = "inline", self._why_inline(signature), None
         if why is None and self._execution == "auto":
-            auto = self._auto.get(signature)
-            if auto is None:
-                split = ["split"] if signature.may_split else []
-                auto = self._auto[signature] = Auto(signature, ["inline", "threads", *split])
+            auto = self._auto.get(signature) or self._auto.setdefault(signature, Auto(signature))
             execution = auto.choose()
             record = partial(auto.record, execution)
         elif why is None:
-            why = f"execution={self._execution!r} asks for it"
-            execution = self._execution
+            execution, why = self._execution, f"execution={self._execution!r} asks for it"
             if execution == "split" and not signature.may_split:
-                execution = "threads"
-                why += ", but no backward here can run in two parts"
+                execution, why = "threads", f"{why}, but no backward here can run in two parts"
         if why is not None and _log.isEnabledFor(logging.INFO):
             self._log_choice(signature, execution, why)
         if execution in ("threads", "split"):
-            split_ = execution == "split"
-            return Lanes(stages, signature, stages.tasks, split=split_, record=record)
+            split = execution == "split"
+            return Lanes(self._stages, signature, split=split, record=record)
         inline = Audited if execution == FIRST else Inline
-        return inline(stages, signature, fuses=fuses, record=record)
+        return inline(self._stages, signature, fuses=fuses, record=record)
 
     def _why_inline(self, signature: Signature) -> str | None:
         """Why the next mini-batch has to run on the calling thread; None if it need not."""

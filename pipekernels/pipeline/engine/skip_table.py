@@ -15,12 +15,7 @@ Skips = Mapping[Key, tuple[torch.Tensor, bool]]
 
 class SkipTable:
     """The skips of one mini-batch, and their gradients, from the stage that stashes them until the
-    one that pops them. The stages in between run in between, so no synchronisation is needed.
-
-    Args:
-        routes: which stages send and receive skips.
-        devices: of the stages.
-    """
+    one that pops them. The stages in between run in between, so no synchronisation is needed."""
 
     def __init__(self, routes: SkipRoutes, devices: Sequence[torch.device]) -> None:
         self._routes = routes
@@ -28,7 +23,7 @@ class SkipTable:
         self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
         self._versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
         # Devices of skips before they were copied to another; their gradients are copied back.
-        self._homes: dict[tuple[Key, int], torch.device] = {}
+        self._source_devices: dict[tuple[Key, int], torch.device] = {}
         self._grads: dict[tuple[Key, int], torch.Tensor | None] = {}
 
     def leave(self, skips: Skips, m: int, transport: Transport) -> None:
@@ -37,7 +32,7 @@ class SkipTable:
             receiver = self._routes.receiver[key]
             device = self._devices[receiver]
             if skip.device != device:
-                self._homes[key, m] = skip.device
+                self._source_devices[key, m] = skip.device
                 (skip,) = transport.send([skip], [device], Receiver(receiver, m))
             self._skips[key, m] = skip, wants
             if wants:
@@ -60,18 +55,14 @@ class SkipTable:
         return found
 
     def leave_grads(
-        self,
-        keys: Sequence[Key],
-        grads: Sequence[torch.Tensor | None],
-        m: int,
-        transport: Transport,
+        self, grads: Mapping[Key, torch.Tensor | None], m: int, transport: Transport
     ) -> None:
-        """Keep the gradients of ``keys`` for the stages that stashed them."""
-        for key, grad in zip(keys, grads, strict=True):
-            home = self._homes.get((key, m))
-            if home is not None:
+        """Keep the gradients of skips for the stages that stashed them."""
+        for key, grad in grads.items():
+            device = self._source_devices.get((key, m))
+            if device is not None:
                 sender = Receiver(self._routes.sender[key], m, backward=True)
-                (grad,) = transport.send([grad], [home], sender)
+                (grad,) = transport.send([grad], [device], sender)
             self._grads[key, m] = grad
 
     def take_grads(self, keys: Sequence[Key], m: int) -> list[torch.Tensor | None]:

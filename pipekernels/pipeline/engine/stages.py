@@ -24,14 +24,10 @@ from pipekernels.pipeline.stage.task import Task
 class LayerTraits:
     """Properties of the layers, known without running them, that restrict how they may run."""
 
-    training: tuple[bool, ...]
-    """Training flag of each layer."""
+    training: tuple[bool, ...]  # Training flag of each layer.
     has_deferred_batch_norm: bool
-    recurrent: tuple[nn.RNNBase, ...]
-    """Layers that draw their dropout masks in C++, inside one call."""
-    one_thread: str | None
-    """Why stages must run one after another, as far as is known without running them; None if they
-    may run at the same time."""
+    recurrent: tuple[nn.RNNBase, ...]  # They draw their dropout masks in C++, inside one call.
+    one_thread: str | None  # Why stages must run one after another; None if they need not.
 
     def draw_hidden_dropout(self) -> bool:
         """Whether layers draw random numbers that lanes cannot seed separately."""
@@ -40,25 +36,29 @@ class LayerTraits:
 
 @dataclass
 class ObservedLayers:
-    """What mini-batches have observed about the layers, from any thread."""
+    """What mini-batches have observed about the layers, from any thread.
+
+    Attributes:
+        changing_buffers: ids of buffers that layers change in their forwards.
+        generators: those that layers have given to torch's functions, by id.
+        knows_generators: whether a mini-batch has been watched for them.
+        draws: whether layers draw random numbers that lanes can seed separately.
+        hidden_randomness: whether they draw some that lanes cannot seed separately.
+        draws_elsewhere: whether they draw some that are not torch's, which lanes cannot put into an
+            order.
+        turn: held by each task of such layers.
+        restores: whether layers restore an earlier state of the process-wide generator, as layers
+            do that recompute themselves. That changes the random numbers of other threads.
+    """
 
     changing_buffers: set[int] = field(default_factory=set)
-    """ids of buffers that layers change in their forwards."""
     generators: dict[object, Source] = field(default_factory=dict)
-    """Those that layers have given to torch's functions, by id."""
     knows_generators: bool = False
-    """Whether a mini-batch has been watched for ``generators``."""
     draws: bool = False
-    """Whether layers draw random numbers that lanes can seed separately."""
-    draws_elsewhere: bool = False
-    """Whether they draw numbers that are not torch's, which lanes cannot put into an order."""
-    turn: threading.RLock = field(default_factory=threading.RLock)
-    """Held by each task of layers that draw elsewhere."""
     hidden_randomness: bool = False
-    """Whether layers draw random numbers that lanes cannot seed separately."""
+    draws_elsewhere: bool = False
+    turn: threading.RLock = field(default_factory=threading.RLock)
     restores: bool = False
-    """Whether layers restore an earlier state of the process-wide generator, as layers do that
-    recompute themselves. That changes the random numbers of other threads."""
 
     def note_draws_elsewhere(self) -> None:
         self.draws_elsewhere = True
@@ -87,12 +87,8 @@ class ObservedLayers:
 class Stages:
     """The stages of a pipe, and what is known of their layers.
 
-    Args:
-        modules: the stages' layers.
-        devices: one per stage.
-
     Attributes:
-        modules, devices: as above.
+        modules, devices: the layers and the device of each stage.
         traits: of the layers.
         observed: what mini-batches add to, and read.
         skips: the routes of skips between stages.
@@ -102,11 +98,7 @@ class Stages:
         done_when_issued: stages on devices without streams, whose calls return when done.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Sequential],
-        devices: Sequence[torch.device],
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
         self.modules = list(modules)
         self.devices = list(devices)
         self.skips = SkipRoutes(modules)
@@ -120,18 +112,15 @@ class Stages:
             index for index, device in enumerate(devices) if not has_streams(device)
         )
         self.observed = ObservedLayers()
-        self.traits = self._inspect_layers()
+        self.traits = self.inspect_layers()
 
-    def inspect_layers(self) -> None:
-        """Update ``traits``; must be called whenever layers have changed.
+    def inspect_layers(self) -> LayerTraits:
+        """The ``traits``, which must be set whenever layers have changed.
 
         Raises:
             ValueError: FSDP shards a layer.
             RuntimeError: layers with skips were added or removed.
         """
-        self.traits = self._inspect_layers()
-
-    def _inspect_layers(self) -> LayerTraits:
         layers = [layer for stage in self.modules for layer in stage.modules()]
         _refuse_fsdp(layers)
         for task in (*self.tasks, *filter(None, [self.fused])):

@@ -15,24 +15,15 @@ from pipekernels.pipeline.engine.losses import Losses
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.schedule.program import Action
 from pipekernels.pipeline.stage.context import CallerContext
-from pipekernels.pipeline.stage.parameters import installed
+from pipekernels.pipeline.stage.parameters import installed, unique
 from pipekernels.pipeline.stage.random_state import preserved
-from pipekernels.pipeline.stage.task import Grads
 
 
 def train(
     mini_batch: MiniBatch, losses: Losses, waiting: AbstractContextManager[Any] | None
-) -> list[Grads]:
-    """Run the whole program, with the losses between forwards and backwards.
-
-    Args:
-        mini_batch: which.
-        losses: of its micro-batches.
-        waiting: as of :class:`Backward`.
-
-    Returns:
-        The gradients of the inputs, and those of the parameters that ``losses`` has not captured.
-    """
+) -> list[torch.Tensor | None]:
+    """Run the whole program, with the losses between forwards and backwards; returns the gradients
+    of the inputs, then those of the parameters. ``waiting`` is that of :class:`Backward`."""
     with cast_cache(False):
         mini_batch.context = context = CallerContext()
     forward, backward = Forward(mini_batch, losses), Backward(mini_batch, waiting)
@@ -51,7 +42,8 @@ def train(
         installed(mini_batch.parameters),
     ):
         mini_batch.execute(mini_batch.runner.program, compute)
-    return results
+    inputs, own = results
+    return [*inputs, *losses.gradients.added_to(own, unique(mini_batch.parameters))]
 
 
 class GivenGradients(torch.autograd.Function):

@@ -40,24 +40,20 @@ class Transport:
         self._streams: dict[torch.device, Stream] = {
             device: streams.current(device) for device in devices
         }
+        # Copies that their receivers have not waited for yet.
         self.arrivals: dict[Receiver, list[Arrival]] = {}
-        """Copies that their receivers have not waited for yet."""
         self._edges: set[Edge] = set()
         # If no backward is run, the graph keeps received buffers until it is freed: settle then.
         self._at_end = at_end(settle_all) if devices else None
 
-    def stream(self, device: torch.device) -> Stream:
-        """The stream that stages on ``device`` compute on."""
-        return self._streams.get(device, streams.HOST)
-
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Compute on ``device`` in the body."""
-        return streams.using(self.stream(device))
+        return streams.using(self._streams.get(device, streams.HOST))
 
     def clock(self, device: torch.device) -> Clock:
         """A clock for the work of stages on ``device``."""
-        stream = self.stream(device)
-        return HostClock() if stream is streams.HOST else StreamClock(stream)
+        stream: Any = self._streams.get(device)
+        return HostClock() if stream is None else StreamClock(stream)
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -123,23 +119,23 @@ def at_end(work: Callable[[], object]) -> Iterator[None]:
     lost, as it would be in a ``__del__``, where Python only prints it: ``work`` is called again,
     and the interrupt is then raised in the main thread.
     """
+
     # A generator, because closing it resumes inside its `try`: Ctrl-C can be raised before the
     # first line of a function.
-    generator = _call_at_end(work)
+    def _call_at_end() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            try:
+                work()
+            except KeyboardInterrupt:
+                work()
+                # From another thread: interrupt_main() called here would raise in this very place.
+                _thread.start_new_thread(_thread.interrupt_main, ())
+
+    generator = _call_at_end()
     next(generator)
     return generator
-
-
-def _call_at_end(work: Callable[[], object]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        try:
-            work()
-        except KeyboardInterrupt:
-            work()
-            # From another thread: interrupt_main() called here would raise in this very place.
-            _thread.start_new_thread(_thread.interrupt_main, ())
 
 
 def _follow(later: Stream, earlier: Stream) -> None:

@@ -12,10 +12,18 @@ from pipekernels.pipeline.engine.auto import (
     SAMPLES_KEPT,
     TRIAL_TIME_SHARE,
     Auto,
+    Signature,
 )
+from pipekernels.pipeline.schedule.program import GPIPE
 
 EXECUTIONS = ["inline", "threads", "split"]
 EXPLORATION = 1 + 3 * SAMPLES_KEPT
+KIND = "gpipe of 2 micro-batches of less than 2**4 elements, with gradients, 0 recomputed"
+
+
+def make(*, trains: bool = False) -> Auto:
+    """With all executions to choose from; ``trains``: without split backwards."""
+    return Auto(Signature(GPIPE, 2, 4, True, (True,), 0, trains))
 
 
 def run(auto: Auto, times: int, **seconds: float) -> list[str]:
@@ -29,7 +37,7 @@ def run(auto: Auto, times: int, **seconds: float) -> list[str]:
 
 
 def test_the_first_mini_batch_warms_up_and_is_not_counted() -> None:
-    auto = Auto("kind", EXECUTIONS)
+    auto = make()
     assert auto.choose() == FIRST
     assert auto.choose() == FIRST  # None has ended.
     auto.record(FIRST, 1e-9)
@@ -39,14 +47,14 @@ def test_the_first_mini_batch_warms_up_and_is_not_counted() -> None:
 
 
 def test_only_possible_executions_are_tried() -> None:
-    chosen = run(Auto("kind", ["inline", "threads"]), 100, inline=2.0, threads=1.0)
+    chosen = run(make(trains=True), 100, inline=2.0, threads=1.0)
     assert set(chosen) == {FIRST, "inline", "threads"}
 
 
 @pytest.mark.parametrize("fastest", EXECUTIONS)
 @pytest.mark.parametrize("ratio", [1.05, 2.0, 10.0])
 def test_the_fastest_execution_is_kept_and_trials_are_cheap(fastest: str, ratio: float) -> None:
-    auto = Auto("kind", EXECUTIONS)
+    auto = make()
     seconds = {execution: 1.0 if execution == fastest else ratio for execution in EXECUTIONS}
     run(auto, EXPLORATION, **seconds)
     times = 10_000
@@ -59,7 +67,7 @@ def test_the_fastest_execution_is_kept_and_trials_are_cheap(fastest: str, ratio:
 
 
 def test_a_choice_made_under_load_is_corrected() -> None:
-    auto = Auto("kind", EXECUTIONS)
+    auto = make()
     run(auto, EXPLORATION, inline=1.0, threads=1.5, split=1.5)
     chosen = run(auto, 200, inline=1.0, threads=0.6, split=0.8)
     assert chosen[0] == "inline" and chosen[-1] == "threads"
@@ -68,10 +76,10 @@ def test_a_choice_made_under_load_is_corrected() -> None:
 
 def test_a_choice_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pipekernels.pipeline")
-    auto = Auto("kind", ["inline", "threads"])
+    auto = make(trains=True)
     run(auto, 1 + 2 * SAMPLES_KEPT, inline=2e-3, threads=1e-3)
     assert not caplog.messages
     run(auto, 20, inline=2e-3, threads=1e-3)
-    assert caplog.messages == ["kind: threads, the fastest (inline 2 ms, threads 1 ms)"]
+    assert caplog.messages == [f"{KIND}: threads, the fastest (inline 2 ms, threads 1 ms)"]
     run(auto, 1000, inline=2e-3, threads=3e-3)
-    assert caplog.messages[1:] == ["kind: inline, the fastest (inline 2 ms, threads 3 ms)"]
+    assert caplog.messages[1:] == [f"{KIND}: inline, the fastest (inline 2 ms, threads 3 ms)"]
