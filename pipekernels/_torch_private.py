@@ -209,6 +209,18 @@ dispatch_mode_count = torch._C._len_torch_dispatch_stack
 is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether this thread is profiled."""
 
+
+def needs_dispatcher() -> bool:
+    """Whether operations must be called through torch's dispatcher: a compiler, a dispatch mode or
+    the profiler records them, or tensors may have tangents."""
+    return (
+        torch.compiler.is_compiling()
+        or dispatch_mode_count() > 0
+        or is_profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
+
+
 no_function_modes = torch._C.DisableTorchFunction
 """Context manager: disables all function modes."""
 

@@ -22,7 +22,7 @@ from pipekernels.comm import all_reduce_limits
 from pipekernels.comm.all_reduce_limits import cpu_model
 from pipekernels.kernels.config import KINDS
 from pipekernels.local_ops import gemm_tuning
-from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, has_triton
+from pipekernels.local_ops.gemm_choice import TRITON_REMEDY, has_triton
 
 
 def info() -> str:
@@ -132,6 +132,7 @@ def _gpus() -> list[tuple[str, str]]:
 def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
     """Measure this machine, save the results for later runs, and return a report."""
     from pipekernels.comm import measure
+    from pipekernels.tensor_parallel.overlap import tuning as overlap_tuning
 
     measured = measure.measure_limits(quick=quick)
     lines = [f"all_reduce(algorithm='auto') on {cpu_model()}, {os.cpu_count()} cores:"]
@@ -142,7 +143,7 @@ def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16")
     lines.append(f"written to {all_reduce_limits.save(measured)}")
     if torch.cuda.is_available():
         lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
-        lines += measure.tune_links()
+        lines += overlap_tuning.tune()
     return "\n".join(lines)
 
 

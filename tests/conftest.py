@@ -22,9 +22,9 @@ from support.clocked_layers import Clock
 from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
-from pipekernels.comm import links
 from pipekernels.kernels import table
 from pipekernels.pipeline.planning import profile
+from pipekernels.tensor_parallel import overlap
 
 # Several ranks share one GPU: each of their streams needs a hardware queue of its own. CUDA reads
 # this once, when it initializes.
@@ -130,7 +130,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder; tables cached in memory are dropped before and after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    readers = [table.for_gpu, links.for_gpu]  # A test may replace them.
+    readers = [table.for_gpu, overlap.for_gpu]  # A test may replace them.
     for read in readers:
         read.cache_clear()
     yield tmp_path

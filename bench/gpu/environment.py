@@ -12,7 +12,7 @@ import subprocess
 import torch
 
 from bench import harness
-from pipekernels.local_ops.sharded_gemm import tf32_allowed
+from pipekernels.local_ops.gemm_choice import tf32_allowed
 
 PACKAGES = [
     "triton", "numpy", "pytest", "pytest-timeout", "hypothesis", "pybind11", "cmake", "ninja",

@@ -34,7 +34,7 @@ from bench.gpu.timing import Row, attempt, call_seconds, compare, errors
 from bench.report.tables import duration, markdown, svg
 from pipekernels import ops
 from pipekernels.kernels import table as tables
-from pipekernels.local_ops.sharded_gemm import has_triton
+from pipekernels.local_ops.gemm_choice import has_triton
 from pipekernels.tensor_parallel import overlap
 from pipekernels.tensor_parallel.functional import row_linear
 
@@ -183,11 +183,7 @@ class SharedLayer:
         self._ready = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(ranks)]
         self._beside: list[torch.cuda.Stream | None] = [None] * ranks
         if device.type == "cuda":
-            plan = overlap.choose_overlap(
-                self._xs[0], self._weights[0], self._sums[0], ranks, "overlapped"
-            )
-            assert plan is not None
-            self.blocks = plan.reducing_blocks
+            self.blocks = overlap.REDUCING_BLOCKS
             self._beside = [torch.cuda.Stream(device, priority=-1) for _ in range(ranks)]
 
     def ways(self) -> dict[str, Callable[[int], Any]]:

@@ -334,14 +334,17 @@ class Communicator(Collectives):
             TypeError: ``like`` is quantized.
             ValueError: ``like`` is on a device that this rank does not use.
         """
-        check_tensor(like)
-        check_not_quantized(like.dtype)
-        if not (like.is_cpu or like.is_cuda):
+        if not isinstance(like, Tensor) or like.is_quantized:
+            check_tensor(like)
+            check_not_quantized(like.dtype)
+        if like.is_cpu:  # First: a small product takes as long as a few calls.
+            return self._cpu_backend.output(torch.Size(shape), like.dtype)
+        if not like.is_cuda:
             raise ValueError(
                 f"the memory of this communicator is on cpu, but the input on {like.device}; move "
                 "it with .to('cpu')"
             )
-        return self._backend_for(like.device).output(torch.Size(shape), like.dtype)
+        return self._device_backend(like.device).output(torch.Size(shape), like.dtype)
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.

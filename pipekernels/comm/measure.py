@@ -1,5 +1,5 @@
-"""Measures on this host, for several world sizes: from which size ``two_shot`` is faster than
-``one_shot``, and how fast GPUs reach each other.
+"""Measures on this host, for several world sizes, from which size ``two_shot`` is faster than
+``one_shot``.
 
 The ranks are processes, started once. The first 2, 4, 8, ... of them make a communicator, while the
 others sleep.
@@ -24,23 +24,16 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from pipekernels import _cache
-from pipekernels.comm import links
 from pipekernels.comm.all_reduce_limits import Limits
 from pipekernels.comm.communicator import Communicator
-from pipekernels.comm.cuda import MOST_BLOCKS
-from pipekernels.comm.links import LinkModel
 
 SIZES: list[int] = [2**exponent for exponent in range(8, 19)]  # bytes
 ALGORITHMS = ["one_shot", "two_shot"]
 KINDS = ["ordinary", "symmetric"]
 TIME_LIMIT = 120.0  # seconds for all of it
 
-LINK_SIZE = 16 << 20  # Bytes of the reduction between GPUs that is timed.
-BLOCKS = [2**exponent for exponent in range(MOST_BLOCKS.bit_length())]
-
 # Seconds by (algorithm, kind of tensor, size).
 Times = dict[tuple[str, str, int], float]
-Seconds = Callable[[Callable[[], object]], float]
 
 
 def by_world_size(measure: Callable[[Communicator], Any], sizes: list[int]) -> dict[int, Any]:
@@ -89,9 +82,6 @@ def median_of_slowest(communicator: Communicator, seconds: list[float]) -> float
     """The median of the slowest rank's times, the same on all ranks."""
     slowest = communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
     return float(statistics.median(slowest.tolist()))
-
-
-# ---- limits of 'auto' ----------------------------------------------------------------------------
 
 
 def measure_limits(*, quick: bool = False) -> Limits:
@@ -148,90 +138,3 @@ def measure_limit(communicator: Communicator, cores: list[int], rounds: int) -> 
         for (algorithm, kind), seconds in samples.items():
             times[algorithm, kind, size] = median_of_slowest(communicator, seconds)
     return best_limit(times)
-
-
-# ---- links between GPUs; no GPU has run this yet -------------------------------------------------
-
-
-def gpu_seconds(call: Callable[[], object]) -> float:
-    """Seconds that the current stream takes for ``call``, of ten in a row.
-
-    Those of a call that is shorter than its launch are the launch's: so the measured ``alpha`` may
-    be too large, which makes overlap look worse than it is.
-    """
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(10):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e4
-
-
-def measure_link(
-    communicator: Communicator,
-    device: torch.device | None = None,
-    *,
-    seconds: Seconds = gpu_seconds,
-    rounds: int = 20,
-) -> LinkModel:
-    """Time reductions by 1, 2, 4, ... thread blocks; a collective, with the same result on all.
-
-    A reduction in two steps of ``s`` bytes over ``n`` ranks by ``k`` blocks takes ``2 alpha +
-    2 (n - 1) / n s max(beta, block_beta / k)``. Each time is the median of the slowest rank's.
-
-    Args:
-        communicator: of at least two ranks.
-        device: of this rank; the GPU with the rank's index if ``None``.
-        seconds: measures a call.
-        rounds: how often each reduction is timed.
-
-    Raises:
-        ValueError: there is one rank, or the times are too noisy.
-    """
-    ranks = communicator.world_size
-    if ranks < 2:
-        raise ValueError(f"a link has at least 2 ranks, got {ranks}")
-    if device is None:
-        device = torch.device("cuda", communicator.rank)
-        torch.cuda.set_device(device)
-    tensor = communicator.empty(LINK_SIZE // 4, dtype=torch.float32, device=device).zero_()
-    ready = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def median(count: int, blocks: int) -> float:
-        def call() -> object:
-            return communicator.all_reduce_when_ready(
-                tensor[:count], ready, 0, count, op="max", blocks=blocks
-            )
-
-        call()  # The first one may load and allocate.
-        samples = []
-        for _ in range(rounds):
-            communicator.barrier()
-            samples.append(seconds(call))
-        return median_of_slowest(communicator, samples)
-
-    least, volume = median(ranks, 1), 2 * (ranks - 1) / ranks * LINK_SIZE
-    per_byte = [(median(LINK_SIZE // 4, blocks) - least) / volume for blocks in BLOCKS]
-    return LinkModel(least / 2, min(per_byte), per_byte[0]).check()
-
-
-def tune_links() -> list[str]:
-    """Measure the links of this host's GPUs, if there are several; save and report them."""
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        return []
-    gpu = torch.cuda.get_device_name(0)
-    sizes = [2**exponent for exponent in range(1, 5) if 2**exponent < gpus] + [gpus]
-    try:
-        measured = by_world_size(measure_link, sizes)
-    except Exception as error:  # noqa: BLE001 (There may be no peer access.)
-        return [f"links between GPUs were not measured: {error}"]
-    found = {ranks: LinkModel(*link) for ranks, link in measured.items()}
-    lines = [f"links between GPUs ({gpu}):"]
-    lines += [
-        f"  {ranks} ranks: {link.alpha * 1e6:.1f} us, {1e-9 / link.beta:.0f} GB/s, "
-        f"{1e-9 / link.block_beta:.1f} GB/s per thread block"
-        for ranks, link in found.items()
-    ]
-    return [*lines, f"written to {links.save(gpu, found)}"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import non_persistent_buffers
-from pipekernels.tensor_parallel.dtensor import distributed_like
+from pipekernels.tensor_parallel.data_parallel import distributed_like
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _SINGLE = "model.safetensors"

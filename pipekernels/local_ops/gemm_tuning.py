@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipekernels.kernels import table
-from pipekernels.local_ops.sharded_gemm import TRITON_REMEDY, gemm_into, has_triton
+from pipekernels.local_ops.gemm_choice import TRITON_REMEDY, has_triton
+from pipekernels.local_ops.sharded_gemm import Terms, gemm_into
 
 if TYPE_CHECKING:
     from pipekernels.kernels.launch import Product
@@ -49,7 +50,8 @@ def by_library(product: Product) -> None:
     setattr(matmul, name, value)
     try:
         _, a, b, out, _, _, scale_a, scale_b = product
-        gemm_into(out, a, b, scale_a=scale_a, scale_b=scale_b, algorithm="cublas")
+        terms = Terms(scale_a=scale_a, scale_b=scale_b)
+        gemm_into(out, a, b, terms, algorithm="cublas")
     finally:
         setattr(matmul, name, before)
 

@@ -7,31 +7,28 @@ and on CPUs, it calls ``torch.nn.functional.linear``.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import importlib.util
-import logging
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.torch_version import TorchVersion
 
-from pipekernels._log import info_once
-from pipekernels._torch_private import scaled_mm
-from pipekernels.kernels import table
-from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
-from pipekernels.kernels.layout import has_rows, layout_of
+from pipekernels._torch_private import needs_dispatcher, scaled_mm
+from pipekernels.kernels.config import Config, kind_of
+from pipekernels.local_ops.gemm_choice import (
+    FLOAT8,
+    Chosen,
+    choose,
+    gpu_of,
+    library_takes_float8,
+    tf32_allowed,
+)
 from pipekernels.local_ops.transforms import deny_tangents
 
-_log = logging.getLogger(__name__)
-
 ALGORITHMS = ("auto", "triton", "cublas")
-FLOAT8 = torch.float8_e4m3fn
-OLDEST_TRITON = "3.6"
-TRITON_REMEDY = f"Triton {OLDEST_TRITON} or newer: pip install 'pipekernels[triton]'"
+
+_launched: set[tuple[torch.device, torch.Size, Config]] = set()  # Launch-bound products.
 
 
 def sharded_gemm(
@@ -88,211 +85,86 @@ def sharded_gemm(
             f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
         )
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    if dtype != FLOAT8 and not _may_be_triton(x, weight, dtype, algorithm):
+    chosen, is_open = None, dtype == FLOAT8  # Open: the operation chooses when it runs.
+    if x.is_cuda and not is_open:
+        is_open = algorithm != "cublas" and torch.compiler.is_compiling()
+        if not is_open:
+            chosen = _choose_now(x, weight, residual, dtype, algorithm)
+    if chosen is None and not is_open:
         y = functional.linear(x, weight, bias)
         return y if residual is None else y + residual
+    matrix, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
+    residual = None if residual is None else residual.reshape(-1, n)
     if autocast:
-        x, weight = x.to(dtype), weight.to(dtype)
+        matrix, weight = matrix.to(dtype), weight.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
         residual = residual if residual is None else residual.to(dtype)
     deny_tangents("sharded_gemm", (t for t in (x, weight, bias, residual) if t is not None))
-    rows, (n, k) = math.prod(x.shape[:-1]), weight.shape
-    product: Tensor = torch.ops.pipekernels.sharded_gemm(
-        x.reshape(rows, k),
-        weight,
-        bias,
-        None if residual is None else residual.reshape(rows, n),
-        None if scale_x is None else scale_x.reshape(-1),
-        None if scale_weight is None else scale_weight.reshape(-1),
-        out_dtype,
-        algorithm,
-    )
+    product: Tensor
+    if chosen is None or autocast or needs_dispatcher():
+        scale_x, scale_weight = (
+            scale if scale is None else scale.reshape(-1) for scale in (scale_x, scale_weight)
+        )
+        product = torch.ops.pipekernels.sharded_gemm(
+            matrix, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm
+        )
+    else:
+        product = _Gemm.apply(matrix, weight, bias, residual, algorithm, chosen)
     return product.view(*x.shape[:-1], n)
 
 
+def _choose_now(
+    x: Tensor, weight: Tensor, residual: Tensor | None, dtype: torch.dtype, algorithm: str
+) -> Chosen | None:
+    """:func:`choose`; but launch-bound products go to :func:`run` once, which loads the kernel."""
+    matrix = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(-1, weight.shape[0])
+    chosen = choose(matrix, weight, None, added, algorithm=algorithm, dtype=dtype)
+    if chosen is not None and chosen.launch_bound:
+        key = x.device, weight.shape, chosen.config
+        if key in _launched and not torch.cuda.is_current_stream_capturing():
+            return None
+        _launched.add(key)
+    return chosen
+
+
+class Terms(NamedTuple):
+    """What a product of matrices is multiplied by, and what is added to it.
+
+    Attributes:
+        bias, residual: ``[n]`` and ``[m, n]``.
+        scale_a, scale_b: ``[m]`` or ``[1]``, and ``[n]`` or ``[1]``.
+    """
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+
+
+NO_TERMS = Terms()
+
+
 def gemm_into(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    algorithm: str = "auto",
+    out: Tensor, a: Tensor, b: Tensor, terms: Terms = NO_TERMS, algorithm: str = "auto"
 ) -> None:
     """:func:`sharded_gemm` for matrices, into ``out`` and without autograd.
 
     Args:
         out: ``[m, n]``; may be symmetric memory.
         a, b: ``[m, k]`` and ``[n, k]``.
-        bias, residual: ``[n]`` and ``[m, n]``.
-        scale_a, scale_b: ``[m]`` or ``[1]``, and ``[n]`` or ``[1]``.
+        terms: of the product.
         algorithm: as in :func:`sharded_gemm`.
     """
-    added = (bias, residual, scale_a, scale_b)
-    if a.is_cuda and out.numel() > 0 and a.shape[1] > 0:
-        chosen = choose(a, b, out, residual, algorithm)
-        if chosen is not None and _by_triton(out, a, b, *added, chosen, algorithm != "auto"):
-            return
-    _by_library(out, a, b, *added)
+    chosen = choose(a, b, out, terms.residual, algorithm=algorithm) if a.is_cuda else None
+    run(chosen, out, a, b, terms)
 
 
-class Gpu(NamedTuple):
-    """Properties of a GPU that the kernel depends on."""
-
-    name: str
-    capability: tuple[int, int]
-    generation: int
-    sms: int
-
-
-@functools.cache
-def _gpu(index: int) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    sms = properties.multi_processor_count
-    return Gpu(properties.name, capability, generation(capability), sms)
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    """Properties of a CUDA device's GPU."""
-    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether a Triton that is new enough is installed, without importing it."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # A nightly build has another name.
-        return True
-    return TorchVersion(version) >= OLDEST_TRITON
-
-
-def tf32_allowed() -> bool:
-    """Whether torch may round float32 operands of matrix products to TF32."""
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9, where allow_tf32 may raise.
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
-
-
-def measured(device: torch.device) -> table.Table | None:
-    """The measurements on GPUs of this device's name."""
-    return table.for_gpu(gpu_of(device).name)
-
-
-class Chosen(NamedTuple):
-    """How to run the Triton kernel.
-
-    Attributes:
-        config: its configuration.
-        waits: whether the product takes less time than its launch by Python. Then the library is
-            faster, except in a captured graph.
-    """
-
-    config: Config
-    waits: bool = False
-
-
-def choose(
-    a: Tensor, b: Tensor, out: Tensor, residual: Tensor | None, algorithm: str
-) -> Chosen | None:
-    """How to run the Triton kernel for ``a @ b.T``; ``None`` to use the vendor's library."""
-    kind = kind_of(a.dtype, tf32_allowed())
-    if algorithm == "cublas" or (kind is None and algorithm == "auto"):
-        return None
-    layout = layout_of(a, b)
-    if not all(tensor is None or has_rows(tensor) for tensor in (out, residual)):
-        layout = None
-    (m, k), n = a.shape, b.shape[0]
-    gpu = gpu_of(a.device)
-    entry = None
-    known = table.for_gpu(gpu.name)
-    if known is not None and kind is not None and layout is not None:
-        entry = known.entry(kind, layout, m, n, k)
-    waits = False
-    if algorithm == "auto":
-        if a.dtype == FLOAT8 and not _library_takes_float8(a, b, out):
-            algorithm = "triton"
-        elif entry is None or known is None or not entry.wins or not has_triton():
-            _log_library(gpu.name, known, entry)
-            return None
-        else:
-            waits = entry.seconds < known.launch_seconds
-    _check_triton(a, kind, gpu)
-    assert kind is not None
-    if layout is None or (kind == "float8_e4m3fn" and layout != "forward"):
-        return Chosen(Config(BLOCKS[gpu.generation, kind].unaligned))
-    if entry is not None:
-        return Chosen(entry.config, waits)
-    return Chosen(candidates(gpu.generation, kind, m, n, k, gpu.sms)[0])
-
-
-def _may_be_triton(x: Tensor, weight: Tensor, dtype: torch.dtype, algorithm: str) -> bool:
-    """Whether to call the registered operation, which takes the host more time than the library.
-
-    ``dtype`` is the one in which the product is computed.
-    """
-    if algorithm != "auto" or not x.is_cuda:
-        return algorithm == "triton"
-    if torch.compiler.is_compiling():  # The operation chooses when the compiled program runs.
-        return True
-    known = measured(x.device)
-    if known is None or not has_triton():
-        _log_library(gpu_of(x.device).name, known, None)
-        return False
-    if torch.cuda.is_current_stream_capturing():
-        return True
-    kind, (n, k) = kind_of(dtype, tf32_allowed()), weight.shape
-    if kind is None or x.numel() == 0 or n == 0:
-        return False
-    rows = x.reshape(-1, k)
-    layout = layout_of(rows, weight)
-    if layout is None:
-        return False
-    entry = known.entry(kind, layout, len(rows), n, k)
-    if entry is None or not entry.wins:
-        _log_library(known.gpu, known, entry)
-        return False
-    if entry.seconds < known.launch_seconds:
-        first = (x.device, entry) not in _short
-        _short.add((x.device, entry))
-        return first  # Once: the operation then loads the kernel, for later captures.
-    return True
-
-
-def _log_library(gpu: str, known: table.Table | None, entry: table.Entry | None) -> None:
-    """Log, once, why ``auto`` leaves a product on a GPU to the vendor's library."""
-    why = "such products were not measured"
-    if known is None:
-        why = "nothing was measured on this GPU; `pipekernels tune` does"
-    elif not has_triton():
-        why = f"the kernel needs {TRITON_REMEDY}"
-    elif entry is not None:
-        why = f"the library was as fast for {entry.shape}"
-    info_once(_log, "sharded_gemm on %s is the vendor's library: %s", gpu, why)
-
-
-_short: set[tuple[torch.device, table.Entry]] = set()  # Products seen that a launch outlasts.
-
-
-def _check_triton(a: Tensor, kind: str | None, gpu: Gpu) -> None:
-    if kind is None:
-        raise TypeError(
-            f"the Triton kernel multiplies bfloat16, float16, float32 and float8_e4m3fn, not "
-            f"{a.dtype}; use algorithm='auto'"
-        )
-    needed = (8, 9) if kind == "float8_e4m3fn" else (8, 0)
-    if gpu.capability < needed:
-        raise RuntimeError(
-            f"{a.dtype} in Triton needs compute capability {needed[0]}.{needed[1]}, but {gpu.name} "
-            f"has {gpu.capability[0]}.{gpu.capability[1]}; use another dtype or algorithm='cublas'"
-        )
-    if not has_triton():
-        raise ImportError(f"algorithm='triton' needs {TRITON_REMEDY}")
+def run(chosen: Chosen | None, out: Tensor, a: Tensor, b: Tensor, terms: Terms = NO_TERMS) -> None:
+    """Compute ``out`` as :func:`choose` says; but by the library what Triton, unless it is forced,
+    could not compute fast, or not in the capture of a graph."""
+    if chosen is None or not _by_triton(chosen, out, a, b, terms):
+        _by_library(out, a, b, terms)
 
 
 def _check(
@@ -349,46 +221,25 @@ def _check(
 # ---- the product by Triton, and by the vendor's library ----
 
 
-def _by_triton(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    chosen: Chosen,
-    forced: bool,
-) -> bool:
+def _by_triton(chosen: Chosen, out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> bool:
     """Launch the Triton kernel if that is possible and fast; False if the library is to compute."""
     from pipekernels.kernels.launch import Product, is_loaded, launch
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
     assert kind is not None  # choose() returns None for other dtypes.
-    product = Product(kind, a, b, out, bias, residual, scale_a, scale_b)
+    product = Product(kind, a, b, out, **terms._asdict())
     with torch.cuda.device(a.device):
-        if not forced and torch.cuda.is_current_stream_capturing():
-            if not is_loaded(product, chosen.config):  # A capture must not load a kernel.
-                return False
-        elif not forced and chosen.waits:
-            # Launch once, so that later captures find the kernel loaded.
-            if not is_loaded(product, chosen.config):
-                launch(product, chosen.config, generation=gpu.generation, sms=gpu.sms)
-            return False
+        is_captured = not chosen.forced and torch.cuda.is_current_stream_capturing()
+        only_loads = chosen.launch_bound and not is_captured  # For later captures.
+        if (is_captured or only_loads) and is_loaded(product, chosen.config) != is_captured:
+            return False  # A capture must not load a kernel.
         launch(product, chosen.config, generation=gpu.generation, sms=gpu.sms)
-    return True
+    return not only_loads
 
 
-def _by_library(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-) -> None:
+def _by_library(out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
     """Compute by the vendor's library; on CPUs by torch's."""
+    bias, residual, scale_a, scale_b = terms
     if a.dtype == FLOAT8:
         _float8_product(out, a, b, scale_a, scale_b)
         if bias is not None:
@@ -409,20 +260,13 @@ def _float8_product(
         torch.ones(1, dtype=torch.float32, device=a.device) if scale is None else scale
         for scale in (scale_a, scale_b)
     )
-    if not (a.is_cuda and _library_takes_float8(a, b, out)):
+    if not (a.is_cuda and library_takes_float8(a, b, out)):
         out.copy_(a.float() @ b.float().t() * scale_a[:, None] * scale_b)
         return
     if scale_a.numel() > 1 or scale_b.numel() > 1:  # cuBLAS needs both per row or both per tensor.
         scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
         scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
     scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
-
-
-def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """cuBLAS needs multiples of 16 and dense rows; with per-row scales a bfloat16 result."""
-    (m, k), n = a.shape, b.shape[0]
-    sizes = m > 0 and n > 0 and k > 0 and k % 16 == 0 and n % 16 == 0
-    return sizes and layout_of(a, b) == "forward" and out.dtype == torch.bfloat16
 
 
 # ---- the registered operation ----
@@ -432,7 +276,7 @@ def _library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
 def _sharded_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     bias, residual, scale_x, scale_weight, _, algorithm = rest
     out = _sharded_gemm_fake(x, weight, *rest)
-    gemm_into(out, x, weight, bias, residual, scale_x, scale_weight, algorithm)
+    gemm_into(out, x, weight, Terms(bias, residual, scale_x, scale_weight), algorithm)
     return out
 
 
@@ -460,6 +304,30 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_weight = multiply(grad.t(), x.t(), *rest) if needs_weight else None
     grad_bias = grad.sum(0) if needs_bias else None
     return grad_x, grad_weight, grad_bias, grad if needs_residual else None, *[None] * 4
+
+
+class _Gemm(torch.autograd.Function):
+    """The registered operation for a product that is chosen already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        algorithm: str,
+        chosen: Chosen,
+    ) -> Tensor:
+        ctx.algorithm = algorithm
+        ctx.save_for_backward(x, weight)
+        out = x.new_empty((x.shape[0], weight.shape[0]))
+        run(chosen, out, x, weight, Terms(bias, residual))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, grad)[:4], None, None
 
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.local_ops.dispatch import has_derivatives, is_observed
+from pipekernels._torch_private import needs_dispatcher
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """``torch.nn.functional.linear(x, weight, bias)``, or None where the kernel does not apply: it
     takes up to four rows of contiguous CPU tensors of one floating dtype, without autograd.
 
@@ -25,23 +25,15 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | No
         weight: ``[n, k]``.
         bias: ``[n]``.
     """
-    if not takes_skinny(x, weight, bias):
+    if not _may_apply(x, weight, bias):
         return None
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return out if skinny_into(out, x, weight, bias) else None
 
 
-def takes_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
-    if type(x) is not Tensor or not x.is_cpu or is_observed():
-        return False
-    if x.numel() > _backend.load().FEW_ROWS * weight.shape[-1] or torch.is_autocast_enabled("cpu"):
-        return False
-    return not has_derivatives((x, weight) if bias is None else (x, weight, bias))
-
-
 def skinny_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """:func:`skinny_linear` into ``out``, after :func:`takes_skinny`; whether it applied."""
+    """:func:`skinny_linear` into ``out``, of plain tensors, without autocast and derivatives;
+    whether the kernel applied."""
     done: bool = _backend.load().few_rows_product(out, x, weight, bias, torch.get_num_threads())
     return done
 
@@ -68,20 +60,29 @@ def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
     Raises:
         ValueError: ``slabs`` is not a power of two that divides ``k``.
     """
-    if not takes_skinny(x, weight):
+    if not _may_apply(x, weight):
         return None
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=partial_dtype(x.dtype))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
     return out if skinny_partial_into(out, x, weight, slabs) else None
 
 
-def partial_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of :func:`skinny_partial` for operands of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def skinny_partial_into(out: Tensor, x: Tensor, weight: Tensor, slabs: int) -> bool:
-    """:func:`skinny_partial` into ``out``, after :func:`takes_skinny`; whether it applied."""
+    """:func:`skinny_partial` into ``out``; whether the kernel applied."""
     done: bool = _backend.load().few_rows_partial_product(
         out, x, weight, slabs, torch.get_num_threads()
     )
     return done
+
+
+def _may_apply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
+    if type(x) is not Tensor or not x.is_cpu or needs_dispatcher():
+        return False
+    if x.numel() > _backend.load().FEW_ROWS * weight.shape[-1] or torch.is_autocast_enabled("cpu"):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.kernels.config import SLAB_BLOCKS, kind_of
-from pipekernels.local_ops.sharded_gemm import gpu_of, has_triton, tf32_allowed
+from pipekernels.local_ops.gemm_choice import gpu_of, has_triton, tf32_allowed
 
 
 def slab_gemm(

@@ -10,8 +10,8 @@ from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoi
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
-from pipekernels.tensor_parallel.invariance_check import check_invariance
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pipekernels.tensor_parallel.plan.invariance_check import check_invariance
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.plan.table import ModelPlan, PlannedLayer, plan_for
 from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize

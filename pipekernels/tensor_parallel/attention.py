@@ -17,7 +17,7 @@ from pipekernels.tensor_parallel.functional import (
 )
 from pipekernels.tensor_parallel.linear import RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import mark_column_output
-from pipekernels.tensor_parallel.sharded import ShardedLayer
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 _STATE = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
 
@@ -67,7 +67,7 @@ class ParallelMultiheadAttention(ShardedLayer):
             )
         if is_hooked(attention) or not names <= set(_STATE):
             raise TypeError(f"attention has hooks or parametrizations; {REMEDY}")
-        super().__init__(comm, (attention.embed_dim,) * 3)
+        super().__init__(Sharding(comm, blocks=(attention.embed_dim,) * 3))
         if attention.num_heads % comm.world_size:
             raise ValueError(
                 f"{comm.world_size} ranks cannot share {attention.num_heads} heads evenly; use a "

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic.invariant import slab_norms
-from pipekernels.tensor_parallel.dtensor import as_full_tensor
+from pipekernels.tensor_parallel.arithmetic.plain import Plain, ShardGradient
 from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 
@@ -41,35 +40,22 @@ def clip_grad_norm_(
             "its parameters: its layers know which of them are sharded"
         )
     sharded = sharded_parameters(module)
-    grads: dict[Communicator | None, list[Tensor]] = {}
-    slabs: dict[Communicator, list[Tensor]] = {}
+    groups: dict[tuple[type[Plain], Communicator | None], list[ShardGradient]] = {}
     for parameter in module.parameters():
-        shard_key, grad = sharded.get(parameter), parameter.grad
-        if shard_key is None:
-            if grad is not None:
-                grads.setdefault(None, []).append(grad)
-            continue
-        layer, name = shard_key
-        if layer.invariant:
-            grad = torch.zeros_like(parameter) if grad is None else as_full_tensor(grad)
+        if parameter in sharded:  # Also without a gradient: every rank must join the all-gather.
+            layer, name = sharded[parameter]
             blocks = [size for _, size in layer.spans(name)]
-            norms_of = slab_norms(grad, layer.shard_dim(name), blocks, layer.comm, norm_type)
-            slabs.setdefault(layer.comm, []).append(norms_of)
-            continue
-        # Every rank must join the all-gather below; of the ranks that hold one shard, the first
-        # counts.
-        if grad is None or layer.rank % layer.copies:
-            grad = parameter.new_zeros(())
-        grads.setdefault(layer.comm, []).append(grad)
+            counts = layer.rank % layer.copies == 0
+            shard = ShardGradient(parameter, layer.shard_dim(name), blocks, counts)
+            groups.setdefault((layer.arithmetic, layer.comm), []).append(shard)
+        elif parameter.grad is not None:
+            groups.setdefault((Plain, None), []).append(ShardGradient(parameter))
     norms = []
-    for comm, comm_grads in grads.items():
-        norm = as_full_tensor(get_total_norm(comm_grads, norm_type))
+    for (arithmetic, comm), shards in groups.items():
+        parts = arithmetic.norms(shards, norm_type, comm)
         if comm is not None:
-            norm = torch.linalg.vector_norm(comm.all_gather(norm[None]), norm_type)
-        norms.append(norm)
-    for comm, of_slabs in slabs.items():
-        all_slabs = comm.all_gather(torch.stack(of_slabs, 1))  # [SLABS, parameters]
-        norms.append(torch.linalg.vector_norm(all_slabs, norm_type))
+            parts = torch.linalg.vector_norm(comm.all_gather(parts), norm_type)
+        norms.append(parts.view(()))
     total = get_total_norm(norms, norm_type, error_if_nonfinite)
     clip_grads_with_norm_(module.parameters(), max_norm, total)
     return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_reduce
-from pipekernels.tensor_parallel.arithmetic.invariant import check_slabs, sum_of_slabs
+from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_sizes
 
 
@@ -64,8 +63,8 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if invariant:
-        check_slabs([num_classes], comm.world_size)
+    arithmetic = arithmetic_of(invariant)
+    arithmetic.check_column([num_classes], comm)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     ignored = target == ignore_index
@@ -80,12 +79,10 @@ def vocab_parallel_cross_entropy(
     largest = all_reduce(logits.detach().amax(-1), comm, "max")
     shifted = logits - largest.unsqueeze(-1)  # No exponential overflows.
     chosen = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    add = partial(sum_of_slabs, comm=comm) if invariant else partial(torch.sum, dim=-1)
-    terms = [add(shifted.exp()), chosen.masked_fill(others, 0)]
+    terms = [arithmetic.sum_of_features(shifted.exp(), comm), chosen.masked_fill(others, 0)]
     if label_smoothing:
-        terms.append(add(shifted))
-    order = "tree" if invariant else "rank"
-    total, chosen, *sums = reduce_from_ranks(torch.stack(terms), comm, order=order)
+        terms.append(arithmetic.sum_of_features(shifted, comm))
+    total, chosen, *sums = reduce_from_ranks(torch.stack(terms), comm, order=arithmetic.order)
     log_total = total.log()
     loss: Tensor = log_total - chosen
     if label_smoothing:

@@ -1,11 +1,14 @@
-"""Refuses DistributedDataParallel over ranks that hold different shards."""
+"""Data parallelism around sharded layers: FSDP2's parameters; DistributedDataParallel, which is
+refused over ranks that hold different shards."""
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipekernels._torch_private import active_ddp
@@ -41,3 +44,18 @@ def check_data_parallel(comm: Communicator) -> None:
             "parameters (TrainerMixin for transformers' Trainer, adapt_accelerator for accelerate)"
         )
     known.add(comm.handle)
+
+
+def as_full_tensor(value: Tensor) -> Tensor:
+    """``value``, gathered if it is a ``DTensor``, as FSDP2's parameters are."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def distributed_like(parameter: Any, value: Tensor) -> Tensor:
+    """``value`` as a ``DTensor`` if ``parameter`` is one: the inverse of :func:`as_full_tensor`."""
+    if not hasattr(parameter, "full_tensor"):
+        return value
+    # Costs nothing here: a DTensor exists, so the module has been imported.
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

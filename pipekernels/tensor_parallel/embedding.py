@@ -11,11 +11,9 @@ from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
-from pipekernels.tensor_parallel.arithmetic.invariant import check_slabs
-from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import reduce_from_ranks
-from pipekernels.tensor_parallel.sharded import ShardedLayer
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
 class VocabParallelEmbedding(ShardedLayer):
@@ -98,9 +96,8 @@ class VocabParallelEmbedding(ShardedLayer):
         return layer.train(embedding.training)
 
     def _shard(self, full: nn.Embedding, comm: Communicator, invariant: bool) -> None:
-        super().__init__(comm, invariant=invariant)
-        if invariant:
-            check_slabs([full.num_embeddings], comm.world_size)
+        super().__init__(Sharding(comm, invariant=invariant))
+        self.arithmetic.check_column([full.num_embeddings], comm)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(full, option):
                 raise ValueError(
@@ -147,8 +144,7 @@ class VocabParallelEmbedding(ShardedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up ``input``: see the class for the shapes."""
-        if not torch.compiler.is_compiling():
-            check_data_parallel(self.comm)
+        self._check_data_parallel()
         [(start, rows)] = self.spans("weight")
         padding = self.padding_idx
         if padding is not None:
@@ -164,9 +160,7 @@ class VocabParallelEmbedding(ShardedLayer):
                 f"{self._described()} has rows 0 to {self.num_embeddings - 1}, got indices from "
                 f"{input.min().item()} to {input.max().item()}"
             ) from error
-        found = found.masked_fill(others.unsqueeze(-1), 0)
-        if self.invariant:
-            found = found + 0.0  # Peers add 0, which makes a 0 of -0.
+        found = self.arithmetic.looked_up(found.masked_fill(others.unsqueeze(-1), 0))
         found = reduce_from_ranks(found, self.comm)
         scale = self.embed_scale
         if scale is None:

@@ -26,24 +26,23 @@ forward-mode differentiation and the transforms of ``torch.func`` raise a Runtim
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipekernels._torch_private import transforms_are_active
+from pipekernels import _backend
+from pipekernels._torch_private import needs_dispatcher, transforms_are_active
 from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.once import check_differentiated_once
-from pipekernels.local_ops.sharded_gemm import ALGORITHMS, gemm_into, gpu_of, measured, sharded_gemm
-from pipekernels.local_ops.skinny_gemm import skinny_into, takes_skinny
+from pipekernels.local_ops.sharded_gemm import ALGORITHMS, sharded_gemm
 from pipekernels.local_ops.transforms import deny_tangents
-from pipekernels.tensor_parallel.overlap import choose_overlap, gemm_all_reduce
+from pipekernels.tensor_parallel.products import linear_all_reduce
 
 _LAYERS = "a layer that is sharded over ranks"  # For errors.
 
@@ -151,8 +150,8 @@ def row_linear(
         algorithm: of the products, forward and backward, on a GPU: as for
             :func:`pipekernels.ops.sharded_gemm`, or ``'overlapped'``: the Triton kernel and the
             all-reduce run at the same time (experimental: no GPU has run it yet). ``'auto'`` does
-            so where measurements predict a gain, but not in a captured CUDA graph. The same on all
-            ranks.
+            so where ``pipekernels tune`` has measured a gain, but not in a captured CUDA graph. The
+            same on all ranks.
 
     Returns:
         ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
@@ -162,6 +161,26 @@ def row_linear(
         ValueError: ``scatter`` is set and the first dimension of ``x`` is not a multiple of the
             world size; ``algorithm`` is unknown or does not support these arguments.
     """
+    if algorithm != "auto":
+        _check_algorithm(algorithm, x, scatter)
+    if scatter:
+        check_rows(x, comm.world_size, dims=2)
+    can_cast = x.is_floating_point() and x.dtype != torch.float64
+    # is_autocast_enabled("meta") raises.
+    if can_cast and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    registered = needs_dispatcher() or not _backend.load().are_plain([x, weight])
+    has_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not (registered or has_gradients):
+        return linear_all_reduce(x, weight, comm, scatter, algorithm, skinny=True)
+    if registered or transforms_are_active():
+        _check_transforms([x, weight])
+    result: Tensor = _RowLinear.apply(x, weight, comm, scatter, algorithm, registered)
+    return result
+
+
+def _check_algorithm(algorithm: str, x: Tensor, scatter: bool) -> None:
     if algorithm not in ROW_ALGORITHMS:
         names = ", ".join(ROW_ALGORITHMS)
         raise ValueError(f"algorithm must be one of {names}, got {algorithm!r}")
@@ -169,28 +188,6 @@ def row_linear(
         raise ValueError(f"algorithm={algorithm!r} needs CUDA tensors, got {x.device}; use 'auto'")
     if algorithm == "overlapped" and scatter:
         raise ValueError("there is no overlapped reduce-scatter; use algorithm='auto'")
-    if scatter:
-        check_rows(x, comm.world_size, dims=2)
-    device = x.device.type
-    can_cast = x.is_floating_point() and x.dtype != torch.float64
-    # is_autocast_enabled("meta") raises.
-    if can_cast and device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-    if can_skip_dispatcher([x, weight]):
-        return _row_linear(x, weight, comm, scatter, algorithm)
-    _check_transforms([x, weight])
-    result: Tensor = _RowLinear.apply(x, weight, comm, scatter, algorithm)
-    return result
-
-
-def row_linear_skinny(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
-    """:func:`row_linear` by the kernel of :mod:`pipekernels.local_ops.skinny_gemm`; None where that
-    does not apply."""
-    if not takes_skinny(x, weight):
-        return None
-    out = comm.output((*x.shape[:-1], weight.shape[0]), x)
-    return comm.all_reduce(out) if skinny_into(out, x, weight) else None
 
 
 def _check_transforms(tensors: list[Tensor]) -> None:
@@ -269,13 +266,19 @@ class _GatherFromRanks(torch.autograd.Function):
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, algorithm: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        comm: Communicator,
+        scatter: bool,
+        algorithm: str,
+        registered: bool,
     ) -> Tensor:
         ctx.comm, ctx.scatter, ctx.algorithm = comm, scatter, algorithm
         ctx.on_gpu = x.is_cuda  # In torch 2.6 a compiled backward cannot read x.is_cuda.
         ctx.save_for_backward(x, weight)
-        if can_skip_dispatcher([x, weight]):
-            return _row_linear(x, weight, comm, scatter, algorithm)
+        if not registered:
+            return linear_all_reduce(x, weight, comm, scatter, algorithm)
         result: Tensor = torch.ops.pipekernels.row_linear(
             x, weight, comm.handle, scatter, algorithm
         )
@@ -295,7 +298,7 @@ class _RowLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             flat = x.reshape(-1, x.shape[-1])
             grad_weight = _product(rows.t(), flat.t(), ctx.on_gpu, algorithm)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _own_slice(x: Tensor, comm: Communicator) -> Tensor:
@@ -324,29 +327,10 @@ def _product(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:
     return sharded_gemm(a, b, algorithm=algorithm) if on_gpu else a @ b.t()
 
 
-def _row_linear(
-    x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, algorithm: str
-) -> Tensor:
-    out = comm.output((*x.shape[:-1], weight.shape[0]), x)
-    rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
-    if not x.is_cuda:
-        torch.mm(rows, weight.t(), out=product)
-    else:
-        if not scatter and (algorithm != "auto" or _ranks_measured_alike(comm, x.device)):
-            overlap = choose_overlap(rows, weight, product, comm.world_size, algorithm)
-            if overlap is not None:
-                gemm_all_reduce(rows, weight, product, comm, overlap)
-                return out
-        # 'overlapped' was asked for, but with one rank or no rows there is nothing to overlap.
-        algorithm = "triton" if algorithm == "overlapped" else algorithm
-        gemm_into(product, rows, weight, algorithm=algorithm)
-    return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
-
-
 def _row_linear_by_handle(
     x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str
 ) -> Tensor:
-    return _row_linear(x, weight, Communicator.from_handle(comm), scatter, algorithm)
+    return linear_all_reduce(x, weight, Communicator.from_handle(comm), scatter, algorithm)
 
 
 def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
@@ -355,20 +339,6 @@ def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algori
         shape[0] //= Communicator.from_handle(comm).world_size
     return x.new_empty(shape)
 
-
-def _ranks_measured_alike(comm: Communicator, device: torch.device) -> bool:
-    """Whether all ranks have the same measurements, so that 'auto' chooses the same on each."""
-    key = comm.handle, device
-    if key not in _measured_alike:
-        if torch.cuda.is_current_stream_capturing():
-            return False  # A capture cannot read the result of the comparison.
-        known = repr((gpu_of(device), measured(device)))
-        checksum = torch.tensor([zlib.crc32(known.encode())], device=device)
-        _measured_alike[key] = len(set(comm.all_gather(checksum).tolist())) == 1
-    return _measured_alike[key]
-
-
-_measured_alike: dict[tuple[int, torch.device], bool] = {}  # By the communicator's handle.
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")
 _library.define(

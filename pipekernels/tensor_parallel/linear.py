@@ -5,9 +5,8 @@ feeds the second without a collective between them, so a pair (the two layers of
 projections into and out of attention) needs one all-reduce forward and one backward. The names
 follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
 
-On CUDA the products are those of :func:`pipekernels.ops.sharded_gemm`: by Triton where that was
-measured to be faster, overlapped with the all-reduce where a gain is predicted, else by cuBLAS. On
-CPUs, products of a few rows have a kernel of their own (:mod:`pipekernels.local_ops.skinny_gemm`).
+How products are computed is chosen in :mod:`pipekernels.tensor_parallel.products`; in what order
+they are summed, in :mod:`pipekernels.tensor_parallel.arithmetic`.
 
 Autograd convention: all ranks compute the same loss
 (:mod:`pipekernels.tensor_parallel.functional`). All ranks must run the same forwards and backwards,
@@ -22,20 +21,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
+from pipekernels._torch_private import active_ddp, dispatch_mode_count
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
-from pipekernels.local_ops.dispatch import is_observed
-from pipekernels.local_ops.sharded_gemm import sharded_gemm
-from pipekernels.local_ops.skinny_gemm import skinny_linear
-from pipekernels.tensor_parallel.arithmetic.invariant import (
-    check_slabs,
-    invariant_add_to_slices,
-    invariant_column_linear,
-    invariant_row_linear,
-)
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
@@ -46,14 +36,12 @@ from pipekernels.tensor_parallel.full_layer import (
 )
 from pipekernels.tensor_parallel.functional import (
     copy_to_holders,
-    copy_to_ranks,
     gather_from_ranks,
-    row_linear,
-    row_linear_skinny,
     scatter_to_ranks,
 )
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
-from pipekernels.tensor_parallel.sharded import ShardedLayer
+from pipekernels.tensor_parallel.products import linear
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
 class ShardedLinear(ShardedLayer):
@@ -62,28 +50,14 @@ class ShardedLinear(ShardedLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        comm: Communicator,
-        skip_bias_add: bool,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
-        invariant: bool,
-        blocks: Sequence[int] = (),
-        copies: int = 1,
-    ) -> None:
-        super().__init__(comm, blocks, copies, invariant)
-        self.in_features = in_features
-        self.out_features = out_features
+    def __init__(self, full: nn.Linear, sharding: Sharding, *, skip_bias_add: bool) -> None:
+        super().__init__(sharding)
+        self.in_features = full.in_features
+        self.out_features = full.out_features
         self.skip_bias_add = skip_bias_add
         self.is_transposed = False  # Weights are [in, out], as those of transformers' Conv1D.
         self._gradients_are_checked = False
         import_module("pipekernels.local_ops.flops")
-        device = None if device is None else usable(device)
-        full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self._adopt({"weight": full.weight, "bias": full.bias})
 
     @classmethod
@@ -118,7 +92,8 @@ class ShardedLinear(ShardedLayer):
         if extras is not None:
             raise TypeError(f"linear has {extras}, which would be lost; {REMEDY}")
         sizes = features_of(linear)
-        layer = cls(*sizes, linear.bias is not None, comm=comm, device="meta", **kwargs)
+        construct: Any = cls
+        layer = construct(*sizes, linear.bias is not None, comm=comm, device="meta", **kwargs)
         layer.is_transposed = not isinstance(linear, nn.Linear)
         layer._adopt({"weight": linear.weight, "bias": linear.bias})
         return layer.train(linear.training)
@@ -163,34 +138,29 @@ class ShardedLinear(ShardedLayer):
         dim = self.shard_dims[name]
         return 1 - dim if self.is_transposed and name == "weight" else dim
 
-    def _matrix(self) -> Tensor:
-        """The weight, ``[out, in]``."""
-        return self.weight.t() if self.is_transposed else self.weight
-
-    def _check_input(self, x: Tensor, features: int) -> None:
-        weight = self.weight
-        name = self._described()
+    def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
+        if not torch.compiler.is_compiling() and active_ddp() is not None:
+            check_data_parallel(self.comm)
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} takes a tensor, got {type(x).__name__}")
-        if x.dim() == 0 or x.shape[-1] != features:
+            raise TypeError(f"{self._described()} takes a tensor, got {type(x).__name__}")
+        if x.shape[-1:] != (features,):
             remedy = ""
             if x.dim() > 0 and x.shape[-1] == self.in_features:
                 remedy = "; for the full input, construct the layer with input_is_parallel=False"
             raise ValueError(
-                f"{name} on rank {self.rank} of {self.world_size} expects {features} features in "
-                f"the last dimension (in_features={self.in_features}), got a tensor of shape "
-                f"{tuple(x.shape)}{remedy}"
+                f"{self._described()} on rank {self.rank} of {self.world_size} expects {features} "
+                f"features in the last dimension (in_features={self.in_features}), got a tensor of "
+                f"shape {tuple(x.shape)}{remedy}"
             )
         if x.device != weight.device:
             raise ValueError(
-                f"{name} is on {weight.device} but its input on {x.device}; "
+                f"{self._described()} is on {weight.device} but its input on {x.device}; "
                 f"move one of them with .to(...)"
             )
         # is_autocast_enabled("meta") raises.
-        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        if x.dtype != weight.dtype and not autocast:
+        if x.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
             raise TypeError(
-                f"{name} has dtype {weight.dtype} but its input {x.dtype}; "
+                f"{self._described()} has dtype {weight.dtype} but its input {x.dtype}; "
                 f"convert one of them with .to(...), or use torch.autocast"
             )
 
@@ -264,66 +234,38 @@ class RowParallelLinear(ShardedLinear):
             raise ValueError(
                 f"reduce must be 'all_reduce', 'reduce_scatter' or 'none', got {reduce!r}"
             )
-        if reduce == "none" and invariant:
-            raise ValueError(
-                "reduce='none' returns partial sums, which differ with the number of ranks; "
-                "invariant=True needs 'all_reduce' or 'reduce_scatter'"
-            )
-        if invariant and reduce == "reduce_scatter" and bias and skip_bias_add:
-            raise ValueError(
-                "reduce='reduce_scatter' with skip_bias_add=True: the gradient of a bias that is "
-                "added later depends on the number of ranks; invariant=True needs bias=False, or "
-                "skip_bias_add=False"
-            )
         if reduce == "none" and bias and not skip_bias_add:
             raise ValueError(
                 "reduce='none' returns partial sums, to which a bias would be added once per rank; "
                 "pass bias=False, or skip_bias_add=True and add the bias after the reduction"
             )
-        super().__init__(
-            in_features, out_features, bias, comm, skip_bias_add, device, dtype, invariant
-        )
-        if invariant:
-            check_slabs([in_features], comm.world_size)
+        full = _new_linear(in_features, out_features, bias, device, dtype)
+        super().__init__(full, Sharding(comm, invariant=invariant), skip_bias_add=skip_bias_add)
+        self.arithmetic.check_row(in_features, comm, reduce, adds_later=bias and skip_bias_add)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        weight, y = self._matrix(), None
-        if not torch.compiler.is_compiling():
-            check_data_parallel(self.comm)
-            if self.input_is_parallel and self.reduce == "all_reduce" and not self.invariant:
-                y = row_linear_skinny(x, weight, self.comm)  # First: checks would take as long.
-        if y is None:
-            y = self._product(x, weight)
-        bias: Tensor | None = self.bias
-        if bias is not None and self.reduce == "reduce_scatter" and self.invariant:
-            return invariant_add_to_slices(y, bias, self.comm)
-        if bias is not None and self.reduce == "reduce_scatter":
-            # Each rank adds the bias to its own rows only, so its gradient is a sum over ranks.
-            bias = copy_to_ranks(bias, self.comm)
-        if self.skip_bias_add:
-            return y, bias
-        if bias is None:
-            return y
-        # In place where that is safe: selective checkpointing may keep ``y``, and a tensor subclass
-        # is a view of row_linear's result.
-        plain = type(y) is Tensor and not is_observed()
-        return y.add_(bias) if plain else (y + bias).to(y.dtype)
-
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        self._check_input(x, weight.shape[1] if self.input_is_parallel else self.in_features)
+        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
+        self._check_input(
+            x, weight, weight.shape[1] if self.input_is_parallel else self.in_features
+        )
         if not self.input_is_parallel:
             x = scatter_to_ranks(x, self.comm)
         elif x.requires_grad and not (torch.compiler.is_compiling() or self._gradients_are_checked):
             x.register_hook(self._check_gradients)
+        bias: Tensor | None = self.bias
+        scatter = self.reduce == "reduce_scatter"
         if self.reduce == "none":
-            return _linear(x, weight)
-        if self.invariant:
-            scatter = self.reduce == "reduce_scatter"
-            return invariant_row_linear(x, weight, self.comm, scatter=scatter)
-        return row_linear(x, weight, self.comm, scatter=self.reduce == "reduce_scatter")
+            y = linear(x, weight)
+        else:
+            y = self.arithmetic.row_linear(x, weight, self.comm, scatter=scatter)
+        if bias is not None and scatter:
+            bias = self.arithmetic.bias_of_slices(bias, y, self.comm)
+        if self.skip_bias_add:
+            return y, bias
+        return y if bias is None else _add(y, bias)
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:
@@ -397,45 +339,29 @@ class ColumnParallelLinear(ShardedLinear):
                 f"copies={copies} goes with neither blocks nor gather_output; without copies the "
                 "gathered output is the full one"
             )
-        if invariant and copies > 1:
-            raise ValueError(
-                f"invariant=True with copies={copies}: the sum of the gradients of several holders "
-                "depends on their number; use at most as many ranks as there are key heads"
-            )
-        sharding = invariant, blocks or (), copies
-        super().__init__(
-            in_features, out_features, bias, comm, skip_bias_add, device, dtype, *sharding
-        )
+        full = _new_linear(in_features, out_features, bias, device, dtype)
+        sharding = Sharding(comm, blocks or (), copies, invariant)
+        super().__init__(full, sharding, skip_bias_add=skip_bias_add)
         if copies > 1 and out_features % (comm.world_size // copies):
             raise ValueError(
                 f"{comm.world_size // copies} shards, each with copies={copies}, must be of one "
                 f"size, but there are {out_features} features; use fewer ranks"
             )
-        if invariant:
-            check_slabs(blocks or [out_features], comm.world_size)
+        self.arithmetic.check_column(blocks or [out_features], comm, copies=copies)
         self.gather_output = gather_output
+        self._own_blocks = [size for _, size in self.spans("weight")]
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        weight: Tensor = self._matrix()
+        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
         bias: Tensor | None = self.bias
-        if not torch.compiler.is_compiling():
-            check_data_parallel(self.comm)
-            if not (self.skip_bias_add or self.gather_output or self.invariant):
-                y = skinny_linear(x, weight, bias)  # First: checks would take as long.
-                if y is not None:
-                    return y
-        self._check_input(x, self.in_features)
+        self._check_input(x, weight, self.in_features)
         if self.copies > 1:
             weight = copy_to_holders(weight, self.comm, self.copies)
             if bias is not None:
                 bias = copy_to_holders(bias, self.comm, self.copies)
         added = None if self.skip_bias_add else bias
-        if self.invariant:
-            sizes = [size for _, size in self.spans("weight")]
-            y = invariant_column_linear(x, weight, added, self.comm, sizes)
-        else:
-            y = _linear(copy_to_ranks(x, self.comm), weight, added)
+        y = self.arithmetic.column_linear(x, weight, added, self.comm, self._own_blocks)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
         if y.requires_grad and not torch.compiler.is_compiling():
@@ -450,8 +376,19 @@ class ColumnParallelLinear(ShardedLinear):
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.is_cuda:
-        return sharded_gemm(x, weight, bias)
-    y = skinny_linear(x, weight, bias)
-    return functional.linear(x, weight, bias) if y is None else y
+def _new_linear(
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    device: torch.device | str | int | None,
+    dtype: torch.dtype | None,
+) -> nn.Linear:
+    device = None if device is None else usable(device)
+    return nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+
+
+def _add(y: Tensor, bias: Tensor) -> Tensor:
+    """``y + bias``: in place where that is safe. Selective checkpointing may keep ``y``, and a
+    tensor subclass is a view of the product."""
+    plain = type(y) is Tensor and not torch.compiler.is_compiling() and dispatch_mode_count() == 0
+    return y.add_(bias) if plain else (y + bias).to(y.dtype)

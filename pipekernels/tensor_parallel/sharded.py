@@ -5,43 +5,58 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
+from pipekernels._torch_private import active_ddp
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
+from pipekernels.tensor_parallel.arithmetic import arithmetic_of
+from pipekernels.tensor_parallel.data_parallel import (
+    as_full_tensor,
+    check_data_parallel,
+    distributed_like,
+)
 from pipekernels.tensor_parallel.full_layer import REMEDY
 from pipekernels.tensor_parallel.functional import gather_from_ranks, shard_sizes
 
 
-class ShardedLayer(nn.Module):
-    """Shards the parameters of a full layer and gathers them.
+class Sharding(NamedTuple):
+    """How the parameters of a layer are sharded.
 
     Attributes:
         comm: the communicator.
-        rank, world_size: of the communicator.
-        name: of the layer in its model, for errors.
         blocks: sizes of the layers that are fused into this one, along the sharded dimension; each
             is sharded by itself.
         copies: how many consecutive ranks hold each shard.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks.
     """
 
+    comm: Communicator
+    blocks: Sequence[int] = ()
+    copies: int = 1
+    invariant: bool = False
+
+
+class ShardedLayer(nn.Module):
+    """Shards the parameters of a full layer and gathers them.
+
+    Attributes:
+        comm, blocks, copies, invariant: see :class:`Sharding`.
+        rank, world_size: of the communicator.
+        name: of the layer in its model, for errors.
+        arithmetic: how it computes.
+    """
+
     # Parameter name -> its sharded dimension in the full layer; others are replicated.
     shard_dims: ClassVar[dict[str, int]]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
-    def __init__(
-        self,
-        comm: Communicator,
-        blocks: Sequence[int] = (),
-        copies: int = 1,
-        invariant: bool = False,
-    ) -> None:
+    def __init__(self, sharding: Sharding) -> None:
         super().__init__()
+        comm, blocks, copies, invariant = sharding
         if not isinstance(comm, Communicator):
             raise TypeError(
                 f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one "
@@ -59,6 +74,7 @@ class ShardedLayer(nn.Module):
         self.blocks = tuple(blocks)
         self.copies = copies
         self.invariant = invariant
+        self.arithmetic = arithmetic_of(invariant)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""
@@ -151,6 +167,10 @@ class ShardedLayer(nn.Module):
                 shard = self.shard(name, parameter.detach())
                 parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             self.register_parameter(name, parameter)
+
+    def _check_data_parallel(self) -> None:
+        if not torch.compiler.is_compiling() and active_ddp() is not None:
+            check_data_parallel(self.comm)
 
     def _described(self) -> str:
         """Class and name, for errors."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels.tensor_parallel.dtensor import as_full_tensor, distributed_like
+from pipekernels.tensor_parallel.data_parallel import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.sharded import ShardKey, sharded_parameters
 
 

@@ -1,12 +1,11 @@
-"""What ``pipekernels tune`` measures, limits of ``algorithm="auto"`` and links between GPUs: their
-files, agreement of the ranks, the measurements."""
+"""What ``pipekernels tune`` measures for ``algorithm="auto"``: its file, the ranks' agreement, the
+measurements."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -19,16 +18,12 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_processes
-from torch import Tensor
 
 from pipekernels import Communicator, cli
-from pipekernels.comm import all_reduce_limits, links, measure
+from pipekernels.comm import all_reduce_limits, measure
 from pipekernels.comm.all_reduce_limits import Limits
-from pipekernels.comm.links import LinkModel
 
 DATE = "2026-01-31 12:00 UTC"
-GPU = "Some GPU (R) 80GB"
-LINK = LinkModel(4e-6, 1 / 340e9, 1 / 25e9)
 REMEDY = "write it anew with `pipekernels tune`"
 
 
@@ -45,16 +40,6 @@ def test_saving_and_loading(cache: Path) -> None:
     assert all_reduce_limits.save(measured) == path == all_reduce_limits.path()
     assert all_reduce_limits.load() == measured
     assert [file for file in cache.rglob("*") if file.is_file()] == [path]
-
-
-def test_saving_links_adds_to_the_known_ones(cache: Path) -> None:
-    assert links.for_gpu(GPU, 2) is None
-    file = links.save(GPU, {2: LINK})
-    assert file == cache / "pipekernels" / "links-some-gpu-r-80gb.json"
-    other = LINK._replace(alpha=1e-5)
-    links.save(GPU, {8: other})
-    assert (links.for_gpu(GPU, 2), links.for_gpu(GPU, 8)) == (LINK, other)
-    assert links.for_gpu(GPU, 4) is None and links.for_gpu("another", 2) is None
 
 
 def test_the_file_names_the_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,26 +118,6 @@ def test_a_bad_file_is_ignored_with_a_warning_that_names_the_remedy(cache: Path,
     with pytest.warns(RuntimeWarning):
         assert limits_used(Communicator.threads(2)) == [0, 0]
     assert f"! {path} is not used" in cli.info()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 0},
-        {"links": None},
-        {"links": [{"ranks": 2}]},
-        {"links": [{"ranks": 1, **LINK._asdict()}]},
-        {"links": [{"ranks": "2", **LINK._asdict()}]},
-        {"links": [{"ranks": 2, **LINK._replace(alpha=-1e-6)._asdict()}]},
-        {"links": [{"ranks": 2, **LINK._replace(beta=1.0)._asdict()}]},
-        {"links": [{"ranks": 2, **LINK._replace(beta=float("nan"))._asdict()}]},
-    ],
-)
-def test_a_bad_file_of_links_is_ignored_with_a_warning(cache: Path, change: dict[str, Any]) -> None:
-    file = links.save(GPU, {2: LINK})
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.warns(RuntimeWarning, match=REMEDY):
-        assert links.for_gpu(GPU, 2) is None
 
 
 def make_endless(path: Path) -> None:
@@ -268,73 +233,9 @@ def test_tune_saves_the_limits_that_info_reports(cache: Path) -> None:
     assert f"measured on {measured.date} ({all_reduce_limits.path()})" in cli.info()
 
 
-# ---- measuring links, on a pretended clock -------------------------------------------------------
+def test_every_number_of_ranks_measures_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of the ranks are pretended."""
 
-
-class Clock:
-    """A communicator whose reductions take as long as ``link`` says, on a clock of its own."""
-
-    def __init__(self, ranks: int, link: LinkModel, noise: float = 0.0) -> None:
-        self.world_size = ranks
-        self.blocks: list[int] = []
-        self._link, self._noise, self._now = link, noise, 0.0
-        self._random = random.Random(ranks)
-
-    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    def barrier(self) -> None:
-        self._now += 1.0  # Counts only if it is timed.
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        assert op == "max"
-        return tensor
-
-    def all_reduce_when_ready(
-        self, tensor: Tensor, ready: Tensor, target: int, block_rows: int, *, op: str, blocks: int
-    ) -> Tensor:
-        assert ready.numel() * block_rows >= len(tensor) and ready.min() >= target
-        alpha, beta, block_beta = self._link
-        n = self.world_size
-        volume = 2 * (n - 1) / n * tensor.numel() * tensor.itemsize
-        taken = 2 * alpha + volume * max(beta, block_beta / blocks)
-        self._now += taken * (1 + self._noise * self._random.expovariate(1.0))
-        self.blocks.append(blocks)
-        return tensor
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        begin = self._now
-        call()
-        return self._now - begin
-
-
-def measured_by(clock: Any, **options: Any) -> LinkModel:
-    options = {"seconds": clock.seconds} | options
-    return measure.measure_link(clock, torch.device("cpu"), **options)
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("link", [LINK, LinkModel(2e-5, 1 / 20e9, 1 / 20e9)])
-def test_measuring_recovers_the_model(ranks: int, link: LinkModel) -> None:
-    clock = Clock(ranks, link)
-    assert measured_by(clock) == pytest.approx(link, rel=1e-3)
-    assert set(clock.blocks) == {1, 2, 4, 8, 16, 32, 64}
-
-
-def test_noise_is_left_out_or_refused() -> None:
-    clock = Clock(4, LINK, noise=0.02)
-    assert measured_by(clock) == pytest.approx(LINK, rel=0.05)
-    samples = iter([1.0] + [0.5] * 7)  # The smallest tensor takes longest.
-    with pytest.raises(ValueError, match="too noisy"):
-        measured_by(clock, seconds=lambda call: next(samples), rounds=1)
-    clock.world_size = 1
-    with pytest.raises(ValueError, match="at least 2 ranks, got 1"):
-        measured_by(clock)
-
-
-def test_tune_measures_several_numbers_of_ranks(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     class Everyone(contextlib.nullcontext["Everyone"]):
         def __init__(self, rank: int, sizes: list[int]) -> None:
             super().__init__(self)
@@ -358,39 +259,11 @@ def test_tune_measures_several_numbers_of_ranks(
             body(rank, *arguments)
         return SimpleNamespace(join=lambda timeout: True)
 
-    def link_of(some: Everyone) -> LinkModel:
-        return LINK._replace(alpha=some.world_size * 1e-6)
+    def measure_one(some: Any) -> int:
+        measured.append((some.rank, some.world_size))
+        return int(some.world_size)
 
+    measured: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
-    monkeypatch.setattr(measure, "measure_link", link_of)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: GPU)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert measure.tune_links() == []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    report = "\n".join(measure.tune_links())
-    assert "6 ranks: 6.0 us, 340 GB/s, 25.0 GB/s per thread block" in report
-    assert {ranks: link.alpha for ranks, link in links.load(GPU).items()} == pytest.approx(
-        {2: 2e-6, 4: 4e-6, 6: 6e-6}
-    )
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise RuntimeError("GPU 0 cannot access GPU 1 directly")
-
-    monkeypatch.setattr(torch.multiprocessing, "start_processes", fail)
-    assert measure.tune_links() == [
-        "links between GPUs were not measured: GPU 0 cannot access GPU 1 directly"
-    ]
-
-
-def test_every_rank_measures_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-
-    def stop(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        assert used == [device]
-        raise KeyboardInterrupt
-
-    comm: Any = SimpleNamespace(rank=3, world_size=4, empty=stop)
-    with pytest.raises(KeyboardInterrupt):
-        measure.measure_link(comm)
-    assert used == [torch.device("cuda", 3)]
+    assert measure.by_world_size(measure_one, [2, 3]) == {2: 2, 3: 3}
+    assert sorted(measured) == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]

@@ -29,7 +29,7 @@ from support.levels import in_gate
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS
 from pipekernels.kernels.table import LAYOUTS
-from pipekernels.local_ops.sharded_gemm import OLDEST_TRITON
+from pipekernels.local_ops.gemm_choice import OLDEST_TRITON
 
 LIMIT = 280  # Seconds; the first result comes after the start of processes that import torch.
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 from support.kernels.gemm_cases import OnGpu, measured, pretend_gpu
 
 from pipekernels import _log
-from pipekernels.comm import links
-from pipekernels.kernels.table import Shape
-from pipekernels.local_ops import sharded_gemm as module
-from pipekernels.tensor_parallel import overlap
+from pipekernels.local_ops import gemm_choice
+from pipekernels.local_ops.gemm_choice import choose
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +26,8 @@ def test_of_a_product(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     def ask(rows: int = 64) -> None:
         x = torch.empty(rows, 64, dtype=torch.bfloat16).as_subclass(OnGpu)
         weight = torch.empty(64, 64, dtype=torch.bfloat16).as_subclass(OnGpu)
-        assert not module._may_be_triton(x, weight, x.dtype, "auto")
-        assert module.choose(x, weight, torch.empty(rows, 64), None, "auto") is None
+        assert choose(x, weight, None) is None
+        assert choose(x, weight, torch.empty(rows, 64)) is None
 
     pretend_gpu(monkeypatch, None)
     ask()
@@ -38,7 +35,7 @@ def test_of_a_product(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     ask(rows=65)  # In a class that was not measured.
     pretend_gpu(monkeypatch, measured(speedup=1.0))
     ask()
-    monkeypatch.setattr(module, "has_triton", lambda: False)
+    monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
     ask()
     reasons = [
         "nothing was measured on this GPU; `pipekernels tune` does",
@@ -50,24 +47,3 @@ def test_of_a_product(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     assert len(caplog.messages) == len(reasons)
     for message, why in zip(caplog.messages, reasons, strict=True):
         assert message.startswith(start + why)
-
-
-def test_of_a_product_that_is_not_overlapped(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
-    shape = Shape("bfloat16", "forward", 4096, 8192, 8192)
-    a, b, out = (
-        torch.empty(size, dtype=torch.bfloat16, device="meta")
-        for size in ((4096, 8192), (8192, 8192), (4096, 8192))
-    )
-    pretend_gpu(monkeypatch, measured(seconds=2e-5, shape=shape))
-    assert overlap.choose_overlap(a, b, out, 8, "auto") is None
-    links.save("Some GPU", {8: overlap.LINK_MODELS[90]})
-    assert overlap.choose_overlap(a, b, out, 8, "auto") is None
-    pretend_gpu(monkeypatch, None)
-    assert overlap.choose_overlap(a, b, out, 8, "auto") is None
-    assert [message.rpartition("other: ")[2] for message in caplog.messages] == [
-        "links between so many GPUs were not measured",
-        f"no gain is predicted for {shape}",
-        "such products were not measured",
-    ]

@@ -13,8 +13,8 @@ from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.layout import layout_of
 from pipekernels.kernels.table import Shape
 from pipekernels.local_ops import gemm_tuning
+from pipekernels.local_ops.gemm_choice import gpu_of, tf32_allowed
 from pipekernels.local_ops.gemm_tuning import by_library
-from pipekernels.local_ops.sharded_gemm import measured, tf32_allowed
 from pipekernels.ops import sharded_gemm
 
 CONFIGS = [Config(Blocks(128, 128, 64, 8, 4)), Config(Blocks(64, 128, 64, 4, 5))]
@@ -128,7 +128,7 @@ def test_tuning_on_a_gpu(device: torch.device) -> None:
     found = tuner.measure(shapes, by_library, seconds=60)
     assert [entry.shape for entry in found.entries.values()] == shapes
     table.save(found)
-    assert measured(device) is not None
+    assert table.for_gpu(gpu_of(device).name) is not None
     for shape in shapes:
         case = Case.make(torch.bfloat16, device, *shape[2:], layout=shape.layout)
         assert layout_of(case.x, case.weight) == shape.layout

@@ -28,6 +28,8 @@ from torch.nn import functional
 from pipekernels.kernels.config import BLOCKS, KINDS, Config, candidates
 from pipekernels.kernels.layout import layout_of
 from pipekernels.kernels.table import LAYOUTS
+from pipekernels.local_ops import gemm_choice
+from pipekernels.local_ops.gemm_choice import choose, gpu_of, tf32_allowed
 from pipekernels.ops import sharded_gemm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -35,7 +37,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_float32() -> None:
-    assert not module.tf32_allowed()
+    assert not tf32_allowed()
 
 
 # ---- values ----
@@ -150,7 +152,7 @@ def test_the_kernel_in_the_interpreter(level: str) -> None:
 
 def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> Config | None:
     a, b, out = (torch.empty(size, dtype=dtype) for size in ((64, k), (64, k), (64, 64)))
-    chosen = module.choose(a, b, out, None, algorithm)
+    chosen = choose(a, b, out, algorithm=algorithm)
     return None if chosen is None else chosen.config
 
 
@@ -211,15 +213,21 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     assert calls(captured=True) == ["library"]
 
 
-def test_products_for_the_library_skip_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_for_the_library_skip_the_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Except the first time, when the kernel is loaded, and in captures, which may take longer."""
     captured: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captured))
-    monkeypatch.setattr(module, "_short", set())
+    monkeypatch.setattr(module, "_launched", set())
+    done: list[Any] = []
+    monkeypatch.setattr(module, "run", lambda *arguments: done.append(arguments))
 
     def calls_operation(dtype: torch.dtype = torch.bfloat16, rows: int = 64) -> bool:
         x, weight = (torch.empty(size, 64, dtype=dtype).as_subclass(OnGpu) for size in (rows, 64))
-        return module._may_be_triton(x.view(-1, 1, 64), weight, dtype, "auto")
+        done.clear()
+        sharded_gemm(x.view(-1, 1, 64), weight)
+        return bool(done)
 
     pretend_gpu(monkeypatch, None)
     assert not calls_operation()
@@ -252,7 +260,7 @@ def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="needs compute capability 8.9"):
         choice("triton", FLOAT8)
     pretend_gpu(monkeypatch, None)
-    monkeypatch.setattr(module, "has_triton", lambda: False)
+    monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
     with pytest.raises(ImportError, match=r"3.6 or newer: pip install 'pipekernels\[triton\]'"):
         choice("triton")
     assert choice("auto") is None
@@ -267,7 +275,7 @@ def test_an_old_triton_is_not_used(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: version)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert module.has_triton.__wrapped__() == serves
+    assert gemm_choice.has_triton.__wrapped__() == serves
 
 
 def test_auto_takes_triton_for_float8_that_the_library_does_not_support(
@@ -275,9 +283,9 @@ def test_auto_takes_triton_for_float8_that_the_library_does_not_support(
 ) -> None:
     pretend_gpu(monkeypatch, None)
     a, b = torch.empty(64, 64).to(FLOAT8), torch.empty(60, 64).to(FLOAT8)
-    assert module.choose(a, b, torch.empty(64, 60), None, "auto") is not None
+    assert choose(a, b, torch.empty(64, 60)) is not None
     b = torch.empty(64, 64).to(FLOAT8)
-    assert module.choose(a, b, torch.empty(64, 64, dtype=torch.bfloat16), None, "auto") is None
+    assert choose(a, b, torch.empty(64, 64, dtype=torch.bfloat16)) is None
 
 
 # ---- on a GPU ----
@@ -303,7 +311,7 @@ def test_every_configuration_on_a_gpu(
     """Errors obey the bound, and are about those of the vendor's library at most."""
     from pipekernels.kernels.launch import Product, launch
 
-    own = module.gpu_of(device)
+    own = gpu_of(device)
     if kind == "float8_e4m3fn" and own.capability < (8, 9):
         pytest.skip("float8 needs compute capability 8.9")
     tf32 = kind == "tfloat32"

@@ -25,7 +25,7 @@ from pipekernels.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from pipekernels.tensor_parallel.arithmetic.exact_sums import exact_sum
-from pipekernels.tensor_parallel.invariance_check import check_invariance
+from pipekernels.tensor_parallel.plan.invariance_check import check_invariance
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from support.error_bounds import gamma
 from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import (
@@ -320,18 +319,6 @@ def test_every_algorithm_of_a_row_parallel_product(
     run_threads(world_size, on(device, on_rank))
 
 
-def test_unknown_and_unavailable_algorithms() -> None:
-    (comm,) = Communicator.threads(1)
-    x, weight = torch.ones(4, 4), torch.ones(4, 4)
-    with pytest.raises(ValueError, match="auto, triton, cublas, overlapped, got 'gemm'"):
-        row_linear(x, weight, comm, algorithm="gemm")
-    with pytest.raises(ValueError, match="'overlapped' needs CUDA tensors, got cpu; use 'auto'"):
-        row_linear(x, weight, comm, algorithm="overlapped")
-    meta = x.to("meta")
-    with pytest.raises(ValueError, match="needs CUDA"):
-        row_linear(meta, meta, comm, scatter=True, algorithm="overlapped")
-
-
 def test_layers_on_meta_compute_shapes() -> None:
     (comm,) = Communicator.threads(1)
     x = torch.ones(3, IN, device="meta")
@@ -364,27 +351,6 @@ def test_autocast_and_no_grad(device: torch.device) -> None:
             assert not pair(x).requires_grad
 
     run_threads(2, on(device, on_rank))
-
-
-def test_modes_see_the_operation_and_bits_stay_the_same(device: torch.device) -> None:
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    names: list[str] = []
-    full, x = nn.Linear(IN, OUT).to(device), torch.randn(ROWS, IN).to(device)
-
-    def on_rank(comm: Communicator) -> None:
-        layer = RowParallelLinear.from_linear(full, comm)
-        with torch.no_grad():
-            plain = layer(x)
-            with Names():
-                seen = layer(x)
-        assert torch.equal(plain, seen) and torch.equal(plain, layer(x).detach())
-
-    run_threads(1, on(device, on_rank))
-    assert names.count("pipekernels.row_linear.default") == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

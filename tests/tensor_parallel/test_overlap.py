@@ -1,122 +1,204 @@
-"""The choice and the model of products that are overlapped with their all-reduce."""
+"""Which products are overlapped with their all-reduce: measurements, their file, the choice."""
 
 from __future__ import annotations
 
-from math import ceil
+import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.kernels.gemm_cases import CONFIG, measured, pretend_gpu
+from support.ranks import run_threads
+from torch import Tensor
 
-from pipekernels.comm import links
-from pipekernels.kernels.config import Blocks
+from pipekernels import Communicator, _log
+from pipekernels.kernels.config import BLOCKS
 from pipekernels.kernels.table import Shape
+from pipekernels.local_ops.gemm_choice import Chosen, choose
 from pipekernels.tensor_parallel import overlap
+from pipekernels.tensor_parallel.overlap import tuning
+
+GPU = "Some GPU"
+CPU = torch.device("cpu")
+SHAPE = Shape("bfloat16", "forward", 4096, 8192, 8192)
+OTHER = SHAPE._replace(m=2048)
+OVERLAPPED = Chosen(CONFIG, reducing_blocks=8)
 
 
-@given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0), st.integers(1, 50))
-def test_overlapped_time_is_that_of_a_two_stage_pipeline(
-    gemm: float, reduce: float, row_blocks: int
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Append to it to pretend that a graph is being captured."""
+    found: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(found))
+    return found
+
+
+def product(rows: int = 4096, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    sizes = (rows, 8192), (8192, 8192), (rows, 8192)
+    return tuple(torch.empty(size, dtype=dtype, device="meta") for size in sizes)
+
+
+def test_auto_overlaps_the_products_that_were_measured_to_gain(
+    capturing: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = 0.0
-    for block in range(1, row_blocks + 1):
-        end = max(end, gemm * block / row_blocks) + reduce / row_blocks
-    assert overlap.overlapped_seconds(gemm, reduce, row_blocks) == pytest.approx(end)
+    pretend_gpu(monkeypatch, measured(speedup=1.0, shape=SHAPE))
+    assert choose(*product(), overlaps={OTHER: 8}) is None
+    assert choose(*product(), overlaps={SHAPE: 8}) == OVERLAPPED
+    assert choose(*product(3072), overlaps={SHAPE: 8}) == OVERLAPPED  # Of the same class.
+    assert choose(*product(dtype=torch.float64), overlaps={SHAPE: 8}) is None
+    pretend_gpu(monkeypatch, None)
+    assert choose(*product(), overlaps={SHAPE: 8}) is None
 
 
-def test_the_all_reduce_model() -> None:
-    link = overlap.LinkModel(1e-6, 1e-9, 8e-9)
-    assert overlap.all_reduce_seconds(0, 8, link) == 1e-6  # One step.
-    assert overlap.all_reduce_seconds(10**9, 8, link) == pytest.approx(2 * 7 / 8, rel=1e-3)
-    assert overlap.all_reduce_seconds(10**9, 8, link, blocks=4) == pytest.approx(3.5, rel=1e-3)
-    assert overlap.all_reduce_seconds(10**9, 8, link, blocks=64) == pytest.approx(1.75, rel=1e-3)
+def test_overlap_on_demand_needs_no_measurement(
+    capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, measured(shape=SHAPE))
+    a = product()[0]
+    chosen = overlap.always(choose(*product(), algorithm="triton"), a)
+    assert chosen == Chosen(CONFIG, forced=True, reducing_blocks=overlap.REDUCING_BLOCKS)
+    shared = overlap.always(Chosen(CONFIG._replace(split_k=2)), a)
+    assert shared is not None and shared.config.split_k == 1
+    assert shared.config.blocks == BLOCKS[90, "bfloat16"].full_tile[0]
+    assert overlap.always(None, a) is None
 
 
-@given(
-    st.integers(1, 16384),
-    st.integers(1, 16384),
-    st.floats(1e-5, 1e-2),
-    st.integers(2, 8),
-    st.sampled_from([2, 16, 132]),
-    st.sampled_from(sorted(overlap.LINK_MODELS)),
+@pytest.mark.parametrize("agree", [True, False])
+def test_all_ranks_overlap_or_none(
+    agree: bool,
+    cache: Path,
+    capturing: list[bool],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, overlap.__name__)
+    monkeypatch.setattr(_log, "_seen", set())
+    pretend_gpu(monkeypatch, measured(shape=SHAPE))
+    overlap.save(GPU, {2: {SHAPE: 8}, 4: {OTHER: 2}})
+    if not agree:
+        found = iter([{SHAPE: 8}, {SHAPE: 4}])
+        monkeypatch.setattr(overlap, "for_gpu", lambda gpu, ranks: next(found))
+
+    def body(comm: Communicator) -> None:
+        first = overlap.gains(comm, CPU)
+        assert first == ({SHAPE: 8} if agree else {})
+        assert overlap.gains(comm, CPU) is first  # Without another collective.
+
+    run_threads(2, body)
+    (one,), (comm, _) = Communicator.threads(1), Communicator.threads(2)
+    capturing.append(True)
+    for each in (one, comm):
+        assert overlap.gains(each, CPU) == {}
+    assert len(caplog.messages) == (not agree)
+    assert agree or caplog.messages[0].endswith("has measured no gain on all ranks")
+
+
+def test_saving_replaces_a_number_of_ranks_and_loading_finds(cache: Path) -> None:
+    assert overlap.for_gpu(GPU, 2) is None
+    file = overlap.save(GPU, {2: {SHAPE: 8, OTHER: 4}})
+    assert file.parent == cache / "pipekernels" and file.name == "overlap-some-gpu.json"
+    overlap.save(GPU, {8: {OTHER: 16}})
+    assert overlap.for_gpu(GPU, 2) == {SHAPE: 8, OTHER: 4}
+    assert overlap.for_gpu(GPU, 8) == {OTHER: 16} and overlap.for_gpu(GPU, 4) is None
+    overlap.save(GPU, {2: {}})
+    assert overlap.load(GPU) == {8: {OTHER: 16}}
+
+
+RECORD = {"ranks": 2, "blocks": 8, **SHAPE._asdict()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 0},
+        {"products": None},
+        {"products": [{"ranks": 2}]},
+        {"products": [RECORD | {"ranks": "2"}]},
+        {"products": [RECORD | {"blocks": 0}]},
+        {"products": [RECORD | {"m": 1.5}]},
+    ],
 )
-def test_best_overlap(
-    m: int, n: int, seconds: float, ranks: int, sms: int, generation: int
+def test_a_bad_file_is_ignored_with_a_warning(cache: Path, change: dict[str, Any]) -> None:
+    file = overlap.save(GPU, {2: {SHAPE: 8}})
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.warns(RuntimeWarning, match="write it anew with `pipekernels tune`"):
+        assert overlap.for_gpu(GPU, 2) is None
+
+
+class Clock:
+    """A rank on a clock of its own, on which overlapped products take ``times`` seconds by thread
+    blocks of the reduction, and all others 2 seconds."""
+
+    def __init__(self, times: dict[int, float]) -> None:
+        self.times, self.now = times, 0.0
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    def barrier(self) -> None:
+        self.now += 1.0  # Counts only if it is timed.
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self.now += 2.0 if op == "sum" else 0.0
+        return tensor
+
+    def overlapped(self, a: Tensor, b: Tensor, out: Tensor, comm: Clock, chosen: Chosen) -> None:
+        assert (chosen.config, comm, out.shape) == (CONFIG, self, (len(a), len(b)))
+        self.now += self.times[chosen.reducing_blocks]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        begin = self.now
+        call()
+        return self.now - begin
+
+
+@pytest.mark.parametrize(("times", "best"), [({8: 1.5, 16: 1.6}, 8), ({8: 1.95}, None)])
+def test_measuring_finds_what_gains(
+    times: dict[int, float], best: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link, size = overlap.LINK_MODELS[generation], m * n * 2
-    found = overlap.best_overlap(
-        m, n, size, CONFIG, seconds, seconds, ranks=ranks, sms=sms, link=link
-    )
-    assert found.config.blocks == CONFIG.blocks
-    row_blocks = ceil(m / (found.config.blocks.m * found.config.group_m))
-    assert 1 <= found.config.group_m <= 8
-    assert row_blocks >= min(overlap.ROW_BLOCKS, ceil(m / CONFIG.blocks.m))
-    assert found.plain_seconds == seconds + overlap.all_reduce_seconds(size, ranks, link)
+    shape = Shape("bfloat16", "forward", 1024, 16, 16)
+    clock: Any = Clock(dict.fromkeys(tuning.CANDIDATES, 3.0) | times)
+    monkeypatch.setattr(overlap, "gemm_all_reduce", clock.overlapped)
+    monkeypatch.setattr(tuning, "gemm_into", lambda out, a, b: None)
 
-    def total(blocks: int) -> float:
-        tiles = ceil(m / CONFIG.blocks.m) * ceil(n / CONFIG.blocks.n)
-        gemm = seconds * ceil(tiles / (sms - blocks)) / ceil(tiles / sms)
-        reduce = overlap.all_reduce_seconds(size, ranks, link, blocks) + row_blocks * link.alpha
-        return overlap.overlapped_seconds(gemm, reduce, row_blocks)
+    def measure(shape: Shape) -> dict[Shape, int]:
+        pretend_gpu(monkeypatch, measured(shape=shape))
+        return tuning.measure(clock, CPU, seconds=clock.seconds)
 
-    assert found.seconds == total(found.reducing_blocks)
-    allowed = range(1, max(1, min(sms // 2, overlap.MOST_BLOCKS)) + 1)
-    assert found.reducing_blocks in allowed
-    assert found.seconds == min(map(total, allowed))
+    assert measure(shape) == ({shape: best} if best else {})
+    for never in ({"m": 512}, {"layout": "grad_weight"}, {"kind": "float8_e4m3fn"}):
+        assert measure(shape._replace(**never)) == {}
+    monkeypatch.setattr(tuning, "LIMIT", -1.0)
+    assert measure(shape) == {}
 
 
-@pytest.mark.parametrize(("m", "n"), [(2048, 4096), (4096, 4096), (8192, 4096)])
-def test_no_wave_is_added_where_it_costs_more_than_it_hides(m: int, n: int) -> None:
-    """128x256 tiles, 132 multiprocessors: 8 fewer take 1.5, 1.25 and 1.125 times the waves."""
-    config, link = CONFIG._replace(blocks=Blocks(128, 256, 64, 8, 3)), overlap.LINK_MODELS[90]
-    found = overlap.best_overlap(m, n, 2 * m * n, config, 1e-3, 1e-3, ranks=2, sms=132, link=link)
-    tiles = ceil(m / 128) * ceil(n / 256)
-    assert found.reducing_blocks == 4
-    assert ceil(tiles / (132 - found.reducing_blocks)) == ceil(tiles / 132)
-    assert found.seconds < 1.1e-3
-
-
-def test_auto_overlaps_only_measured_products_that_gain(
+def test_tune_measures_several_numbers_of_ranks(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capturing: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
-    shape = Shape("bfloat16", "forward", 4096, 8192, 8192)
-    a, b, out = (
-        torch.empty(size, dtype=torch.bfloat16, device="meta")
-        for size in ((4096, 8192), (8192, 8192), (4096, 8192))
-    )
-    pretend_gpu(monkeypatch, None)
-    assert overlap.choose_overlap(a, b, out, 2, "auto") is None
-    pretend_gpu(monkeypatch, measured(seconds=8e-4, shape=shape))
-    # Nothing is planned from assumed links, nor from those of another number of ranks.
-    links.save("Some GPU", {4: overlap.LINK_MODELS[90]})
-    assert overlap.choose_overlap(a, b, out, 2, "auto") is None
-    assumed = overlap.choose_overlap(a, b, out, 2, "overlapped")
-    slow = overlap.LINK_MODELS[90]._replace(block_beta=1e-9)
-    links.save("Some GPU", {2: slow})
-    found = overlap.choose_overlap(a, b, out, 2, "overlapped")
-    assert found is not None and assumed is not None and found.seconds > assumed.seconds
-    links.save("Some GPU", {ranks: overlap.LINK_MODELS[90] for ranks in (2, 8)})
-    found = overlap.choose_overlap(a, b, out, 2, "auto")
-    assert found is not None and found.seconds * overlap.GAIN < found.plain_seconds
-    # A product of the same class with three quarters of the rows takes three quarters of the time.
-    fewer = overlap.choose_overlap(a[:3072], b, out[:3072], 2, "auto")
-    reduce = overlap.all_reduce_seconds(3072 * 8192 * 2, 2, overlap.LINK_MODELS[90])
-    assert fewer is not None and fewer.plain_seconds == pytest.approx(0.75 * 8e-4 + reduce)
-    capturing.append(True)
-    assert overlap.choose_overlap(a, b, out, 2, "auto") is None
-    assert overlap.choose_overlap(a, b, out, 2, "overlapped") == found
-    capturing.clear()
-    for algorithm, ranks in (("auto", 1), ("cublas", 2), ("triton", 2)):
-        assert overlap.choose_overlap(a, b, out, ranks, algorithm) is None
-    # A product much shorter than the reduction hides little of it, and few blocks reduce slower.
-    pretend_gpu(monkeypatch, measured(seconds=2e-5, shape=shape))
-    assert overlap.choose_overlap(a, b, out, 8, "auto") is None
-    assert overlap.choose_overlap(a, b, out, 8, "overlapped") is not None
-    pretend_gpu(monkeypatch, None)
-    forced = overlap.choose_overlap(a, b, out, 8, "overlapped")
-    assert forced is not None and forced.config.split_k == 1
+    def by_world_size(measure: Any, sizes: list[int]) -> Any:
+        ranks = (SimpleNamespace(rank=3, world_size=size) for size in sizes)
+        return json.loads(json.dumps([[comm.world_size, measure(comm)] for comm in ranks]))
+
+    used: list[torch.device] = []
+    monkeypatch.setattr(tuning, "by_world_size", lambda *args: dict(by_world_size(*args)))
+    found = {SHAPE: 8, OTHER: 2}
+    monkeypatch.setattr(tuning, "measure", lambda comm, device: found)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: GPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert tuning.tune() == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    assert "  6 ranks: 2 products gain" in tuning.tune()
+    assert overlap.load(GPU) == dict.fromkeys((2, 4, 6), found)
+    assert used == [torch.device("cuda", 3)] * 3
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("GPU 0 cannot access GPU 1 directly")
+
+    monkeypatch.setattr(tuning, "by_world_size", fail)
+    [line] = tuning.tune()
+    assert line.endswith("was not measured: GPU 0 cannot access GPU 1 directly")

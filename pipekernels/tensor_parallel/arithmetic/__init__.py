@@ -23,3 +23,13 @@ row            tree over slabs, all-reduce     slabs of dX and of dW, side by si
 column         slabs of Y, side by side        dX: tree over slabs, all-reduce; slabs of dW
 =============  ==============================  ========================================
 """
+
+from __future__ import annotations
+
+from pipekernels.tensor_parallel.arithmetic.invariant import Invariant
+from pipekernels.tensor_parallel.arithmetic.plain import Plain
+
+
+def arithmetic_of(invariant: bool) -> type[Plain]:
+    """The arithmetic of a layer."""
+    return Invariant if invariant else Plain

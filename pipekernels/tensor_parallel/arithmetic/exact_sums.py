@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.once import check_differentiated_once
-from pipekernels.tensor_parallel.arithmetic.invariant import check_eager
+from pipekernels.tensor_parallel.arithmetic.slabs import check_eager
 
 _BITS = 62  # Of the largest sum.
 

@@ -1,8 +1,8 @@
-"""The steps of invariant layers: products by slabs, and sums in the order of one tree."""
+"""The arithmetic that has the same bits on any number of ranks; see the package's docstring."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,162 +13,113 @@ from pipekernels.comm import Communicator
 from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 from pipekernels.local_ops.slab_gemm import slab_gemm
-from pipekernels.tensor_parallel.arithmetic.products import (
+from pipekernels.tensor_parallel.arithmetic.plain import Plain, ShardGradient
+from pipekernels.tensor_parallel.arithmetic.slabs import (
+    SLABS,
+    check_eager,
+    check_slabs,
     product_by_rows,
+    slabs_of,
+    sum_of_ranks,
     tree_product,
     tree_sum,
 )
+from pipekernels.tensor_parallel.data_parallel import as_full_tensor
 
-SLABS = 8
-ALIGNED = (
-    8  # Elements of 16 bytes or more: the library has other kernels for rows that are less aligned.
-)
-WIDTH = 32  # Elements of two of the widest vectors.
 _LAYERS = "an invariant layer"  # For errors.
 
 
-def check_slabs(sizes: Sequence[int], world_size: int) -> None:
-    """Raise ValueError unless each of ``sizes`` features can be cut into slabs, and these dealt out
-    to the ranks."""
-    if SLABS % world_size:
-        raise ValueError(
-            f"invariant=True has {SLABS} slabs, which {world_size} ranks cannot share evenly; use "
-            "1, 2, 4 or 8 ranks"
-        )
-    for size in sizes:
-        if not has_slabs(size):
+class Invariant(Plain):
+    """Products by slabs, and sums in the order of one tree."""
+
+    order = "tree"
+
+    @staticmethod
+    def check_row(size: int, comm: Communicator, reduce: str, *, adds_later: bool) -> None:
+        if reduce == "none":
             raise ValueError(
-                f"invariant=True cuts the sharded features into {SLABS} slabs of a multiple of "
-                f"{ALIGNED}, but there are {size}; use a multiple of {SLABS * ALIGNED}, or leave "
-                "this layer whole"
+                "reduce='none' returns partial sums, which differ with the number of ranks; "
+                "invariant=True needs 'all_reduce' or 'reduce_scatter'"
             )
-
-
-def has_slabs(size: int) -> bool:
-    """Whether ``size`` features can be cut into slabs."""
-    return size % (SLABS * ALIGNED) == 0
-
-
-def check_width(sizes: Sequence[int]) -> None:
-    """Raise ValueError unless slabs of ``sizes`` features are whole vectors: torch's elementwise
-    functions compute the last elements of a tensor, and of a thread's part of it, by other code,
-    with other bits."""
-    for size in sizes:
-        if size % (SLABS * WIDTH):
+        if reduce == "reduce_scatter" and adds_later:
             raise ValueError(
-                f"invariant=True needs slabs of a multiple of {WIDTH} features before a function "
-                f"such as an activation, but {size} features have {SLABS} slabs of "
-                f"{size / SLABS:g}; use a multiple of {SLABS * WIDTH} features, or leave this "
-                "layer whole"
+                "reduce='reduce_scatter' with skip_bias_add=True: the gradient of a bias that is "
+                "added later depends on the number of ranks; invariant=True needs bias=False, or "
+                "skip_bias_add=False"
             )
+        check_slabs([size], comm.world_size)
+
+    @staticmethod
+    def check_column(blocks: Sequence[int], comm: Communicator, *, copies: int = 1) -> None:
+        if copies > 1:
+            raise ValueError(
+                f"invariant=True with copies={copies}: the sum of the gradients of several holders "
+                "depends on their number; use at most as many ranks as there are key heads"
+            )
+        check_slabs(blocks, comm.world_size)
+
+    @staticmethod
+    def row_linear(
+        x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False
+    ) -> Tensor:
+        """RuntimeError under ``torch.compile``, or ``torch.func``'s transforms."""
+        check_eager()
+        x, weight = _as_autocast([x, weight])
+        result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
+        return result
+
+    @staticmethod
+    def column_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, blocks: Sequence[int]
+    ) -> Tensor:
+        """RuntimeError under ``torch.compile``, or ``torch.func``'s transforms."""
+        check_eager()
+        x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
+        added = biases[0] if biases else None
+        result: Tensor = _ColumnLinear.apply(x, weight, added, comm, blocks)
+        return result
+
+    @staticmethod
+    def bias_of_slices(bias: Tensor, y: Tensor, comm: Communicator) -> Tensor:
+        """ValueError: the rows cannot be cut into slabs, by which the gradient is summed."""
+        rows = y.shape[0] * comm.world_size
+        if rows % SLABS:
+            raise ValueError(
+                "invariant=True with reduce='reduce_scatter' and a bias cuts the rows into "
+                f"{SLABS} slabs, but there are {rows}; use a multiple of {SLABS}, or bias=False"
+            )
+        result: Tensor = _BiasOfSlices.apply(bias, y.shape, y.dtype, comm)
+        return result
+
+    @staticmethod
+    def looked_up(rows: Tensor) -> Tensor:
+        return rows + 0.0  # Peers add 0, which makes a 0 of -0.
+
+    @staticmethod
+    def sum_of_features(x: Tensor, comm: Communicator) -> Tensor:
+        return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
+
+    @staticmethod
+    def norms(
+        shards: Sequence[ShardGradient], norm_type: float, comm: Communicator | None
+    ) -> Tensor:
+        """``[SLABS / world_size, parameters]``."""
+        assert comm is not None
+        return torch.stack([_slab_norms(shard, norm_type, comm) for shard in shards], 1)
 
 
-def invariant_row_linear(
-    x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False
-) -> Tensor:
-    """``x @ weight.T``, summed over the ranks, each of which holds a part of the inner dimension.
+def _slab_norms(shard: ShardGradient, norm_type: float, comm: Communicator) -> Tensor:
+    grad = shard.parameter.grad
+    grad = torch.zeros_like(shard.parameter) if grad is None else as_full_tensor(grad)
+    rows = grad.movedim(shard.dim, 0)
 
-    Args:
-        x: ``[..., k_rank]``.
-        weight: ``[out_features, k_rank]``.
-        comm: the communicator.
-        scatter: return only this rank's slice of the first dimension.
+    def norm(tensor: Tensor) -> Tensor:
+        result: Tensor = torch.linalg.vector_norm(tensor, norm_type)
+        return result
 
-    Returns:
-        ``[..., out_features]``; with ``scatter`` its slice ``[rows / world_size, ...]``.
-
-    Raises:
-        RuntimeError: under ``torch.compile``, or ``torch.func``'s transforms.
-    """
-    check_eager()
-    x, weight = _as_autocast([x, weight])
-    result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
-    return result
-
-
-def invariant_column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, blocks: Sequence[int]
-) -> Tensor:
-    """``x @ weight.T + bias`` of this rank's output features.
-
-    Args:
-        x: ``[..., in_features]``, the same on every rank.
-        weight: ``[n_rank, in_features]``.
-        bias: ``[n_rank]``.
-        comm: the communicator.
-        blocks: of how many of the features each of the fused layers consists.
-
-    Returns:
-        ``[..., n_rank]``.
-
-    Raises:
-        RuntimeError: under ``torch.compile``, or ``torch.func``'s transforms.
-    """
-    check_eager()
-    x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
-    result: Tensor = _ColumnLinear.apply(x, weight, biases[0] if biases else None, comm, blocks)
-    return result
-
-
-def invariant_add_to_slices(y: Tensor, bias: Tensor, comm: Communicator) -> Tensor:
-    """``y + bias``, where each rank has a slice of the rows.
-
-    Args:
-        y: ``[rows / world_size, ..., out_features]``.
-        bias: ``[out_features]``, the same on every rank, which all get the full gradient of.
-        comm: the communicator.
-
-    Raises:
-        ValueError: the rows cannot be cut into slabs, by which the gradient is summed.
-    """
-    rows = y.shape[0] * comm.world_size
-    if rows % SLABS:
-        raise ValueError(
-            "invariant=True with reduce='reduce_scatter' and a bias cuts the rows into "
-            f"{SLABS} slabs, but there are {rows}; use a multiple of {SLABS}, or bias=False"
-        )
-    result: Tensor = _AddToSlices.apply(y, bias, comm)
-    return result
-
-
-def sum_of_slabs(x: Tensor, comm: Communicator) -> Tensor:
-    """The sum over the last dimension, sharded over the ranks: this rank's subtree."""
-    return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
-
-
-def slab_norms(
-    grad: Tensor, dim: int, blocks: Sequence[int], comm: Communicator, norm_type: float
-) -> Tensor:
-    """The norms of this rank's slabs of a shard's gradient.
-
-    Args:
-        grad: sharded along ``dim``.
-        blocks: of how many of its features each of the fused layers consists.
-        comm: the communicator.
-        norm_type: ``p`` of the p-norm.
-
-    Returns:
-        ``[SLABS / world_size]``.
-    """
-    rows = grad.movedim(dim, 0)
-
-    def norm(part: slice) -> Tensor:
-        found: Tensor = torch.linalg.vector_norm(rows[part].contiguous(), norm_type)
-        return found
-
-    of_slabs = zip(*_parts(blocks, comm), strict=True)
-    return torch.stack(
-        [torch.linalg.vector_norm(torch.stack([norm(p) for p in s]), norm_type) for s in of_slabs]
-    )
-
-
-def check_eager() -> None:
-    """Raise RuntimeError under ``torch.compile``."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "torch.compile chooses kernels by their shapes, so the bits of a compiled model depend "
-            "on the number of ranks; run layers with invariant=True uncompiled"
-        )
+    of_slabs = zip(*slabs_of(shard.blocks, comm.world_size), strict=True)
+    of_blocks = ([norm(rows[part].contiguous()) for part in slab] for slab in of_slabs)
+    return torch.stack([norm(torch.stack(norms)) for norms in of_blocks])
 
 
 def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
@@ -188,12 +139,6 @@ def _exactly(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
-def _slabs(size: int, comm: Communicator) -> Iterator[slice]:
-    """This rank's slabs of ``size`` features that it holds."""
-    width = size * comm.world_size // SLABS
-    return (slice(start, start + width) for start in range(0, size, width))
-
-
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
@@ -207,7 +152,7 @@ class _RowLinear(torch.autograd.Function):
             with _exactly(x):
                 partial = tree_product(rows, weight, SLABS // comm.world_size)
         # Not a view, which callers could not modify.
-        return _reduce(partial.resize_(shape), comm, scatter).to(x.dtype)
+        return sum_of_ranks(partial.resize_(shape), comm, scatter=scatter).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,7 +162,7 @@ class _RowLinear(torch.autograd.Function):
             grad = ctx.comm.all_gather(grad)
         rows = grad.reshape(-1, weight.shape[0])  # [rows, out_features]
         flat = x.reshape(-1, x.shape[-1])
-        slabs = list(_slabs(x.shape[-1], ctx.comm))
+        [slabs] = slabs_of([x.shape[-1]], ctx.comm.world_size)
         grad_x = grad_weight = None
         with _exactly(x):
             if ctx.needs_input_grad[0]:
@@ -227,19 +172,21 @@ class _RowLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-class _AddToSlices(torch.autograd.Function):
+class _BiasOfSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return (y + bias).to(y.dtype)
+    def forward(
+        ctx: Any, bias: Tensor, shape: torch.Size, dtype: torch.dtype, comm: Communicator
+    ) -> Tensor:
+        ctx.comm, ctx.dtype = comm, dtype
+        return bias.expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_differentiated_once(_LAYERS)
         slabs = grad.contiguous().chunk(SLABS // ctx.comm.world_size)
         wide = torch.promote_types(grad.dtype, torch.float32)
         partial = tree_sum(slab.flatten(0, -2).sum(0, dtype=wide) for slab in slabs)
-        return grad, _reduce(partial, ctx.comm, False).to(grad.dtype), None
+        return sum_of_ranks(partial, ctx.comm).to(ctx.dtype), None, None, None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -255,11 +202,11 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.comm, ctx.blocks = comm, blocks
         ctx.save_for_backward(x, weight)
         x = x.contiguous()
-        few = skinny_linear(x, weight, bias)  # Each feature by itself.
-        if few is not None:
-            return few
+        y = skinny_linear(x, weight, bias)  # Each feature by itself.
+        if y is not None:
+            return y
         rows = x.view(-1, x.shape[-1])
-        parts = (part for block in _parts(blocks, comm) for part in block)
+        parts = (part for block in slabs_of(blocks, comm.world_size) for part in block)
         y = product_by_rows(rows, weight, parts, bias)
         return y.resize_(*x.shape[:-1], weight.shape[0])
 
@@ -271,14 +218,14 @@ class _ColumnLinear(torch.autograd.Function):
         # Copies, as a kernel might choose its way by the distance between rows.
         pieces = [
             [(part, rows[:, part].contiguous()) for part in block]
-            for block in _parts(ctx.blocks, ctx.comm)
+            for block in slabs_of(ctx.blocks, ctx.comm.world_size)
         ]
         grad_x = grad_weight = grad_bias = None
         with _exactly(x):
             if ctx.needs_input_grad[0]:
                 of_slabs = zip(*pieces, strict=True)
                 partial = tree_sum(_sum_of_blocks(slab, weight) for slab in of_slabs)
-                grad_x = _reduce(partial, ctx.comm, False).to(x.dtype).view(x.shape)
+                grad_x = sum_of_ranks(partial, ctx.comm).to(x.dtype).view(x.shape)
             flattened = [piece for block in pieces for _, piece in block]
             if ctx.needs_input_grad[1]:
                 grad_weight = slab_gemm(rows.t(), flat.t())
@@ -289,27 +236,9 @@ class _ColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _parts(blocks: Sequence[int], comm: Communicator) -> Iterator[list[slice]]:
-    """For each fused layer, this rank's slabs of its features."""
-    start = 0
-    for size in blocks:
-        yield [slice(start + slab.start, start + slab.stop) for slab in _slabs(size, comm)]
-        start += size
-
-
 def _sum_of_blocks(slab: Sequence[tuple[slice, Tensor]], weight: Tensor) -> Tensor:
     """What one slab of all fused layers adds to the gradient of their input."""
     first, *others = (tree_product(piece, weight[part].t(), 1) for part, piece in slab)
     for other in others:
         first += other
     return first
-
-
-def _reduce(partial: Tensor, comm: Communicator, scatter: bool) -> Tensor:
-    """The sum of the ranks' subtrees."""
-    if comm.world_size == 1:
-        return partial
-    shared = comm.output(partial.shape, partial).copy_(partial)
-    if scatter:
-        return comm.reduce_scatter(shared, order="tree")
-    return comm.all_reduce(shared, order="tree")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic.invariant import check_width
+from pipekernels.tensor_parallel.arithmetic.slabs import check_width
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.full_layer import features_of

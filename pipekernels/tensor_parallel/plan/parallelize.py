@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters
-from pipekernels.tensor_parallel.arithmetic.invariant import has_slabs
+from pipekernels.tensor_parallel.arithmetic.slabs import has_slabs
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import features_of
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients

@@ -13,7 +13,9 @@ from torch import Tensor
 from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config, generation
 from pipekernels.kernels.table import Entry, Shape, Table, shape_class
+from pipekernels.local_ops import gemm_choice
 from pipekernels.tensor_parallel import overlap
+from pipekernels.tensor_parallel.overlap import tuning
 from support.error_bounds import gamma
 from support.kernels.operands import operands
 
@@ -90,8 +92,8 @@ def pretend_gpu(
     monkeypatch: pytest.MonkeyPatch, known: Table | None, capability: tuple[int, int] = (9, 0)
 ) -> None:
     """Let the choice of an algorithm see a GPU for which the table ``known`` was measured."""
-    fake = module.Gpu("Some GPU", capability, generation(capability), 132)
-    monkeypatch.setattr(module, "gpu_of", lambda device: fake)
-    monkeypatch.setattr(overlap, "gpu_of", lambda device: fake)
+    fake = gemm_choice.Gpu("Some GPU", capability, generation(capability), 132)
+    for user in (gemm_choice, module, overlap, tuning):
+        monkeypatch.setattr(user, "gpu_of", lambda device: fake)
     monkeypatch.setattr(table, "for_gpu", lambda name: known)
-    monkeypatch.setattr(module, "has_triton", lambda: True)
+    monkeypatch.setattr(gemm_choice, "has_triton", lambda: True)

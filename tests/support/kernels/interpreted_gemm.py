@@ -30,6 +30,7 @@ from pipekernels.kernels import table, tuner
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import Shape, shape_class
+from pipekernels.local_ops.gemm_choice import Chosen, Gpu
 from pipekernels.tensor_parallel import functional as tensor_parallel
 from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
@@ -224,17 +225,18 @@ def test_split_k_resets_its_counters_to_zero(monkeypatch: pytest.MonkeyPatch) ->
 def interpret_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the operation compute CPU tensors with the interpreted kernel."""
 
-    def gemm_into(
-        out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any
-    ) -> None:
+    def run(_: Any, out: Tensor, a: Tensor, b: Tensor, terms: sharded_gemm.Terms) -> None:
         kind = str(a.dtype).removeprefix("torch.")
-        product = Product(kind, a, b, out, bias, residual)
+        product = Product(kind, a, b, out, terms.bias, terms.residual)
         launch(product, Config(SMALL, 2), generation=90, sms=2)
 
-    monkeypatch.setattr(sharded_gemm, "gemm_into", gemm_into)
+    monkeypatch.setattr(sharded_gemm, "run", run)
 
 
-def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("registered", [True, False])
+def test_both_gradients_are_products_of_the_kernel(
+    registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interpret_operation(monkeypatch)
     inputs = [torch.randn(size) for size in ((33, 40), (24, 40), (24,), (33, 24))]
     grad = torch.randn(33, 24)
@@ -243,9 +245,11 @@ def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPat
         x, w, bias, residual = leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
         if dtype == torch.float64:
             y = torch.nn.functional.linear(x, w, bias) + residual
-        else:
+        elif registered:
             rest = (None, None, None, "auto")
             y = torch.ops.pipekernels.sharded_gemm(x, w, bias, residual, *rest)
+        else:
+            y = sharded_gemm._Gemm.apply(x, w, bias, residual, "auto", Chosen(Config(SMALL)))
         y.backward(grad.to(dtype))
         results.append([y, *(leaf.grad for leaf in leaves)])
     x, w, bias, residual = (t.abs() for t in inputs)
@@ -264,7 +268,7 @@ def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPat
 def test_the_operation_passes_its_arguments_to_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = sharded_gemm.Gpu("none", (9, 0), 90, 6)
+    gpu = Gpu("none", (9, 0), 90, 6)
     monkeypatch.setattr(sharded_gemm, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     added = {"bias": torch.randn(40), "residual": torch.randn(33, 40)}
@@ -272,7 +276,8 @@ def test_the_operation_passes_its_arguments_to_the_kernel(
         added |= {"scale_a": torch.rand(33) + 0.5, "scale_b": torch.rand(1) + 0.5}
     p = product(33, 40, 64, "forward", dtype, **added)
     config = Config(Blocks(16, 32, 32, 4, 3))
-    assert sharded_gemm._by_triton(p.out, p.a, p.b, *p[4:], sharded_gemm.Chosen(config), True)
+    terms = sharded_gemm.Terms(*p[4:])
+    assert sharded_gemm._by_triton(Chosen(config, forced=True), p.out, p.a, p.b, terms)
     check(p, config)
 
 
@@ -355,19 +360,8 @@ def test_an_overlap_announces_the_tiles_that_its_ready_counters_expect(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    gpu = sharded_gemm.Gpu("none", (9, 0), 90, 6)
+    gpu = Gpu("none", (9, 0), 90, 6)
     monkeypatch.setattr(overlap, "gpu_of", lambda device: gpu)
-    plan = overlap.best_overlap(
-        rows,
-        48,
-        rows * 48 * 4,
-        Config(SMALL),
-        1.0,
-        1.0,
-        ranks=2,
-        sms=gpu.sms,
-        link=overlap.LINK_MODELS[90],
-    )._replace(reducing_blocks=2)
     a, b, out = torch.randn(rows, 40), torch.randn(48, 40), torch.empty(rows, 48)
     summed = []
 
@@ -381,7 +375,8 @@ def test_an_overlap_announces_the_tiles_that_its_ready_counters_expect(
             assert blocks == 2
             summed.append(tensor.clone())
 
-    overlap.gemm_all_reduce(a, b, out, Ranks(), plan)
+    chosen = Chosen(Config(SMALL), reducing_blocks=2)
+    overlap.gemm_all_reduce(a, b, out, Ranks(), chosen)
     unfused = torch.empty_like(out)
     launch(Product("float32", a, b, unfused), Config(SMALL), generation=90, sms=6)
     assert torch.equal(summed[0], unfused)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
-from pipekernels.tensor_parallel.invariance_check import same_bits
+from pipekernels.tensor_parallel.plan.invariance_check import same_bits
 from support.ranks import run_threads
 
 RANKS = (1, 2, 4, 8)

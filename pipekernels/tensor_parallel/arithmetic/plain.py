@@ -1,0 +1,103 @@
+"""The arithmetic of layers by default: products as they are, and sums in the order of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from pipekernels.comm import Communicator
+from pipekernels.local_ops.skinny_gemm import skinny_linear
+from pipekernels.tensor_parallel.data_parallel import as_full_tensor
+from pipekernels.tensor_parallel.functional import copy_to_ranks, row_linear
+from pipekernels.tensor_parallel.products import wide_linear
+
+
+class ShardGradient(NamedTuple):
+    """The gradient of this rank's shard of a parameter.
+
+    Attributes:
+        parameter: with the gradient.
+        dim: that is sharded.
+        blocks: of how many of its features each of the fused layers consists.
+        counts: whether this rank is the first that holds the shard.
+    """
+
+    parameter: Tensor
+    dim: int = 0
+    blocks: Sequence[int] = ()
+    counts: bool = True
+
+
+class Plain:
+    """How sharded layers compute: chosen in a layer's constructor, never an object.
+
+    :class:`pipekernels.tensor_parallel.arithmetic.invariant.Invariant` has the same functions.
+    """
+
+    order: ClassVar[str] = "rank"
+    """In which the sums of the ranks are added, see :meth:`pipekernels.Communicator.all_reduce`."""
+
+    row_linear: ClassVar[Callable[..., Tensor]] = staticmethod(row_linear)
+    """:func:`pipekernels.tensor_parallel.functional.row_linear`."""
+
+    @staticmethod
+    def check_row(size: int, comm: Communicator, reduce: str, *, adds_later: bool) -> None:
+        """Raise ValueError unless a row-parallel layer of ``size`` input features is supported,
+        whose bias is perhaps added later, by its caller."""
+
+    @staticmethod
+    def check_column(blocks: Sequence[int], comm: Communicator, *, copies: int = 1) -> None:
+        """Raise ValueError unless a layer is supported whose output features, or rows, are those of
+        ``blocks``, and whose shards are on ``copies`` ranks each."""
+
+    @staticmethod
+    def column_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, blocks: Sequence[int]
+    ) -> Tensor:
+        """``x @ weight.T + bias`` of this rank's output features.
+
+        Args:
+            x: ``[..., in_features]``, the same on every rank.
+            weight: ``[n_rank, in_features]``.
+            bias: ``[n_rank]``.
+            comm: the communicator.
+            blocks: of how many of the features each of the fused layers consists.
+
+        Returns:
+            ``[..., n_rank]``.
+        """
+        y = skinny_linear(x, weight, bias)  # First: copy_to_ranks() would take as long.
+        return wide_linear(copy_to_ranks(x, comm), weight, bias) if y is None else y
+
+    @staticmethod
+    def bias_of_slices(bias: Tensor, y: Tensor, comm: Communicator) -> Tensor:
+        """``bias``, to be added to ``y``, of which each rank has a slice of the rows; the gradient
+        on every rank is that of all rows."""
+        return copy_to_ranks(bias, comm)
+
+    @staticmethod
+    def looked_up(rows: Tensor) -> Tensor:
+        """What a rank adds to a lookup: its own rows, and zeros for those of its peers."""
+        return rows
+
+    @staticmethod
+    def sum_of_features(x: Tensor, comm: Communicator) -> Tensor:
+        """The sum over this rank's part of the last dimension."""
+        return x.sum(-1)
+
+    @staticmethod
+    def norms(
+        shards: Sequence[ShardGradient], norm_type: float, comm: Communicator | None
+    ) -> Tensor:
+        """Norms of parts of this rank's gradients, ``[parts]``, of which those of all ranks have
+        the norm of all gradients."""
+        grads = [
+            shard.parameter.new_zeros(())
+            if shard.parameter.grad is None or not shard.counts
+            else shard.parameter.grad
+            for shard in shards
+        ]
+        return as_full_tensor(get_total_norm(grads, norm_type))[None]

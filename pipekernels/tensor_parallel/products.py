@@ -1,0 +1,86 @@
+"""The products of sharded layers, each of which chooses once how it is computed.
+
+On CPUs, a few rows without derivatives have a kernel of their own
+(:mod:`pipekernels.local_ops.skinny_gemm`), all else is the library's. On GPUs see
+:mod:`pipekernels.local_ops.sharded_gemm`; a product whose result is summed over ranks may also
+overlap the sum (:mod:`pipekernels.tensor_parallel.overlap`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipekernels.comm import Communicator
+from pipekernels.local_ops.gemm_choice import Chosen, choose
+from pipekernels.local_ops.sharded_gemm import run, sharded_gemm
+from pipekernels.local_ops.skinny_gemm import skinny_into, skinny_linear
+from pipekernels.tensor_parallel import overlap
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` of one rank.
+
+    Args:
+        x: ``[..., k]``.
+        weight: ``[n, k]``.
+        bias: ``[n]``.
+
+    Returns:
+        ``[..., n]``.
+    """
+    y = skinny_linear(x, weight, bias)
+    return wide_linear(x, weight, bias) if y is None else y
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear` for operands that :func:`skinny_linear` does not take."""
+    return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
+
+
+def linear_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    comm: Communicator,
+    scatter: bool,
+    algorithm: str,
+    *,
+    skinny: bool = False,
+) -> Tensor:
+    """``x @ weight.T``, summed over the ranks, without autograd.
+
+    Args:
+        x: ``[..., k_rank]``, of the dtype of ``weight``.
+        weight: ``[n, k_rank]``.
+        comm: the communicator.
+        scatter: return only this rank's slice of the first dimension.
+        algorithm: as for :func:`pipekernels.tensor_parallel.functional.row_linear`.
+        skinny: whether the kernel for a few rows, which has other bits, may compute it.
+
+    Returns:
+        ``[..., n]`` in memory that the peers read in place, or its slice.
+    """
+    out = comm.output((*x.shape[:-1], weight.shape[0]), x)
+    if x.is_cuda:
+        rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
+        chosen = _choose(rows, weight, product, comm, scatter, algorithm)
+        if chosen is not None and chosen.reducing_blocks:
+            overlap.gemm_all_reduce(rows, weight, product, comm, chosen)
+            return out
+        run(chosen, product, rows, weight)
+    elif not (skinny and skinny_into(out, x, weight)):
+        rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
+        torch.mm(rows, weight.t(), out=product)
+    return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
+
+
+def _choose(
+    rows: Tensor, weight: Tensor, product: Tensor, comm: Communicator, scatter: bool, algorithm: str
+) -> Chosen | None:
+    """How a GPU computes ``product``, whose sum over ranks follows."""
+    if algorithm == "overlapped":  # With one rank there is nothing to overlap.
+        chosen = choose(rows, weight, product, algorithm="triton")
+        return overlap.always(chosen, rows) if comm.world_size > 1 else chosen
+    overlaps = overlap.gains(comm, rows.device) if algorithm == "auto" and not scatter else None
+    return choose(rows, weight, product, algorithm=algorithm, overlaps=overlaps)
