@@ -41,7 +41,7 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
-    """The balance that minimises the slowest stage's time for a forward and a backward.
+    """The numbers of layers that minimise the slowest stage's time for a forward and a backward.
 
     Args:
         partitions: number of stages.
@@ -53,18 +53,15 @@ def balance_by_time(
             after a warm-up; the smallest of its times counts.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
-    Returns:
-        Number of layers of each stage.
-
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
         ValueError: ``partitions`` is no integer from 1 to the number of layers, ``timeout`` is
             negative or infinite, the tensors differ in their batch size, or a layer has
             collectives.
     """
-    _check(module, partitions)
+    where = _checked(module, partitions, device)
     whole = first_rows(sample, batch_size(sample))
-    (times,) = measure_seconds(module, [whole], _device(device), timeout=timeout)
+    (times,) = measure_seconds(module, [whole], where, timeout=timeout)
     return solve([seconds.forward + seconds.backward for seconds in times], partitions)
 
 
@@ -77,7 +74,7 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]:
-    """The balance that minimises the largest stage's memory.
+    """The numbers of layers that minimise the largest stage's memory.
 
     A stage's memory is estimated as the activations that one micro-batch keeps for its backward, as
     with checkpointing, plus ``param_scale`` times its trainable parameters, plus frozen parameters
@@ -94,29 +91,24 @@ def balance_by_size(
             with momentum or ``centered`` 4, with both 5.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
-    Returns:
-        Number of layers of each stage.
-
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``input``.
         ValueError: ``partitions`` is no integer from 1 to the number of layers, ``chunks`` none of
             at least 1, ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
     """
-    _check(module, partitions)
+    where = _checked(module, partitions, device)
     chunks = integer("chunks", chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale is {param_scale}; it must not be negative")
     micro_batch = first_rows(input, micro_batch_sizes(batch_size(input), chunks)[0])
-    sizes = measure_bytes(module, micro_batch, _device(device))
+    sizes = measure_bytes(module, micro_batch, where)
     return solve([s.kept + param_scale * s.trainable + s.constant for s in sizes], partitions)
 
 
-def _check(module: nn.Sequential, partitions: int) -> None:
+def _checked(module: nn.Sequential, partitions: int, device: Device | None) -> torch.device:
+    """Where to measure, once ``module`` can be cut."""
     check_sequential(module)
     check_partitions(len(layers(module)), partitions)
-
-
-def _device(device: Device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return usable(device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from pipekernels.pipeline.planning import cuts
 
 
 def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
-    """Cut ``sequence`` into blocks so that the largest sum of a block is smallest.
+    """Cut ``sequence``, non-negative numbers, into ``partitions`` blocks of at least one element so
+    that the largest sum of a block is smallest.
 
     This is exact; fairscale and torchgpipe search for the smallest variance (Barany and Grinberg,
     2013) and may miss it::
@@ -16,17 +18,9 @@ def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
         >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
         [[1, 2, 3, 4], [5, 6]]
 
-    Args:
-        sequence: non-negative numbers.
-        partitions: number of blocks, each of at least one element.
-
     Raises:
         ValueError: ``partitions`` is no integer from 1 to ``len(sequence)``, or a number is
             negative or not finite.
     """
-    blocks = []
-    begin = 0
-    for length in cuts.solve(sequence, partitions):
-        blocks.append(list(sequence[begin : begin + length]))
-        begin += length
-    return blocks
+    rest = iter(sequence)
+    return [list(islice(rest, length)) for length in cuts.solve(sequence, partitions)]

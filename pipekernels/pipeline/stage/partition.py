@@ -6,7 +6,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -99,8 +99,9 @@ def split_module(
         )
     partitions = []
     home: dict[int, torch.device] = {}
-    for (begin, end), device in zip(pairwise([0, *accumulate(balance)]), devices, strict=False):
-        partition = nn.Sequential(OrderedDict(named[begin:end]))
+    rest = iter(named)
+    for length, device in zip(balance, devices, strict=False):
+        partition = nn.Sequential(OrderedDict(islice(rest, length)))
         partition.training = module.training  # Its layers keep their own modes.
         partitions.append(partition)
         _check_movable(partition, device, home)
