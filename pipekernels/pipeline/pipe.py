@@ -37,7 +37,7 @@ from pipekernels.pipeline.stage.partition import (
 )
 from pipekernels.pipeline.stage.skip import verify_skippables
 from pipekernels.pipeline.values.micro_batch import Batch
-from pipekernels.pipeline.values.structure import Arguments, arguments_of, deny_packed, flatten
+from pipekernels.pipeline.values.structure import Arguments, arguments_of, flatten
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -321,9 +321,7 @@ class Pipe(nn.Module):
                 "former one; replace layers in it instead, pipe.partitions[i][j] = layer, or make "
                 "a new pipe"
             )
-        if self.chunks > 1:
-            deny_packed(value, "the input")
-        tensors, structure = flatten(value, "input", cuts=True)
+        tensors, structure = flatten(value, "input", chunks=self.chunks)
         deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
 

@@ -18,12 +18,7 @@ from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
 from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
 from pipekernels.pipeline.stage.task import Activation, Grads
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of, shares
-from pipekernels.pipeline.values.structure import (
-    Structure,
-    deny_packed,
-    flatten,
-    tensors_in,
-)
+from pipekernels.pipeline.values.structure import Structure, flatten, tensors_in
 
 LossFunction = Callable[..., Any]
 """Returns a scalar, or a tuple of one and of other values to return."""
@@ -102,9 +97,7 @@ class Targets:
         self._structures: Sequence[Structure] = ()
         if target is None:
             return
-        if batch.chunks > 1:
-            deny_packed(target, "the target")
-        tensors, structure = flatten(target, "target", cuts=True)
+        tensors, structure = flatten(target, "target", chunks=batch.chunks)
         if any(tensor.grad_fn is not None for tensor in tensors):
             raise ValueError(
                 "a target has a graph, whose backward each micro-batch would run again; detach it, "

@@ -137,5 +137,5 @@ def _concatenated(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int
                 "the others' shape otherwise (take the mean over the batch, as in a loss, outside "
                 "the module)"
             )
-    deny_constant(pieces, rows)
+    deny_constant(pieces, sizes, dim)
     return torch.cat(list(pieces), dim)

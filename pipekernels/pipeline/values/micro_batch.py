@@ -57,13 +57,12 @@ def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
 
 
 class Scatter:
-    """Micro-batches of ``tensors`` along dimension ``dim``: views if it is 0, otherwise contiguous
-    copies made by the constructor.
+    """Micro-batches of ``tensors`` along dimension ``dim``: views if it is 0 or there is only one,
+    otherwise contiguous copies made by the constructor.
 
     Args:
-        tensors: each with a batch dimension ``dim``.
-        chunks: the most micro-batches to make; there are ``max(1, min(chunks, batch))``, of sizes
-            that differ by at most one, larger first.
+        tensors: as for :func:`rows_of`.
+        chunks: the most micro-batches; their sizes are those of :func:`micro_batch_sizes`.
         dim: the batch dimension, at least 0.
         what: the word for a tensor in errors.
 
@@ -78,18 +77,16 @@ class Scatter:
         self.batch = rows_of(tensors, dim, what)
         self.dim = dim
         self.sizes = micro_batch_sizes(self.batch, chunks)
-        if len(self.sizes) == 1:
-            self._parts = list(zip(*(_whole(t) for t in tensors), strict=True))
-            return
         for i, tensor in enumerate(tensors):
-            if tensor.layout != torch.strided or tensor.is_nested:
+            if len(self.sizes) > 1 and not _is_dense(tensor):
                 raise TypeError(
                     f"{what} {i} is a {type(tensor).__name__} of layout {tensor.layout}, whose "
                     "rows cannot be cut into micro-batches; give its parts as dense tensors, give "
                     "all of it to every micro-batch (NoChunk(tensor)), or use chunks=1"
                 )
-        if dim == 0:
-            self._parts = list(zip(*(_views(t, self.sizes) for t in tensors), strict=True))
+        if dim == 0 or len(self.sizes) == 1:
+            views = [_views(tensor, self.sizes, dim) for tensor in tensors]
+            self._parts = list(zip(*views, strict=True))
         else:
             self._parts = split_micro_batches(tensors, chunks, dim)
 
@@ -120,15 +117,12 @@ class Scatter:
         return whole
 
 
-def _whole(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The only micro-batch."""
-    if tensor.layout == torch.strided and not tensor.is_nested:
-        return _views(tensor, [tensor.size(0)])
-    return [tensor if tensor.requires_grad else tensor.detach()]
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
-def _views(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
-    views: Sequence[torch.Tensor] = tensor.split(sizes)
+def _views(tensor: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
+    views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if _is_dense(tensor) else [tensor]
     if tensor.requires_grad:
         return views  # Targets that require a gradient.
     if tensor.is_cuda and type(tensor) is torch.Tensor:
@@ -196,9 +190,8 @@ class Average:
 
 class Gather:
     """One tensor into which micro-batches are written in any order, which avoids a concatenation,
-    unless their dtypes differ.
-
-    Every part may have the same multiple of its micro-batch's rows (``[batch * tokens, ...]``).
+    unless their dtypes differ. All may have a common multiple of their rows, as
+    ``[batch * tokens, ...]``.
 
     Args:
         sizes: rows of each micro-batch.
@@ -213,16 +206,14 @@ class Gather:
         self._whole: torch.Tensor | None = None
         self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per micro-batch.
         self._parts: dict[int, torch.Tensor] = {}  # Those of another dtype.
-        self._rows = 1  # Entries per row of the batch, along `dim`.
         self._lengths: list[int] = []  # Entries of each micro-batch.
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Copy the part of micro-batch ``m``; a single one, or one of another
-        dtype, is kept instead.
+        """Copy the part of micro-batch ``m``; a single one, or one of another dtype, is kept.
 
         Raises:
-            ValueError: the part has no dimension to join along, or not the rows of its micro-batch
-                or the multiple of them that the parts before had, or another shape than those.
+            ValueError: the part has no dimension ``dim``, or another shape than the first part
+                lets expect.
         """
         dim = self._dim
         if part.dim() <= dim:
@@ -236,8 +227,8 @@ class Gather:
             self._whole = part.detach()
             return
         if self._whole is None:
-            self._rows = part.size(dim) // self._sizes[m]
-            self._lengths = [self._rows * size for size in self._sizes]
+            rows = part.size(dim) // self._sizes[m]
+            self._lengths = [rows * size for size in self._sizes]
             self._whole = _new_whole(part, sum(self._lengths), dim)
             self._places = self._whole.split(self._lengths, dim)
         place = self._places[m]
@@ -258,7 +249,7 @@ class Gather:
         """All parts, joined in order. Drops its references: the graph keeps this object."""
         whole = self._whole
         assert whole is not None
-        deny_constant(self._places, self._rows)
+        deny_constant(self._places, self._sizes, self._dim)
         if self._parts:
             parts = [self._parts.get(m, place) for m, place in enumerate(self._places)]
             whole = torch.cat(parts, self._dim)
@@ -272,10 +263,10 @@ class Gather:
         return list(whole.split(self._lengths, self._dim))
 
 
-def deny_constant(parts: Sequence[torch.Tensor], rows: int) -> None:
-    """Raise a ValueError if ``parts``, which have a multiple, ``rows``, of the rows of their
-    micro-batches, are equal: then they are no rows but one tensor for all of the batch."""
-    if rows < 2 or len(parts) < 2:
+def deny_constant(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> None:
+    """Raise a ValueError if ``parts``, of micro-batches of ``sizes`` rows, have a multiple of these
+    and are equal: then they are no rows but one tensor for all of the batch."""
+    if len(parts) < 2 or (rows := parts[0].size(dim) // sizes[0]) < 2:
         return
     first, *others = parts
     if all(first.shape == part.shape and torch.equal(first, part) for part in others):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipekernels._torch_private import tree_leaves
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.values.nested import Container, leaves, opened
+from pipekernels.pipeline.values.nested import Container, opened
 
 
 class NoChunk:
@@ -155,20 +155,22 @@ def merged(structures: Sequence[Structure]) -> Structure:
 
 
 def flatten(
-    value: Any, what: str, *, cuts: bool = False
+    value: Any, what: str, *, chunks: int | None = None
 ) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
 
     Containers are tuples, named tuples, lists, dicts, dataclasses and classes registered with
-    torch's pytree; with ``cuts``, not those that :func:`register_split` knows.
+    torch's pytree; with ``chunks``, the micro-batches that ``value`` is to be cut into, not those
+    that :func:`register_split` knows.
 
     Raises:
-        TypeError: ``value`` has no tensor, or one in a dict that pytree does not know, which would
-            be neither split nor differentiated.
+        TypeError: ``value`` has no tensor, one in a dict that pytree does not know, which would be
+            neither split nor differentiated, or a PackedSequence to be cut, whose fields are not
+            rows.
     """
     if isinstance(value, torch.Tensor):
         return (value,), SINGLE_TENSOR
-    found = _Leaves(what, _splits if cuts else ())
+    found = _Leaves(what, chunks)
     layout = found.layout(value)
     if not found.tensors:
         raise TypeError(
@@ -179,48 +181,45 @@ def flatten(
 
 
 class _Leaves:
-    """The leaves of a value, ``what`` in errors; objects of classes in ``closed`` are leaves."""
+    """The leaves of a value, ``what`` in errors, to be cut into ``chunks``, if at all."""
 
-    def __init__(self, what: str, closed: Collection[type]) -> None:
+    def __init__(self, what: str, chunks: int | None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
         self._what = what
-        self._closed = closed
+        self._chunks = chunks
 
     def layout(self, value: Any) -> Layout | bool:
         """Append the leaves of ``value``, and return its layout."""
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             return True
-        found = None if type(value) in self._closed else opened(value)
+        is_cut = self._chunks is not None and type(value) in _splits
+        if isinstance(value, PackedSequence) and not is_cut and (self._chunks or 0) > 1:
+            raise TypeError(
+                f"{self._what} has a PackedSequence, whose rows cannot be cut into micro-batches; "
+                "give the padded tensor and the lengths, and pack them in the first layer, "
+                "register a function that cuts it (register_split), or use chunks=1"
+            )
+        found = None if is_cut else opened(value)
         if found is None:
             self.others.append(value.tensor if isinstance(value, NoChunk) else value)
             return False
         container, entries = found
         tensors, others = len(self.tensors), len(self.others)
         layout = Layout(container, tuple([self.layout(entry) for entry in entries]))
-        if container.node is None and len(self.tensors) == tensors:
+        if container.node is not None:
+            return layout
+        if len(self.tensors) == tensors:
             self.others[others:] = [value]  # Options, which stay one object.
             return False
-        if container.node is None and isinstance(value, dict):
+        if isinstance(value, dict):
             raise TypeError(
                 f"{self._what} has tensors in a {type(value).__name__}, which torch's pytree does "
                 "not know; pass a plain dict, or register the class there "
                 "(torch.utils._pytree.register_pytree_node)"
             )
         return layout
-
-
-def deny_packed(value: Any, what: str) -> None:
-    """Raise a TypeError if there is a PackedSequence in ``value``, whose fields are no rows."""
-    if PackedSequence in _splits:
-        return
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves(value)):
-        raise TypeError(
-            f"{what} has a PackedSequence, whose rows cannot be cut into micro-batches; give the "
-            "padded tensor and the lengths, and pack them in the first layer, register a function "
-            "that cuts it (register_split), or use chunks=1"
-        )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
