@@ -19,11 +19,12 @@ from torch import nn
 from pipekernels._torch_private import are_parametrizations_cached
 from pipekernels.device.restoring import restoring
 
+Owner = dict[str, nn.Parameter | None]
+"""The ``_parameters`` of a layer."""
 
-def _make_alias(
-    parameter: nn.Parameter, detached: torch.Tensor, *, trainable: bool = True
-) -> nn.Parameter:
-    # `detached` has the class of the parameter where that is a subclass of Parameter.
+
+def _make_alias(parameter: nn.Parameter, *, trainable: bool = True) -> nn.Parameter:
+    detached = parameter.detach()  # Of the parameter's class, if that is a subclass.
     plain = type(parameter) is nn.Parameter
     alias: Any = nn.Parameter(detached, trainable) if plain else detached.requires_grad_(trainable)
     alias.__dict__ = parameter.__dict__  # Shared: attributes that the user's code sets.
@@ -62,11 +63,9 @@ class StageParameters:
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # (parameter dict of a layer, name in it, parameter, alias)
-        self._entries: list[
-            tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
-        ] = []
-        # As _entries, without aliases.
-        self.frozen: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self.entries: list[tuple[Owner, str, nn.Parameter, nn.Parameter]] = []
+        # As entries, without aliases.
+        self.frozen: list[tuple[Owner, str, nn.Parameter]] = []
         # Not module.modules(), which takes as long as a small layer's forward: this loop runs in
         # every mini-batch.
         stack: list[nn.Module | None] = [module]
@@ -86,9 +85,9 @@ class StageParameters:
                 key = id(parameter)
                 pair = self.pairs.get(key) or known.get(key)
                 if pair is None or not _is_current(pair[1], parameter):
-                    pair = (parameter, _make_alias(parameter, parameter.detach()))
+                    pair = (parameter, _make_alias(parameter))
                 self.pairs[key] = pair
-                self._entries.append((layer._parameters, name, *pair))
+                self.entries.append((layer._parameters, name, *pair))
 
     def has_same_layers(self, other: StageParameters) -> bool:
         """Whether both have the same layers, with the same classes, modes and pre-hooks."""
@@ -98,27 +97,6 @@ class StageParameters:
         """The aliases and the frozen parameters."""
         aliases = [alias for _, alias in self.pairs.values()]
         return aliases + [parameter for _, _, parameter in self.frozen]
-
-    def snapshot(self) -> list[tuple[nn.Parameter | None, int]]:
-        """The values that :meth:`install` will replace, and the addresses of the aliases."""
-        return [
-            # The parameter dict of a scripted layer has no get().
-            (owner[name] if name in owner else None, alias.data_ptr())  # noqa: SIM401
-            for owner, name, _, alias in self._entries
-        ]
-
-    def install(self) -> None:
-        for owner, name, _, alias in self._entries:
-            owner[name] = alias
-
-    def remove(self, found: Sequence[tuple[nn.Parameter | None, int]]) -> None:
-        """Put back ``found``, the result of :meth:`snapshot`."""
-        for entry, (before, address) in zip(self._entries, found, strict=True):
-            owner, name, parameter, alias = entry
-            owner[name] = before
-            # The layer has assigned new memory to its parameter, here the alias.
-            if alias.data_ptr() != address:
-                parameter.data = alias.data
 
 
 @contextmanager
@@ -135,15 +113,17 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
             "first; leave it away around forwards and backwards of a pipe, or evaluate under "
             "no_grad()"
         )
-    found = [parameters.snapshot() for parameters in stages]
+    entries = [entry for parameters in stages for entry in parameters.entries]
+    addresses = [alias.data_ptr() for *_, alias in entries]
 
-    def remove() -> None:
-        for parameters, before in zip(stages, found, strict=True):
-            parameters.remove(before)
+    def keep_memory() -> None:
+        """Give parameters the memory that their layers have assigned to them, here the aliases."""
+        for (_, _, parameter, alias), address in zip(entries, addresses, strict=True):
+            if alias.data_ptr() != address:
+                parameter.data = alias.data
 
-    with restoring(remove):
-        for parameters in stages:
-            parameters.install()
+    aliases = [(owner, name, alias) for owner, name, _, alias in entries]
+    with restoring(keep_memory), replaced(aliases):
         yield
 
 
@@ -167,7 +147,7 @@ def freeze_as_in_forward(stages: Sequence[StageParameters]) -> AbstractContextMa
     """In the body, a recomputation, put back and freeze the parameters that were frozen when
     ``stages`` were made: the forward may have run inside ``torch.func.functional_call``."""
     return replaced(
-        (owner, name, _make_alias(p, p.detach(), trainable=False) if p.requires_grad else p)
+        (owner, name, _make_alias(p, trainable=False) if p.requires_grad else p)
         for stage in stages
         for owner, name, p in stage.frozen
         if name in owner and (owner[name] is not p or p.requires_grad)

@@ -149,11 +149,15 @@ class ForwardState:
             for owner, name, buffer in self._buffers
             if name in owner and owner[name] is not buffer
         )
-        with restoring(put_back), replaced(buffers):
+        with (
+            restoring(put_back),
+            replaced(buffers),
+            installed(self._parameters),
+            freeze_as_in_forward(self._parameters),
+        ):
             for layer, mode in modes:
                 layer.training = not mode
-            with installed(self._parameters), freeze_as_in_forward(self._parameters):
-                yield
+            yield
 
     def _check(self) -> None:
         versions = self._current_versions()

@@ -26,7 +26,7 @@ import functools
 import inspect
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -114,12 +114,14 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
             result = plain(self, *args, **kwargs)
             if inspect.isgenerator(result):
                 return _drive(self, cast(_Forward, result))
-            return _checked(self, result, stashes, pops)
+            return _checked(self, result, {"stash": stashes, "pop": pops})
 
         layer_class.forward = forward
         added: Any = layer_class
-        added.isolate, added.stashable, added.poppable = _isolate, _stashable, _poppable
         added._stashes, added._pops = stashes, pops
+        added.isolate = _isolate
+        added.stashable = lambda self: _keys(self, self._stashes)
+        added.poppable = lambda self: _keys(self, self._pops)
         return layer_class
 
     return decorate
@@ -143,69 +145,55 @@ def _namespaces(layer: Any) -> dict[str, Namespace]:
     return getattr(layer, "_skip_namespaces", {})
 
 
-def _stashable(self: Any) -> list[Key]:
-    """The skips that this layer stashes."""
-    return [(_namespaces(self).get(name), name) for name in sorted(self._stashes)]
-
-
-def _poppable(self: Any) -> list[Key]:
-    """The skips that this layer pops."""
-    return [(_namespaces(self).get(name), name) for name in sorted(self._pops)]
+def _keys(layer: Any, names: Iterable[str]) -> list[Key]:
+    return [(_namespaces(layer).get(name), name) for name in sorted(names)]
 
 
 def _drive(layer: Any, forward: _Forward) -> Any:
     """Run the generator ``forward`` to its end and execute the commands that it yields."""
-    skips = _current.skips
-    namespaces = _namespaces(layer)
-    open_stashes, open_pops = set(layer._stashes), set(layer._pops)
+    skips, kind, namespaces = _current.skips, type(layer).__name__, _namespaces(layer)
+    declared = {"stash": layer._stashes, "pop": layer._pops}
+    left = {what: set(names) for what, names in declared.items()}
     stashed: dict[Key, torch.Tensor | None] = {}
     answer: torch.Tensor | None = None
     while True:
         try:
             command = forward.send(answer)
         except StopIteration as end:
-            result = _checked(layer, end.value, open_stashes, open_pops)
+            result = _checked(layer, end.value, left)
             skips.update(stashed)  # Only now: a forward that raises must not stash anything.
             return result
+        if not isinstance(command, (stash, pop)):
+            raise TypeError(
+                f"{kind} yielded {type(command).__name__}; a forward yields stash(name, tensor) or "
+                "pop(name)"
+            )
+        name, what = command.name, "pop" if isinstance(command, pop) else "stash"
+        if name not in left[what]:
+            reason = "a second time" if name in declared[what] else "without declaring it"
+            raise RuntimeError(
+                f"{kind} does {what}({name!r}) {reason}; every skip is declared with "
+                f"@skippable({what}=[...]) and used once per forward"
+            )
+        left[what].remove(name)
+        key = (namespaces.get(name), name)
         answer = None
-        if isinstance(command, stash):
-            _claim(layer, command.name, open_stashes, "stash")
-            if command.tensor is not None and not isinstance(command.tensor, torch.Tensor):
-                raise TypeError(
-                    f"{type(layer).__name__} stashed {type(command.tensor).__name__} as "
-                    f"{command.name!r}; a skip is a tensor or None"
-                )
-            stashed[namespaces.get(command.name), command.name] = command.tensor
-        elif isinstance(command, pop):
-            _claim(layer, command.name, open_pops, "pop")
-            key = (namespaces.get(command.name), command.name)
+        if isinstance(command, pop):
             if key not in skips:
-                raise RuntimeError(
-                    f"{type(layer).__name__} pops {command.name!r}, which no layer before it has "
-                    "stashed"
-                )
+                raise RuntimeError(f"{kind} pops {name!r}, which no layer before it has stashed")
             answer = skips.pop(key)
+        elif command.tensor is None or isinstance(command.tensor, torch.Tensor):
+            stashed[key] = command.tensor
         else:
             raise TypeError(
-                f"{type(layer).__name__} yielded {type(command).__name__}; a forward yields "
-                "stash(name, tensor) or pop(name)"
+                f"{kind} stashed {type(command.tensor).__name__} as {name!r}; a skip is a tensor "
+                "or None"
             )
 
 
-def _claim(layer: Any, name: str, open_: set[str], what: str) -> None:
-    if name not in open_:
-        declared = layer._stashes if what == "stash" else layer._pops
-        reason = "a second time" if name in declared else "without declaring it"
-        raise RuntimeError(
-            f"{type(layer).__name__} does {what}({name!r}) {reason}; every skip is declared with "
-            f"@skippable({what}=[...]) and used once per forward"
-        )
-    open_.remove(name)
-
-
-def _checked(layer: Any, result: Any, open_stashes: Iterable[str], open_pops: Iterable[str]) -> Any:
+def _checked(layer: Any, result: Any, left: Mapping[str, Collection[str]]) -> Any:
     """``result``, after a check that the forward stashed and popped all it declares."""
-    for what, names in (("stash", open_stashes), ("pop", open_pops)):
+    for what, names in left.items():
         if names:
             raise RuntimeError(
                 f"{type(layer).__name__} declares {what}={sorted(names)} and did not {what} it in "
@@ -244,8 +232,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip among the layers of ``module`` is stashed once and then popped once.
 
     Raises:
-        TypeError: a skip is not stashed and popped exactly once; the message lists all
-            violations.
+        TypeError: a skip is not stashed and popped exactly once; the message lists all violations.
     """
     check_kind("module", module, nn.Module, "an nn.Sequential")
     faults: list[str] = []
@@ -255,20 +242,17 @@ def verify_skippables(module: nn.Sequential) -> None:
         if not hasattr(layer, "_stashes"):
             continue
         for key in layer.poppable():
+            pops = f"layer {name!r} pops {key[1]!r}, which"
             if key in popped:
-                faults.append(
-                    f"layer {name!r} pops {key[1]!r}, which an earlier layer pops already"
-                )
+                faults.append(f"{pops} an earlier layer pops already")
             elif key not in stashed:
-                faults.append(f"layer {name!r} pops {key[1]!r}, which no earlier layer stashes")
+                faults.append(f"{pops} no earlier layer stashes")
             popped.add(key)
         for key in layer.stashable():
-            if key in stashed:
-                faults.append(
-                    f"layer {name!r} stashes {key[1]!r}, which layer {stashed[key]!r} stashes "
-                    "already"
-                )
-            stashed.setdefault(key, name)
+            first = stashed.setdefault(key, name)
+            if first != name:
+                stashes = f"layer {name!r} stashes {key[1]!r}, which"
+                faults.append(f"{stashes} layer {first!r} stashes already")
     faults += [
         f"layer {name!r} stashes {key[1]!r}, which no later layer pops"
         for key, name in stashed.items()

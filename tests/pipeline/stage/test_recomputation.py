@@ -310,7 +310,7 @@ def test_inputs_survive_recomputations(
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("function", ["remove", "accumulated", "put_back"])
+@pytest.mark.parametrize("function", ["keep_memory", "accumulated", "put_back"])
 def test_ctrl_c_while_a_run_is_cleaned_up(function: str, one_thread: None) -> None:
     """After an interrupt anywhere in ``function``, parameters are restored; no gradient stays."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
