@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 MODES = ("always", "except_last", "never")
 
@@ -35,22 +36,17 @@ def checkpointed(mode: str, micro_batch: int, micro_batches: int) -> bool:
 
 
 @contextmanager
-def checkpointing() -> Iterator[None]:
-    """Mark the calling thread's forward as a checkpointed one."""
-    before = _phase.checkpointing
+def _marked(phase: str) -> Iterator[None]:
+    before = getattr(_phase, phase)
     try:
-        _phase.checkpointing = True
+        setattr(_phase, phase, True)
         yield
     finally:
-        _phase.checkpointing = before
+        setattr(_phase, phase, before)
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Mark the calling thread's forward as a recomputation."""
-    before = _phase.recomputing
-    try:
-        _phase.recomputing = True
-        yield
-    finally:
-        _phase.recomputing = before
+checkpointing = partial(_marked, "checkpointing")
+"""Context that marks the calling thread's forward as a checkpointed one."""
+
+recomputing = partial(_marked, "recomputing")
+"""Context that marks the calling thread's forward as a recomputation."""

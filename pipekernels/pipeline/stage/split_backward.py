@@ -10,6 +10,7 @@ parameter is accumulated once, so the gradients have the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -21,29 +22,9 @@ WeightBackward = Callable[[bool], None]
 """Runs the second part; its argument says whether another backward may follow."""
 
 
-class _Consumer:
-    """A node between outputs and inputs that also consumes parameters: directly, or through nodes
-    that lead to parameters alone (a transpose, a weight's normalisation)."""
-
-    def __init__(self, node: Node, parameters: list[torch.Tensor]) -> None:
-        self.node = node
-        self._parameters = parameters
-        self._grads: tuple[torch.Tensor | None, ...] = ()
-
-    def capture(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Keep ``grads``, as a pre-hook of the node."""
-        self._grads = grads
-
-    def backward(self, keep_graph: bool) -> None:
-        """Accumulate the gradients of the parameters, from those that :meth:`capture` kept."""
-        arrived = [(i, grad) for i, grad in enumerate(self._grads) if grad is not None]
-        if arrived:
-            run_backward(
-                [GradientEdge(self.node, i) for i, _ in arrived],
-                [grad for _, grad in arrived],
-                keep_graph=keep_graph,
-                inputs=self._parameters,
-            )
+_Consumer = tuple[Node, list[torch.Tensor]]
+"""A node between outputs and inputs, and parameters that it also consumes: directly, or through
+nodes that lead to parameters alone (a transpose, a weight's normalisation)."""
 
 
 def backward_of_inputs(
@@ -65,9 +46,13 @@ def backward_of_inputs(
         once, or a node that consumes parameters has hooks, which would be called in both parts.
     """
     consumers = _consumers([root.node for root in roots], {id(leaf) for leaf in leaves})
-    if not consumers or any(_has_hooks(consumer.node) for consumer in consumers):
+    if not consumers or any(_has_hooks(node) for node, _ in consumers):
         return None
-    handles = [consumer.node.register_prehook(consumer.capture) for consumer in consumers]
+    captured: dict[int, tuple[torch.Tensor | None, ...]] = {}
+    handles = [
+        node.register_prehook(partial(captured.__setitem__, index))
+        for index, (node, _) in enumerate(consumers)
+    ]
     try:
         run_backward(roots, grads, keep_graph=True, inputs=leaves)
     finally:
@@ -75,8 +60,12 @@ def backward_of_inputs(
             handle.remove()
 
     def backward_of_parameters(keep_graph: bool) -> None:
-        for consumer in consumers:
-            consumer.backward(keep_graph)
+        for index, (node, parameters) in enumerate(consumers):
+            at_node = enumerate(captured.get(index, ()))
+            found = [(GradientEdge(node, i), grad) for i, grad in at_node if grad is not None]
+            if found:
+                edges, grads = zip(*found, strict=True)
+                run_backward(edges, grads, keep_graph=keep_graph, inputs=parameters)
 
     return backward_of_parameters
 
@@ -105,7 +94,7 @@ def _consumers(roots: Sequence[Node], leaves: set[int]) -> list[_Consumer] | Non
         visited.update(branch)
         parameters = [n.variable for n in branch if hasattr(n, "variable")]
         if parameters:
-            consumers.append(_Consumer(node, parameters))
+            consumers.append((node, parameters))
     return consumers
 
 
