@@ -108,12 +108,8 @@ def _global_numpy(numpy: Any) -> Source:
 
 
 class OtherRandom:
-    """What the tasks of one mini-batch draw elsewhere.
-
-    Args:
-        stages: the layers.
-        given: generators that layers have passed to torch's functions, by id; grows.
-    """
+    """What the tasks of one mini-batch draw elsewhere. ``given`` gets the generators that layers
+    pass to torch's functions, by id."""
 
     def __init__(self, stages: Sequence[nn.Module], given: dict[object, Source]) -> None:
         self._stages = stages
@@ -124,15 +120,8 @@ class OtherRandom:
 
     @contextmanager
     def recorded(self, stage: int, micro_batch: int, moved: Callable[[], None]) -> Iterator[States]:
-        """Record what the body, a forward, draws.
-
-        Args:
-            stage, micro_batch: which forward.
-            moved: called if it has drawn.
-
-        Yields:
-            The states of the known generators; the body adds those that are given to functions.
-        """
+        """Record what the body, a forward, draws; call ``moved`` if it has drawn. Yields the states
+        of the known generators; the body adds those that are given to functions."""
         if stage not in self._owned:
             # The losses are one more stage, without layers.
             layers = [layer for s in self._stages[stage : stage + 1] for layer in s.modules()]
@@ -161,15 +150,8 @@ class OtherRandom:
 
     @contextmanager
     def replayed(self, stage: int, micro_batch: int, *, alone: bool) -> Iterator[None]:
-        """Have the body, a recomputation, draw what its forward has drawn.
-
-        Args:
-            stage, micro_batch: which forward.
-            alone: whether nothing else can have drawn while the forward ran.
-
-        Raises:
-            RuntimeError: something else has.
-        """
+        """Have the body, a recomputation, draw what its forward has drawn. RuntimeError if
+        something else has drawn while the forward ran, unless it ran ``alone``."""
         draws = self._draws[stage, micro_batch]
         sources = [draw.source.whole or draw.source for draw in draws]
         now = [(source.set, source.get()) for source in sources]

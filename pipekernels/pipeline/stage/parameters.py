@@ -48,13 +48,8 @@ def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
 
 
 class StageParameters:
-    """The trainable parameters of one stage with their aliases, and its frozen parameters, at the
-    time this object is made.
-
-    Args:
-        module: the stage.
-        previous: an earlier object for the stage; aliases that are still current are reused.
-    """
+    """The trainable parameters of a stage with their aliases, and its frozen parameters, at the
+    time this object is made. Aliases of ``previous`` that are still current are reused."""
 
     def __init__(self, module: nn.Module, previous: StageParameters | None = None) -> None:
         known = previous.pairs if previous is not None else {}

@@ -51,15 +51,11 @@ def snapshot_buffers(stages: Sequence[nn.Module]) -> list[BufferSnapshot]:
 def drop_unchanged_copies(
     found: Sequence[BufferSnapshot], changing: set[int], earlier: Sequence[Sequence[BufferSnapshot]]
 ) -> None:
-    """Drop the copies of buffers that forwards do not change.
-
-    Args:
-        found: the buffers before a forward that has ended.
-        changing: ids of buffers that forwards change in place; this function adds to it. It is kept
-            across mini-batches, as a layer that replays a CUDA graph changes no version counter.
-        earlier: the buffers before forwards of earlier micro-batches; entries whose copy was
-            dropped, but whose buffer this forward was the first to change, get their copy back.
-    """
+    """Drop the copies of buffers that forwards do not change from ``found``, those before a forward
+    that has ended. ``changing`` gets the ids of buffers that forwards change; it is kept across
+    mini-batches, as a layer that replays a CUDA graph changes no version counter. Entries in
+    ``earlier``, of earlier micro-batches, get their copy back if this forward was the first to
+    change their buffer."""
     for entry in found:
         if versions([entry.buffer]) != [entry.version] and id(entry.buffer) not in changing:
             changing.add(id(entry.buffer))
@@ -106,13 +102,8 @@ def buffers_of_forward(
 
 
 class ForwardState:
-    """The state of the stages' layers when this object is made. That is at the end of a forward,
-    in which layers may still create submodules, parameters and buffers.
-
-    Args:
-        stages: the stages.
-        parameters: those of each stage.
-    """
+    """The state of the stages' layers, with ``parameters``, when this object is made. That is at
+    the end of a forward, in which layers may still create submodules, parameters and buffers."""
 
     def __init__(self, stages: Sequence[nn.Module], parameters: Sequence[StageParameters]) -> None:
         self._stages = stages
@@ -130,11 +121,7 @@ class ForwardState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Give layers their training flags, aliases, frozen parameters and buffers of the forward,
-        in the body. :func:`buffers_of_forward` restores the values of buffers.
-
-        Raises:
-            RuntimeError: something else that a recomputation needs has changed.
-        """
+        in the body. RuntimeError if something else that a recomputation needs has changed."""
         self._check()
         modes = [(layer, layer.training) for layer, was in self._modes if layer.training != was]
 

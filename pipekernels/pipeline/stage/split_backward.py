@@ -32,12 +32,7 @@ def backward_of_inputs(
     grads: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
 ) -> WeightBackward | None:
-    """Run the first part: accumulate gradients into ``leaves`` alone.
-
-    Args:
-        roots: edges of the graph's outputs.
-        grads: gradients of the outputs.
-        leaves: the graph's inputs that want gradients.
+    """Run the first part: accumulate gradients into ``leaves``, the inputs that want them, alone.
 
     Returns:
         The second part, or None if the graph cannot be cut in two; then nothing has been done.

@@ -44,9 +44,8 @@ class Activation:
         if not skips:
             return self
         tensors, wants = zip(*skips.values(), strict=True)
-        return Activation(
-            self.tensors + tensors, self.wants_grad + wants, self.structure, tuple(skips)
-        )
+        wants = self.wants_grad + wants
+        return Activation(self.tensors + tensors, wants, self.structure, tuple(skips))
 
     def without_skips(self) -> tuple[Activation, dict[Key, tuple[torch.Tensor, bool]]]:
         """The activation of the value alone, and the skips."""
@@ -54,10 +53,8 @@ class Activation:
             return self, {}
         n = len(self.tensors) - len(self.skips)
         skips = zip(self.tensors[n:], self.wants_grad[n:], strict=True)
-        return (
-            Activation(self.tensors[:n], self.wants_grad[:n], self.structure),
-            dict(zip(self.skips, skips, strict=True)),
-        )
+        value = Activation(self.tensors[:n], self.wants_grad[:n], self.structure)
+        return value, dict(zip(self.skips, skips, strict=True))
 
 
 Root = GradientEdge | torch.Tensor
@@ -151,15 +148,13 @@ same random numbers."""
 
 
 class Task:
-    """Runs consecutive stages of one device as one graph per micro-batch. State of one micro-batch
-    is in its Tape, not here.
+    """Runs consecutive stages of one device as one graph per micro-batch, whose state is in a Tape.
 
     Args:
         stages: the stages' layers.
         first: index of the first stage.
         device: the device of the stages and of their inputs.
-        received: skips that come from other tasks.
-        sent: skips that go to other tasks.
+        received, sent: skips that come from, and go to, other tasks.
 
     Attributes:
         saw_foreign_backward: whether a backward that is none of this task's has raised an error at
@@ -184,11 +179,7 @@ class Task:
         self.inspect_layers()
 
     def inspect_layers(self) -> None:
-        """Must be called after the layers have changed.
-
-        Raises:
-            RuntimeError: their skips have changed.
-        """
+        """Must be called after the layers have changed. RuntimeError if their skips have."""
         for (index, stage), skips in zip(self.stages, self._skips, strict=True):
             if skips_of(stage) != skips:
                 raise RuntimeError(
@@ -204,17 +195,8 @@ class Task:
     def forward(
         self, inputs: Activation, randomness: Randomness, *, grad: bool, drop: bool
     ) -> tuple[Activation, Tape | None]:
-        """Run the stages.
-
-        Args:
-            inputs: the outputs of the previous stage, or the micro-batch.
-            randomness: entered for each stage.
-            grad: whether a backward may follow: inputs or parameters want gradients.
-            drop: whether to checkpoint: keep the inputs instead of the graph.
-
-        Returns:
-            The detached outputs, and the tape or, without ``grad``, None.
-        """
+        """Run the stages; returns the detached outputs, and the tape if ``grad``: a backward may
+        follow. ``drop``: checkpoint, that is keep the inputs instead of the graph."""
         if not grad:
             with torch.no_grad():
                 outputs = self._call(inputs, inputs.tensors, randomness)
@@ -235,11 +217,7 @@ class Task:
     def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
         """Run the stages a second time on the tape's inputs, now with a graph. Buffers and inputs
         keep their values: the previous stage's inputs may share memory with these, and another
-        recomputation may follow.
-
-        Raises:
-            RuntimeError: the graph is not that of the forward.
-        """
+        recomputation may follow. RuntimeError if the graph is not that of the forward."""
         assert tape.inputs is not None
         stages = [stage for _, stage in self.stages]
         with checkpoint.recomputing(), buffers_of_forward(stages, tape.buffers):
@@ -259,13 +237,8 @@ class Task:
     def backward(
         self, tapes: Sequence[Tape], grads: Sequence[Grads], *, keep_graph: bool
     ) -> list[Grads]:
-        """Accumulate into the parameters' aliases and return the gradients of the inputs.
-
-        Args:
-            tapes: one per micro-batch; autograd runs the latest forward's backward first.
-            grads: for each tape, the gradients of its outputs.
-            keep_graph: whether another backward may follow.
-        """
+        """Accumulate into the parameters' aliases; returns the gradients of each tape's inputs,
+        given those of its outputs. Autograd takes the latest forward first."""
         rooted = [pair for tape, of in zip(tapes, grads, strict=True) for pair in tape.rooted(of)]
         for tape in tapes:
             tape.open()
@@ -315,13 +288,9 @@ class Task:
             self._overwrites_input = versions != [arg._version for arg in args]
         roots = [_root(tensor) for tensor in outputs.tensors]
         outputs.wants_grad = tuple([root is not None for root in roots])
-        return outputs, Tape(
-            leaves=leaves,
-            roots=roots,
-            received=inputs.skips,
-            sent=outputs.skips,
-            outputs=len(outputs.tensors) - len(outputs.skips),
-        )
+        n = len(outputs.tensors) - len(outputs.skips)
+        tape = Tape(leaves, roots, received=inputs.skips, sent=outputs.skips, outputs=n)
+        return outputs, tape
 
     def _call(
         self, inputs: Activation, tensors: Sequence[torch.Tensor], randomness: Randomness
