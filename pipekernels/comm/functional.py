@@ -133,14 +133,6 @@ def _check(name: str, x: Any, comm: Any) -> None:
     deny_tangents(name, [x])
 
 
-def _check_differentiable(op: str) -> None:
-    if op not in ("sum", "avg"):
-        raise RuntimeError(
-            f"a reduction with op={op!r} has no gradient here, only 'sum' and 'avg' have one; "
-            "pass x.detach()"
-        )
-
-
 _library = torch.library.Library("pipekernels", "FRAGMENT")
 
 
@@ -148,21 +140,38 @@ def _register(
     schema: str,
     kernel: Callable[..., Tensor],
     fake: Callable[..., Tensor],
-    setup_context: Callable[..., None],
-    backward: Callable[..., tuple[Tensor | None, ...]],
+    backward: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
-    """Register an operation that takes its communicator by handle. Returns a function that calls it
-    with the communicator itself, bypassing the dispatcher where possible."""
+    """Register an operation that takes its communicator by handle. ``kernel``, ``fake`` (of ``x``)
+    and ``backward`` (of the output's gradient) take the communicator itself, as does the returned
+    function, which bypasses the dispatcher where possible."""
     name = schema.partition("(")[0]
     _library.define(schema)
     qualified = f"pipekernels::{name}"
 
-    def by_handle(x: Tensor, handle: int, *arguments: Any) -> Tensor:
-        return kernel(x, Communicator.from_handle(handle), *arguments)
+    def of_handle(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(x: Tensor, handle: int, *arguments: Any) -> Tensor:
+            return function(x, Communicator.from_handle(handle), *arguments)
 
-    torch.library.impl(qualified, "CompositeExplicitAutograd", by_handle, lib=_library)
-    torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+        return call
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.handle, *ctx.arguments = inputs
+        op = ctx.arguments[0] if "str op" in schema else "sum"
+        if op not in ("sum", "avg"):
+            raise RuntimeError(
+                f"a reduction with op={op!r} has no gradient here, only 'sum' and 'avg' have one; "
+                "pass x.detach()"
+            )
+
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        comm = Communicator.from_handle(ctx.handle)
+        return backward(grad, comm, *ctx.arguments), None, *[None for _ in ctx.arguments]
+
+    kernel_of_handle = of_handle(kernel)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", kernel_of_handle, lib=_library)
+    torch.library.register_fake(qualified, of_handle(fake), lib=_library)
+    torch.library.register_autograd(qualified, differentiate, setup_context=setup, lib=_library)
     registered = getattr(torch.ops.pipekernels, name).default
 
     def call(x: Tensor, comm: Communicator, *arguments: Any) -> Tensor:
@@ -179,58 +188,6 @@ def _symmetric_copy(x: Tensor, comm: Communicator) -> Tensor:
     return comm.output(x.shape, x).copy_(x)
 
 
-def _same_shape(x: Tensor, *arguments: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str, order: str) -> Tensor:
-    return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm, order=order)
-
-
-def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.comm, ctx.op, ctx.algorithm, ctx.order = inputs
-    _check_differentiable(ctx.op)
-
-
-def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    comm = Communicator.from_handle(ctx.comm)
-    reduced = _call_all_reduce(grad, comm, ctx.op, ctx.algorithm, ctx.order)
-    return reduced, None, None, None, None
-
-
-_call_all_reduce = _register(
-    "all_reduce(Tensor x, int comm, str op, str algorithm, str order) -> Tensor",
-    _all_reduce,
-    _same_shape,
-    _all_reduce_setup,
-    _all_reduce_backward,
-)
-
-
-def _reduce_scatter_fake(x: Tensor, comm: int, op: str, order: str) -> Tensor:
-    return x.new_empty(x.shape[0] // Communicator.from_handle(comm).world_size, *x.shape[1:])
-
-
-def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.comm, op, _order = inputs
-    _check_differentiable(op)
-    ctx.scale = 1 if op == "sum" else Communicator.from_handle(ctx.comm).world_size
-
-
-def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    whole = _call_all_gather(grad / ctx.scale, Communicator.from_handle(ctx.comm))
-    return whole, None, None, None
-
-
-_call_reduce_scatter = _register(
-    "reduce_scatter(Tensor x, int comm, str op, str order) -> Tensor",
-    lambda x, comm, op, order: comm.reduce_scatter(x, op, order=order),
-    _reduce_scatter_fake,
-    _reduce_scatter_setup,
-    _reduce_scatter_backward,
-)
-
-
 def _in_reals(reduction: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     """``reduction`` of ``grad``, of its real view if complex: reductions take no complex dtypes."""
     if not grad.is_complex():
@@ -238,49 +195,57 @@ def _in_reals(reduction: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     return torch.view_as_complex(reduction(torch.view_as_real(grad.resolve_conj())))
 
 
-def _all_gather_fake(x: Tensor, comm: int) -> Tensor:
-    return x.new_empty(x.shape[0] * Communicator.from_handle(comm).world_size, *x.shape[1:])
+def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str, order: str) -> Tensor:
+    return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm, order=order)
 
 
-def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.comm = inputs
+def _all_reduce_backward(grad: Tensor, *arguments: Any) -> Tensor:
+    return _call_all_reduce(grad, *arguments)
 
 
-def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    comm = Communicator.from_handle(ctx.comm)
-    return _in_reals(lambda real: _call_reduce_scatter(real, comm, "sum", "rank"), grad), None
+_call_all_reduce = _register(
+    "all_reduce(Tensor x, int comm, str op, str algorithm, str order) -> Tensor",
+    _all_reduce,
+    fake=lambda x, comm, *_: x.new_empty(x.shape),
+    backward=_all_reduce_backward,
+)
+
+
+def _reduce_scatter_backward(grad: Tensor, comm: Communicator, op: str, order: str) -> Tensor:
+    return _call_all_gather(grad / (1 if op == "sum" else comm.world_size), comm)
+
+
+_call_reduce_scatter = _register(
+    "reduce_scatter(Tensor x, int comm, str op, str order) -> Tensor",
+    lambda x, comm, op, order: comm.reduce_scatter(x, op, order=order),
+    fake=lambda x, comm, *_: x.new_empty(x.shape[0] // comm.world_size, *x.shape[1:]),
+    backward=_reduce_scatter_backward,
+)
+
+
+def _all_gather_backward(grad: Tensor, comm: Communicator) -> Tensor:
+    return _in_reals(lambda real: _call_reduce_scatter(real, comm, "sum", "rank"), grad)
 
 
 _call_all_gather = _register(
     "all_gather(Tensor x, int comm) -> Tensor",
     lambda x, comm: comm.all_gather(x),
-    _all_gather_fake,
-    _all_gather_setup,
-    _all_gather_backward,
+    fake=lambda x, comm: x.new_empty(x.shape[0] * comm.world_size, *x.shape[1:]),
+    backward=_all_gather_backward,
 )
 
 
-def _broadcast(x: Tensor, comm: Communicator, src: int) -> Tensor:
-    return comm.broadcast(_symmetric_copy(x, comm), src)
-
-
-def _broadcast_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.comm, ctx.src = inputs
-
-
-def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    comm = Communicator.from_handle(ctx.comm)
+def _broadcast_backward(grad: Tensor, comm: Communicator, src: int) -> Tensor:
     total = _in_reals(lambda real: _call_all_reduce(real, comm, "sum", "auto", "rank"), grad)
-    if comm.rank != ctx.src:
+    if comm.rank != src:
         # Zeros that depend on the sum: all ranks must run its backward for a second derivative.
         total = total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
-    return total, None, None
+    return total
 
 
 _call_broadcast = _register(
     "broadcast(Tensor x, int comm, int src) -> Tensor",
-    _broadcast,
-    _same_shape,
-    _broadcast_setup,
-    _broadcast_backward,
+    lambda x, comm, src: comm.broadcast(_symmetric_copy(x, comm), src),
+    fake=lambda x, comm, src: x.new_empty(x.shape),
+    backward=_broadcast_backward,
 )
