@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import torch
 
-REDUCIBLE = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int32: 4,
-    torch.int64: 5,
+# In the order of their codes. The oldest supported torch does not have the last two.
+_DTYPES = (
+    "float64 float32 float16 bfloat16 int32 int64 int16 int8 uint8 bool complex64 complex128 "
+    "complex32 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu float4_e2m1fn_x2"
+)
+MOVABLE = {
+    getattr(torch, name): code for code, name in enumerate(_DTYPES.split()) if hasattr(torch, name)
 }
-MOVABLE = REDUCIBLE | {
-    torch.int16: 6,
-    torch.int8: 7,
-    torch.uint8: 8,
-    torch.bool: 9,
-    torch.complex64: 10,
-    torch.complex128: 11,
-    torch.complex32: 12,
-    torch.uint16: 13,
-    torch.uint32: 14,
-    torch.uint64: 15,
-    torch.float8_e4m3fn: 16,
-    torch.float8_e4m3fnuz: 17,
-    torch.float8_e5m2: 18,
-    torch.float8_e5m2fnuz: 19,
-}
-# Not in the oldest supported torch.
-for _name, _code in {"float8_e8m0fnu": 20, "float4_e2m1fn_x2": 21}.items():
-    if hasattr(torch, _name):
-        MOVABLE[getattr(torch, _name)] = _code
+REDUCIBLE = {dtype: code for dtype, code in MOVABLE.items() if code < 6}
 REDUCTIONS = {
     "sum": 0,
     "avg": 1,

@@ -12,9 +12,11 @@ from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.codes import reduction_in
 from pipekernels.comm.tensors import (
     ReadyCounters,
+    check_has_rows,
     check_ready,
     check_reducible,
     check_root,
+    check_rows,
     check_tensor,
     mark_changed,
     output_for,
@@ -179,11 +181,7 @@ class Collectives:
         """
         check_tensor(input)
         check_reducible(input, op, order=order)
-        if input.dim() == 0 or input.shape[0] % self._world_size != 0:
-            raise ValueError(
-                f"reduce_scatter splits dimension 0 into {self._world_size} equal slices, but the "
-                f"input has shape {tuple(input.shape)}; pad it to a multiple of {self._world_size}"
-            )
+        check_rows(input, self._world_size)
         dense = to_dense(input)
         rows = input.shape[0] // self._world_size
         output = output_for(dense, (rows, *input.shape[1:]), out)
@@ -207,11 +205,7 @@ class Collectives:
             ValueError: ``input`` has no dimension, or ``out`` does not fit the result.
         """
         check_tensor(input)
-        if input.dim() == 0:
-            raise ValueError(
-                "all_gather joins tensors along dimension 0, but the input has none; "
-                "pass input[None]"
-            )
+        check_has_rows(input)
         dense = to_dense(input)
         rows = self._world_size * input.shape[0]
         in_place = self._rank * dense.numel() * dense.itemsize

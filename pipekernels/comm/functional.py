@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels.comm.communicator import Communicator
-from pipekernels.comm.tensors import check_root, check_rows
+from pipekernels.comm.tensors import check_has_rows, check_root, check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.transforms import deny_tangents
 
@@ -98,8 +98,7 @@ def all_gather(x: Tensor, comm: Communicator) -> Tensor:
         ValueError: ``x`` has no dimension, or shapes or dtypes differ between ranks.
     """
     _check("all_gather", x, comm)
-    if x.dim() == 0:
-        raise ValueError("all_gather joins tensors along dimension 0, but x has none; use x[None]")
+    check_has_rows(x)
     return _call_all_gather(x, comm)
 
 

@@ -187,6 +187,12 @@ def check_root(src: int, world_size: int) -> None:
         raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
 
 
+def check_has_rows(x: Tensor) -> None:
+    """Raise ValueError unless ``x`` has a dimension."""
+    if x.dim() == 0:
+        raise ValueError("all_gather joins tensors along dimension 0, but x has none; use x[None]")
+
+
 def check_rows(x: Tensor, world_size: int, dims: int = 1) -> None:
     """Raise ValueError unless ``x`` has ``dims`` dimensions, the first a multiple of the ranks."""
     if x.dim() < dims or x.shape[0] % world_size != 0:

@@ -105,24 +105,18 @@ class Agreement:
             told = self._explain(error, call)
             by_peer = isinstance(told, PeerError)
             self._failure = _Failure(str(told), by_peer, getattr(told, "rank", None))
-            self.abort()
+            self.close(abort=True)
             try:
                 raise told from None
             finally:
                 del told  # Break the reference cycle of the error and this frame.
         except BaseException:  # The communicator was closed, or KeyboardInterrupt.
-            self.abort()
+            self.close(abort=True)
             raise
 
-    def close(self) -> None:
-        """Leave."""
-        self._local.close()
-        if self._link is not None:
-            self._link.close()
-
-    def abort(self) -> None:
-        """Leave, and tell the peers that an error is the reason."""
-        self._local.abort()
+    def close(self, *, abort: bool = False) -> None:
+        """Leave; ``abort`` tells the peers that an error is the reason."""
+        self._local.abort() if abort else self._local.close()
         if self._link is not None:
             self._link.close()
 

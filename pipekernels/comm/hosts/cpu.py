@@ -11,6 +11,8 @@ carry a ``P``-th of the data each, over a link of their own::
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ class MultiHostBackend:
         self.empty = local.empty
         self.output = local.output
         self.close = self._agreement.close
-        self.abort = self._agreement.abort
+        self.abort = functools.partial(self._agreement.close, abort=True)
 
     def all_reduce_tensor(self, tensor: Tensor, op: str, algorithm: str, order: str) -> bool:
         return False  # Needs several steps.
