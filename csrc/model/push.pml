@@ -5,10 +5,10 @@
  * one round with data or without, or in two rounds. With MISMATCH the ranks may make different
  * calls, and then all must notice.
  *
- *   push_round()        Meeting::begin_pushes(), push_call() and push_unit(); one word of data
- *   receive()           Meeting::wait_calls() and wait_units(); words arrive in any order, and a
+ *   push_round()        BlockCollective::begin_pushes(), push_call() and push_unit(); one word of data
+ *   receive()           BlockCollective::wait_calls() and wait_units(); words arrive in any order, and a
  *                       round ends, as the block synchronises, when all have arrived
- *   meet()              Meeting::signal() and wait(); CALLS_OTHERWISE is calls_otherwise()
+ *   meet()              BlockCollective::signal() and wait(); CALLS_OTHERWISE is calls_otherwise()
  *   clear()             the inboxes are cleared when the flags are used up, here after FLAGS rounds
  *   word(), signals_of()  what is on its way: each word takes effect at any time, in any
  *                       order; a signal (a release) after all words that its rank pushed before, but

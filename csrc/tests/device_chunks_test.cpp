@@ -7,7 +7,7 @@
 #include <random>
 
 #include "check.h"
-#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/all_reduce_launch.cuh"
 #include "pipekernels/elements/device_elements.h"
 #include "pipekernels/elements/reduce.h"
 

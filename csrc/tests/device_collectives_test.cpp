@@ -5,13 +5,13 @@
 #include <random>
 
 #include "device_team.h"
-#include "pipekernels/collectives/all_gather.cuh"
-#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/all_gather_block.cuh"
 #include "pipekernels/collectives/all_reduce/one_shot.cuh"
 #include "pipekernels/collectives/all_reduce/ring.cuh"
 #include "pipekernels/collectives/all_reduce/two_shot.cuh"
-#include "pipekernels/collectives/broadcast.cuh"
-#include "pipekernels/collectives/reduce_scatter.cuh"
+#include "pipekernels/collectives/all_reduce_launch.cuh"
+#include "pipekernels/collectives/broadcast_block.cuh"
+#include "pipekernels/collectives/reduce_scatter_block.cuh"
 #include "pipekernels/elements/tree_order.h"
 #include "values.h"
 
@@ -461,8 +461,8 @@ void test_last_check_at_timeout(bool becomes_ready) {
   DeviceLaunch launch{};
   launch.ranks = devices.seen_by(0);
   launch.gates = {&ready, 1, 500};
-  Meeting<JumpingTeam> meeting(team, launch);
-  CHECK(meeting.wait_ready(0, 1) == becomes_ready);
+  BlockCollective<JumpingTeam> collective(team, launch);
+  CHECK(collective.wait_ready(0, 1) == becomes_ready);
   CHECK(team.calls() == 3);
   CHECK((devices.flags(0).reported != 0) == !becomes_ready);
 }

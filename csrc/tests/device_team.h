@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "check.h"
-#include "pipekernels/collectives/device_meeting.h"
+#include "pipekernels/collectives/block_collective.h"
 #include "pipekernels/host/fuzz.h"
 
 namespace pipekernels {

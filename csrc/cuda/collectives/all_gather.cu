@@ -1,6 +1,6 @@
 #include "device_team.cuh"
-#include "pipekernels/collectives/all_gather.cuh"
 #include "pipekernels/collectives/all_gather.h"
+#include "pipekernels/collectives/all_gather_block.cuh"
 
 namespace pipekernels {
 namespace {

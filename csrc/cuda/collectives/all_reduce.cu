@@ -1,6 +1,6 @@
 #include "all_reduce/kernels.h"
-#include "pipekernels/collectives/all_reduce.cuh"
 #include "pipekernels/collectives/all_reduce.h"
+#include "pipekernels/collectives/all_reduce_launch.cuh"
 #include "pipekernels/collectives/cuda_communicator.h"
 #include "pipekernels/elements/reduce.h"
 

@@ -1,6 +1,6 @@
 #include "device_team.cuh"
-#include "pipekernels/collectives/broadcast.cuh"
 #include "pipekernels/collectives/broadcast.h"
+#include "pipekernels/collectives/broadcast_block.cuh"
 
 namespace pipekernels {
 namespace {

@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kSetBytes = 128 << 10;
 constexpr uint32_t kSlotBytes = 16 << 10;
-constexpr uint32_t kMinChunkBytes = 16 << 10;  // Of a chunk: two packs for each thread.
+constexpr uint32_t kMinChunkBytes = 16 << 10;  // Smallest chunk: two 16-byte packs per thread.
 constexpr uint32_t kInboxBytes = 4 << 10;      // Four words of data for each thread.
 
 // How long the watcher thread sleeps between checks of the peers, as kPollInterval in

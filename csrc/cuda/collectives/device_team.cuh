@@ -1,10 +1,10 @@
-// A Team (see device_meeting.h) of CUDA threads.
+// A Team (see block_collective.h) of CUDA threads.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "pipekernels/collectives/block_collective.h"
 #include "pipekernels/collectives/cuda_communicator.h"
-#include "pipekernels/collectives/device_meeting.h"
 
 namespace pipekernels {
 

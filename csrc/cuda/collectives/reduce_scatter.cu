@@ -1,6 +1,6 @@
 #include "device_team.cuh"
-#include "pipekernels/collectives/reduce_scatter.cuh"
 #include "pipekernels/collectives/reduce_scatter.h"
+#include "pipekernels/collectives/reduce_scatter_block.cuh"
 #include "pipekernels/elements/reduce.h"
 
 namespace pipekernels {

@@ -10,14 +10,14 @@
 #include "../device_team.h"
 #include "../ranks.h"
 #include "collectives/communicator.cu"
-#include "pipekernels/collectives/all_gather.cuh"
-#include "pipekernels/collectives/all_reduce.cuh"
+#include "pipekernels/collectives/all_gather_block.cuh"
 #include "pipekernels/collectives/all_reduce.h"
 #include "pipekernels/collectives/all_reduce/one_shot.cuh"
 #include "pipekernels/collectives/all_reduce/ring.cuh"
 #include "pipekernels/collectives/all_reduce/two_shot.cuh"
-#include "pipekernels/collectives/broadcast.cuh"
-#include "pipekernels/collectives/reduce_scatter.cuh"
+#include "pipekernels/collectives/all_reduce_launch.cuh"
+#include "pipekernels/collectives/broadcast_block.cuh"
+#include "pipekernels/collectives/reduce_scatter_block.cuh"
 #include "shared_memory/symmetric_heap.cu"
 
 namespace pipekernels {

@@ -1,5 +1,5 @@
 // How the threads of a block wait for what other ranks write, and how they fail, for a Team (see
-// device_meeting.h).
+// block_collective.h).
 //
 // A polling thread regularly checks whether a rank has failed, whether the host has asked it to
 // stop, and whether the timeout has passed, so every wait ends. A rank that fails reports the
@@ -15,7 +15,7 @@
 
 namespace pipekernels {
 
-// The part of Meeting that waits.
+// The part of BlockCollective that waits.
 template <class Team>
 class DeviceWaits {
  protected:

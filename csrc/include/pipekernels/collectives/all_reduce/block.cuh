@@ -1,13 +1,13 @@
 // What the algorithms of all_reduce() on CUDA share: a thread block's share of the work, for a Team
-// (see device_meeting.h).
+// (see block_collective.h).
 //
 // The protocols are those of csrc/cpu/collectives/all_reduce/ and ring_schedule.h, which also show
 // why two sets of inputs, three sets of results and kDeviceRingDepth slots suffice. Here they hold
 // between the blocks of the same index on all ranks.
 #pragma once
 
+#include "pipekernels/collectives/block_collective.h"
 #include "pipekernels/collectives/device_chunks.h"
-#include "pipekernels/collectives/device_meeting.h"
 #include "pipekernels/elements/device_elements.h"
 
 namespace pipekernels {
@@ -16,14 +16,14 @@ namespace pipekernels {
 template <Order order, class Type, class Team>
 class AllReduceBlock {
  public:
-  PK_HOST_DEVICE explicit AllReduceBlock(Meeting<Team>& meeting)
-      : meeting_(meeting),
-        team_(meeting.team()),
-        chunks_(meeting.launch(), team_.block()),
+  PK_HOST_DEVICE explicit AllReduceBlock(BlockCollective<Team>& collective)
+      : collective_(collective),
+        team_(collective.team()),
+        chunks_(collective.launch(), team_.block()),
         rounds_(chunks_.rounds()),
-        me_(meeting.rank()),
-        terms_(meeting.ranks()),
-        reduction_(meeting.launch().descriptor.call.reduction) {}
+        me_(collective.rank()),
+        terms_(collective.ranks()),
+        reduction_(collective.launch().descriptor.call.reduction) {}
 
   // Overwrites this block's share of the output after a failure.
   PK_HOST_DEVICE void poison_output() {
@@ -37,7 +37,7 @@ class AllReduceBlock {
   static constexpr size_t kSize = sizeof(typename Type::Element);
 
   PK_HOST_DEVICE std::byte* at(size_t element) const {
-    return meeting_.launch().output + element * kSize;
+    return collective_.launch().output + element * kSize;
   }
 
   // Sets source(rank), for each rank, as the sources of reduce().
@@ -56,7 +56,7 @@ class AllReduceBlock {
                               nullptr, store);
   }
 
-  Meeting<Team>& meeting_;
+  BlockCollective<Team>& collective_;
   Team& team_;
   const Chunks chunks_;
   const size_t rounds_;
@@ -67,10 +67,10 @@ class AllReduceBlock {
 // Runs a block's share of an all-reduce of launch.count elements at launch.output, in place.
 template <class Block, class Team>
 PK_HOST_DEVICE void run_all_reduce_block(Team& team, const DeviceLaunch& launch) {
-  Meeting<Team> meeting(team, launch);
-  Block block(meeting);
-  const bool done = meeting.begin() && block.run();
-  done ? meeting.finish() : block.poison_output();
+  BlockCollective<Team> collective(team, launch);
+  Block block(collective);
+  const bool done = collective.begin() && block.run();
+  done ? collective.finish() : block.poison_output();
 }
 
 }  // namespace pipekernels

@@ -10,7 +10,7 @@ namespace pipekernels {
 template <Order order, class Type, class Team>
 class OneShotBlock : public AllReduceBlock<order, Type, Team> {
   using Base = AllReduceBlock<order, Type, Team>;
-  using Base::at, Base::chunks_, Base::kSize, Base::me_, Base::meeting_, Base::reduce;
+  using Base::at, Base::chunks_, Base::kSize, Base::me_, Base::collective_, Base::reduce;
   using Base::reduction_, Base::rounds_, Base::set_sources, Base::team_, Base::terms_;
 
  public:
@@ -18,7 +18,7 @@ class OneShotBlock : public AllReduceBlock<order, Type, Team> {
 
   PK_HOST_DEVICE bool run() {
     if constexpr (order == Order::kRank) {
-      if (meeting_.launch().pushed) return pushed();
+      if (collective_.launch().pushed) return pushed();
     }
     return staged();
   }
@@ -28,15 +28,15 @@ class OneShotBlock : public AllReduceBlock<order, Type, Team> {
   PK_HOST_DEVICE bool staged() {
     for (size_t k = 0; k == 0 || k < rounds_; ++k) {
       const ChunkRange chunk = k < rounds_ ? chunks_(k) : ChunkRange{0, 0};
-      copy_block(team_, meeting_.input(me_, k), at(chunk.begin), chunk.count * kSize);
-      meeting_.signal();
-      if (!meeting_.wait()) return false;
+      copy_block(team_, collective_.input(me_, k), at(chunk.begin), chunk.count * kSize);
+      collective_.signal();
+      if (!collective_.wait()) return false;
       set_sources(
-          [&](int rank) { return rank == me_ ? at(chunk.begin) : meeting_.input(rank, k); });
+          [&](int rank) { return rank == me_ ? at(chunk.begin) : collective_.input(rank, k); });
       std::byte* data = at(chunk.begin);
       reduce(chunk, [&](size_t offset, auto unit) { store_unit(data + offset, unit); });
     }
-    meeting_.finish_rounds(rounds_);
+    collective_.finish_rounds(rounds_);
     return true;
   }
 
@@ -58,8 +58,8 @@ class OneShotBlock : public AllReduceBlock<order, Type, Team> {
       const uint32_t bytes = static_cast<uint32_t>(chunk.count * kSize);
       const uint32_t units = (bytes + sizeof(PushUnit) - 1) / sizeof(PushUnit);
       std::byte* data = at(chunk.begin);
-      if (!meeting_.begin_pushes()) return false;
-      if (k == 0) meeting_.push_call();
+      if (!collective_.begin_pushes()) return false;
+      if (k == 0) collective_.push_call();
       PK_ROLLED
       for (uint32_t i = team_.thread(); i < units; i += team_.threads()) {
         const PushUnit own = load_push_unit(data, i, bytes);
@@ -67,15 +67,15 @@ class OneShotBlock : public AllReduceBlock<order, Type, Team> {
         PK_ROLLED
         for (int step = 1; step < terms_; ++step) {
           peer = peer + 1 < terms_ ? peer + 1 : 0;
-          meeting_.push_unit(peer, i, own);
+          collective_.push_unit(peer, i, own);
         }
       }
-      bool arrived = k > 0 || meeting_.wait_calls();
+      bool arrived = k > 0 || collective_.wait_calls();
       PK_ROLLED
       for (uint32_t i = team_.thread(); i < units && arrived; i += team_.threads()) {
         arrived = reduce_pushed(data, i, bytes);
       }
-      if (!meeting_.end_pushes(arrived)) return false;
+      if (!collective_.end_pushes(arrived)) return false;
     }
     return true;
   }
@@ -123,7 +123,7 @@ class OneShotBlock : public AllReduceBlock<order, Type, Team> {
     PK_ROLLED
     for (int first = 0; first < terms_; first += kTerms) {
       PushUnit units[kTerms];
-      if (!meeting_.wait_units(first, i, units)) return false;
+      if (!collective_.wait_units(first, i, units)) return false;
       PK_UNROLL
       for (int t = 0; t < kTerms; ++t) {
         if (first + t >= terms_) break;

@@ -13,7 +13,7 @@ namespace pipekernels {
 template <class Type, class Team>
 class RingBlock : public AllReduceBlock<Order::kRank, Type, Team> {
   using Base = AllReduceBlock<Order::kRank, Type, Team>;
-  using Base::at, Base::chunks_, Base::kSize, Base::me_, Base::meeting_, Base::reduction_;
+  using Base::at, Base::chunks_, Base::kSize, Base::me_, Base::collective_, Base::reduction_;
   using Base::rounds_, Base::team_, Base::terms_;
 
  public:
@@ -22,22 +22,23 @@ class RingBlock : public AllReduceBlock<Order::kRank, Type, Team> {
   // Partial results travel from rank 0 to the last rank. The result travels from there to rank 0
   // and on, up to the last rank but one. A rank writes into the mailboxes of the next rank.
   PK_HOST_DEVICE bool run() {
-    meeting_.signal();
-    if (!meeting_.wait()) return false;
+    collective_.signal();
+    if (!collective_.wait()) return false;
     const int last = terms_ - 1;
     const int before = me_ == 0 ? last : me_ - 1, next = me_ == last ? 0 : me_ + 1;
-    const uint64_t first = meeting_.first_chunk();
+    const uint64_t first = collective_.first_chunk();
     const auto reduce_step = [&](size_t k) {
       const ChunkRange chunk = chunks_(k);
       const uint64_t number = first + k;
-      if (me_ != 0 && !meeting_.wait_reduced(before, number)) return false;
+      if (me_ != 0 && !collective_.wait_reduced(before, number)) return false;
       if (me_ == last) {
-        finish(chunk, meeting_.reduce_mailbox(me_, number), meeting_.gather_mailbox(next, number));
-        meeting_.send_gathered(next, number);
+        finish(chunk, collective_.reduce_mailbox(me_, number),
+               collective_.gather_mailbox(next, number));
+        collective_.send_gathered(next, number);
       } else {
-        accumulate(chunk, meeting_.reduce_mailbox(me_, number),
-                   meeting_.reduce_mailbox(next, number));
-        meeting_.send_reduced(next, number);
+        accumulate(chunk, collective_.reduce_mailbox(me_, number),
+                   collective_.reduce_mailbox(next, number));
+        collective_.send_reduced(next, number);
       }
       return true;
     };
@@ -45,22 +46,22 @@ class RingBlock : public AllReduceBlock<Order::kRank, Type, Team> {
       if (me_ == last) return true;
       const ChunkRange chunk = chunks_(k);
       const uint64_t number = first + k;
-      if (!meeting_.wait_gathered(before, number)) return false;
-      const std::byte* arrived = meeting_.gather_mailbox(me_, number);
+      if (!collective_.wait_gathered(before, number)) return false;
+      const std::byte* arrived = collective_.gather_mailbox(me_, number);
       const bool passes_on = me_ != last - 1;
       PK_ROLLED
       for (int copy = 0; copy < 1 + passes_on; ++copy) {
-        std::byte* to = copy == 0 ? at(chunk.begin) : meeting_.gather_mailbox(next, number);
+        std::byte* to = copy == 0 ? at(chunk.begin) : collective_.gather_mailbox(next, number);
         copy_block(team_, to, arrived, chunk.count * kSize);
       }
-      if (passes_on) meeting_.send_gathered(next, number);
+      if (passes_on) collective_.send_gathered(next, number);
       return true;
     };
     const size_t lag = terms_ < kDeviceRingDepth - 1 ? terms_ : kDeviceRingDepth - 1;
     if (!ring_schedule(rounds_, lag, reduce_step, gather_step)) return false;
-    meeting_.finish_chunks(rounds_);
-    meeting_.signal();
-    return meeting_.wait();
+    collective_.finish_chunks(rounds_);
+    collective_.signal();
+    return collective_.wait();
   }
 
  private:
@@ -69,7 +70,7 @@ class RingBlock : public AllReduceBlock<Order::kRank, Type, Team> {
 
   // The distance in bytes between the partial results of an element.
   PK_HOST_DEVICE size_t partials_apart() const {
-    return sizeof(Accumulator) * partial_stride(meeting_.launch().ranks.layout.slot_bytes,
+    return sizeof(Accumulator) * partial_stride(collective_.launch().ranks.layout.slot_bytes,
                                                 most_partials(terms_, reduction_),
                                                 sizeof(Accumulator));
   }

@@ -8,7 +8,7 @@ namespace pipekernels {
 template <Order order, class Type, class Team>
 class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
   using Base = AllReduceBlock<order, Type, Team>;
-  using Base::at, Base::chunks_, Base::kSize, Base::me_, Base::meeting_, Base::reduce;
+  using Base::at, Base::chunks_, Base::kSize, Base::me_, Base::collective_, Base::reduce;
   using Base::rounds_, Base::set_sources, Base::team_, Base::terms_;
 
  public:
@@ -26,18 +26,19 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
     bool in_place = false;
     PK_ROLLED
     for (size_t k = 0; k < rounds_ + 2; ++k) {
-      const bool meets = k == 0 || k == rounds_ ||
-                         (k < rounds_ && (!in_place || meeting_.launch().gates.ready != nullptr));
+      const bool meets =
+          k == 0 || k == rounds_ ||
+          (k < rounds_ && (!in_place || collective_.launch().gates.ready != nullptr));
       if (k > 0 && k <= rounds_) reduce_part(k - 1, in_place);
       if (meets) {
         if (!copy_in(k)) return false;
-        meeting_.signal();
+        collective_.signal();
       }
       if (k > 1 && !in_place) gather(k - 2);
-      if (meets && !meeting_.wait()) return false;
-      if (k == 0) in_place = meeting_.direct_ranks() == terms_;
+      if (meets && !collective_.wait()) return false;
+      if (k == 0) in_place = collective_.direct_ranks() == terms_;
     }
-    if (!in_place) meeting_.finish_rounds(rounds_);
+    if (!in_place) collective_.finish_rounds(rounds_);
     return true;
   }
 
@@ -46,10 +47,10 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
   PK_HOST_DEVICE PK_FORCE_INLINE bool copy_in(size_t k) {
     if (k >= rounds_) return true;
     const ChunkRange chunk = chunks_(k);
-    if (!meeting_.wait_ready(chunk.begin, chunk.count)) return false;
-    if (meeting_.direct()) return true;
+    if (!collective_.wait_ready(chunk.begin, chunk.count)) return false;
+    if (collective_.direct()) return true;
     const ChunkRange own = part_of(chunk, me_, terms_, kSize);
-    std::byte* staged = meeting_.input(me_, k);
+    std::byte* staged = collective_.input(me_, k);
     PK_ROLLED
     for (int side = 0; side < 2; ++side) {  // What is before the own part, and what is after it.
       const size_t from = side == 0 ? 0 : own.begin - chunk.begin + own.count;
@@ -63,10 +64,10 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
     const ChunkRange chunk = chunks_(k), own = part_of(chunk, me_, terms_, kSize);
     const size_t begin = own.begin * kSize;
     set_sources([&](int rank) -> const std::byte* {
-      const std::byte* data = rank == me_ ? at(0) : meeting_.data_of(rank);
-      return data ? data + begin : meeting_.input(rank, k) + (own.begin - chunk.begin) * kSize;
+      const std::byte* data = rank == me_ ? at(0) : collective_.data_of(rank);
+      return data ? data + begin : collective_.input(rank, k) + (own.begin - chunk.begin) * kSize;
     });
-    std::byte* result = meeting_.result(me_, k);
+    std::byte* result = collective_.result(me_, k);
     std::byte* data = at(own.begin);
     reduce(own, [&](size_t offset, auto unit) {
       if (!in_place) {
@@ -75,7 +76,7 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
         return;
       }
       for (int rank = 0; rank < terms_; ++rank) {
-        store_unit(meeting_.data_of(rank) + begin + offset, unit);
+        store_unit(collective_.data_of(rank) + begin + offset, unit);
       }
     });
   }
@@ -85,7 +86,7 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
     for (int step = 1; step < terms_; ++step) {  // Starting with a different peer on each rank.
       const int rank = (me_ + step) % terms_;
       const ChunkRange part = part_of(chunk, rank, terms_, kSize);
-      copy_block(team_, at(part.begin), meeting_.result(rank, k), part.count * kSize);
+      copy_block(team_, at(part.begin), collective_.result(rank, k), part.count * kSize);
     }
   }
 };

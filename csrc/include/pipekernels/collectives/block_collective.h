@@ -38,9 +38,9 @@ struct DeviceScratch {
   const std::byte* source[kMaxDeviceRanks];  // The sources of a reduction.
 };
 
-// One thread's part in one collective.
+// One thread's part in a thread block's collective.
 template <class Team>
-class Meeting : public DeviceWaits<Team> {
+class BlockCollective : public DeviceWaits<Team> {
   using Base = DeviceWaits<Team>;
   using Base::all_threads_succeeded, Base::await, Base::compared_, Base::counters_, Base::failed;
   using Base::flag, Base::launch_, Base::matches, Base::own_cell, Base::own_memory, Base::poll;
@@ -49,7 +49,7 @@ class Meeting : public DeviceWaits<Team> {
  public:
   using Base::launch, Base::rank, Base::ranks, Base::team;
 
-  PK_HOST_DEVICE Meeting(Team& team, const DeviceLaunch& launch) : Base(team, launch) {}
+  PK_HOST_DEVICE BlockCollective(Team& team, const DeviceLaunch& launch) : Base(team, launch) {}
 
   // To be called first. Returns false, in all threads of the block, if this rank has failed in an
   // earlier collective, or if one still runs: streams order eager calls, but not the replays of
@@ -106,14 +106,14 @@ class Meeting : public DeviceWaits<Team> {
   // Begins a round of pushed words (OneShotBlock::pushed()): 4 bytes of data below 4 of flag, the
   // round's number. Returns false, in all threads, if the collective has failed. A flag is never
   // one that the inboxes have held: when their numbers are used up, after 2^32 - 1 rounds, the
-  // ranks meet, clear the inboxes, and meet again.
+  // ranks synchronise, clear the inboxes, and synchronise again.
   PK_HOST_DEVICE bool begin_pushes() {
     pushing_ = true;
     ++counters_.pushes;
     if (flag() != 0) return true;
     PK_ROLLED
-    for (int meeting = 0; meeting < 2; ++meeting) {
-      if (meeting == 1) clear_inboxes();
+    for (int step = 0; step < 2; ++step) {
+      if (step == 1) clear_inboxes();
       signal();
       if (!wait()) return false;
     }

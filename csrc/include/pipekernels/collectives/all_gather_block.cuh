@@ -1,9 +1,9 @@
-// The body of a thread block of all_gather() on CUDA, for a Team (see device_meeting.h). The
+// The body of a thread block of all_gather() on CUDA, for a Team (see block_collective.h). The
 // protocol is that of csrc/cpu/collectives/all_gather.cpp.
 #pragma once
 
+#include "pipekernels/collectives/block_collective.h"
 #include "pipekernels/collectives/device_chunks.h"
-#include "pipekernels/collectives/device_meeting.h"
 #include "pipekernels/elements/device_elements.h"
 
 namespace pipekernels {
@@ -11,49 +11,49 @@ namespace pipekernels {
 // One block's share of gathering launch.count bytes per rank from launch.input into launch.output.
 template <class Team>
 PK_HOST_DEVICE void all_gather_block(Team& team, const DeviceLaunch& launch) {
-  Meeting<Team> meeting(team, launch);
+  BlockCollective<Team> collective(team, launch);
   const Chunks chunks(launch, team.block());
   const size_t rounds = chunks.rounds();
-  const int me = meeting.rank(), ranks = meeting.ranks();
+  const int me = collective.rank(), ranks = collective.ranks();
 
   const auto copy_in = [&](size_t k) {
-    if (k >= rounds || meeting.direct()) return;
+    if (k >= rounds || collective.direct()) return;
     const ChunkRange chunk = chunks(k);
-    copy_block(team, meeting.result(me, k), launch.input + chunk.begin, chunk.count);
+    copy_block(team, collective.result(me, k), launch.input + chunk.begin, chunk.count);
   };
   const auto gather = [&](size_t k) {
     const ChunkRange chunk = chunks(k);
     for (int step = 0; step < ranks; ++step) {  // Starting with a different peer on each rank.
       const int rank = (me + step) % ranks;
-      const std::byte* data = rank == me ? launch.input : meeting.data_of(rank);
+      const std::byte* data = rank == me ? launch.input : collective.data_of(rank);
       copy_block(team, launch.output + rank * launch.count + chunk.begin,
-                 data ? data + chunk.begin : meeting.result(rank, k), chunk.count);
+                 data ? data + chunk.begin : collective.result(rank, k), chunk.count);
     }
   };
   const auto body = [&] {
     copy_in(0);
-    meeting.signal();
-    if (!meeting.wait()) return false;
-    const int direct = meeting.direct_ranks();
+    collective.signal();
+    if (!collective.wait()) return false;
+    const int direct = collective.direct_ranks();
     const bool uses_staging = direct < ranks;
     for (size_t k = 0; k < rounds; ++k) {
       const bool more = uses_staging && k + 1 < rounds;
       if (more) {
         copy_in(k + 1);
-        meeting.signal();
+        collective.signal();
       }
       gather(k);
-      if (more && !meeting.wait()) return false;
+      if (more && !collective.wait()) return false;
     }
     if (direct > 0) {  // Peers may read `input` until this wait.
-      meeting.signal();
-      if (!meeting.wait()) return false;
+      collective.signal();
+      if (!collective.wait()) return false;
     }
-    if (uses_staging) meeting.finish_rounds(rounds);
+    if (uses_staging) collective.finish_rounds(rounds);
     return true;
   };
 
-  if (meeting.begin() && body()) return meeting.finish();
+  if (collective.begin() && body()) return collective.finish();
   for (size_t k = 0; k < rounds; ++k) {
     const ChunkRange chunk = chunks(k);
     for (int rank = 0; rank < ranks; ++rank) {

@@ -1,9 +1,9 @@
-// The body of a thread block of reduce_scatter() on CUDA, for a Team (see device_meeting.h). The
+// The body of a thread block of reduce_scatter() on CUDA, for a Team (see block_collective.h). The
 // protocol is that of csrc/cpu/collectives/reduce_scatter.cpp.
 #pragma once
 
+#include "pipekernels/collectives/block_collective.h"
 #include "pipekernels/collectives/device_chunks.h"
-#include "pipekernels/collectives/device_meeting.h"
 #include "pipekernels/elements/device_elements.h"
 #include "pipekernels/elements/tree_order.h"
 
@@ -14,18 +14,18 @@ namespace pipekernels {
 template <Order order, class Type, class Team>
 PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch) {
   constexpr size_t kSize = sizeof(typename Type::Element);
-  Meeting<Team> meeting(team, launch);
+  BlockCollective<Team> collective(team, launch);
   const Chunks chunks(launch, team.block());
   const size_t rounds = chunks.rounds();
-  const int me = meeting.rank(), terms = meeting.ranks();
+  const int me = collective.rank(), terms = collective.ranks();
   const size_t stride = launch.chunk * kSize;  // Distance between a chunk's slices in the staging.
 
   const auto copy_in = [&](size_t k) {
-    if (k >= rounds || meeting.direct()) return;
+    if (k >= rounds || collective.direct()) return;
     const ChunkRange chunk = chunks(k);
     for (int rank = 0; rank < terms; ++rank) {
       if (rank == me) continue;
-      copy_block(team, meeting.input(me, k) + rank * stride,
+      copy_block(team, collective.input(me, k) + rank * stride,
                  launch.input + (rank * launch.count + chunk.begin) * kSize, chunk.count * kSize);
     }
   };
@@ -34,8 +34,8 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
     const size_t offset = (me * launch.count + chunk.begin) * kSize;
     team.sync();  // The previous reduction has finished reading the sources.
     for (int rank = team.thread(); rank < terms; rank += team.threads()) {
-      const std::byte* data = rank == me ? launch.input : meeting.data_of(rank);
-      team.shared().source[rank] = data ? data + offset : meeting.input(rank, k) + me * stride;
+      const std::byte* data = rank == me ? launch.input : collective.data_of(rank);
+      team.shared().source[rank] = data ? data + offset : collective.input(rank, k) + me * stride;
     }
     team.sync();
     std::byte* output = launch.output + chunk.begin * kSize;
@@ -45,25 +45,25 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
   };
   const auto body = [&] {
     copy_in(0);
-    meeting.signal();
-    if (!meeting.wait()) return false;
-    const int direct = meeting.direct_ranks();
+    collective.signal();
+    if (!collective.wait()) return false;
+    const int direct = collective.direct_ranks();
     for (size_t k = 0; k < rounds; ++k) {
       reduce(k);
       if (k + 1 == rounds || direct == terms) continue;
       copy_in(k + 1);
-      meeting.signal();
-      if (!meeting.wait()) return false;
+      collective.signal();
+      if (!collective.wait()) return false;
     }
     if (direct > 0) {  // Peers may read `input` until this wait.
-      meeting.signal();
-      if (!meeting.wait()) return false;
+      collective.signal();
+      if (!collective.wait()) return false;
     }
-    if (direct < terms) meeting.finish_rounds(rounds);
+    if (direct < terms) collective.finish_rounds(rounds);
     return true;
   };
 
-  if (meeting.begin() && body()) return meeting.finish();
+  if (collective.begin() && body()) return collective.finish();
   for (size_t k = 0; k < rounds; ++k) {
     const ChunkRange chunk = chunks(k);
     poison_block(team, launch.output + chunk.begin * kSize, chunk.count * kSize);
