@@ -1,5 +1,5 @@
-"""Checks for operations with custom backwards, which support neither forward-mode differentiation
-nor backwards inside vmap."""
+"""Checks for operations with custom backwards, which support no forward-mode differentiation, no
+backward inside vmap, and often no second derivative."""
 
 from __future__ import annotations
 
@@ -48,6 +48,26 @@ def deny_batched(name: str, grads: Iterable[Tensor | None]) -> None:
                 f"{name} is gone through backwards for one gradient at a time, not inside vmap; do "
                 "without is_grads_batched=True, vectorize=True or vmap"
             )
+
+
+def check_differentiated_once(what: str) -> None:
+    """Refuse ``create_graph=True``; call this first in a backward whose gradients have no graph.
+
+    PyTorch's ``once_differentiable`` raises only if the gradients of the outputs have a graph. So
+    in ``torch.autograd.grad(y.sum(), x, create_graph=True)`` a gradient penalty would silently have
+    no effect on the parameters.
+
+    Args:
+        what: what is differentiated, for the error.
+
+    Raises:
+        RuntimeError: the backward runs with ``create_graph=True``.
+    """
+    # Grad mode says nothing while a backward is compiled; compiled backwards refuse by themselves.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{what} can be differentiated once only; call this without create_graph=True"
+        )
 
 
 def _is_differentiated(tensor: Tensor) -> bool:

@@ -39,9 +39,8 @@ from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.sharded_gemm import ALGORITHMS, sharded_gemm
-from pipekernels.local_ops.transforms import deny_tangents
+from pipekernels.local_ops.transforms import check_differentiated_once, deny_tangents
 from pipekernels.tensor_parallel.products import linear_all_reduce
 
 _LAYERS = "a layer that is sharded over ranks"  # For errors.

@@ -11,8 +11,7 @@ import torch
 
 from pipekernels._torch_private import keeps_graph, when_backward_ends
 from pipekernels.device.restoring import restore_despite_interrupt, restoring
-from pipekernels.local_ops.once import check_differentiated_once
-from pipekernels.local_ops.transforms import deny_batched
+from pipekernels.local_ops.transforms import check_differentiated_once, deny_batched
 from pipekernels.pipeline.engine.backward import Backward
 from pipekernels.pipeline.engine.forward import forward
 from pipekernels.pipeline.engine.mini_batch import MiniBatch

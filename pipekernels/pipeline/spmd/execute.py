@@ -25,7 +25,7 @@ from pipekernels._arguments import check_kind, integer
 from pipekernels._torch_private import disable_dynamo
 from pipekernels.comm import messages
 from pipekernels.device.restoring import restore_despite_interrupt
-from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.pipeline.spmd.axis import Axis
 from pipekernels.pipeline.spmd.transport import Features, Passage
 from pipekernels.pipeline.stage.batchnorm import committed

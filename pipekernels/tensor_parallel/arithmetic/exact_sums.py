@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.local_ops.once import check_differentiated_once
+from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.tensor_parallel.arithmetic.slabs import check_eager
 
 _BITS = 62  # Of the largest sum.

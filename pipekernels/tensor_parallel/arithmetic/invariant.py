@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
-from pipekernels.local_ops.once import check_differentiated_once
 from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 from pipekernels.local_ops.slab_gemm import slab_gemm
+from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.tensor_parallel.arithmetic.plain import Plain, ShardGradient
 from pipekernels.tensor_parallel.arithmetic.slabs import (
     SLABS,
