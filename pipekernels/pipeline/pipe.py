@@ -6,7 +6,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -59,8 +59,7 @@ class Pipe(nn.Module):
     Stages work on different micro-batches at the same time: on CPUs in threads that divide torch's
     intra-op threads, on CUDA devices asynchronously, on the streams that are current when the
     forward is called; copies between devices overlap with computation. A pipe is one autograd node,
-    so losses, optimizers, hooks and ``torch.autograd.grad`` are used as with the bare module,
-    except for second derivatives (``create_graph=True`` is an error)::
+    used as the bare module except for second derivatives (``create_graph=True`` is an error)::
 
         model = nn.Sequential(a, b, c, d)
         model = Pipe(model, balance=[2, 2], chunks=8)
@@ -69,25 +68,22 @@ class Pipe(nn.Module):
     The schedule is GPipe's (Huang et al., 2019); the interface is fairscale's and torchgpipe's. The
     module is split in place: the pipe's layers are the module's own. Gradients are summed over
     micro-batches, last one first, as autograd does for ``torch.cat([module(x) for x in
-    input.tensor_split(chunks)])``. Under autocast that is the loop with ``cache_enabled=False``:
-    every micro-batch casts the parameters itself, and gradients are summed in the parameters'
-    dtype, not autocast's.
+    input.tensor_split(chunks)])``; under autocast, for that loop with ``cache_enabled=False``,
+    which sums gradients in the parameters' dtype, not autocast's.
 
     Every forward draws one number from the default CPU generator, which seeds each (stage,
     micro-batch). So results with a fixed seed do not depend on timing, and a recomputation draws
     the numbers of its forward.
 
-    The keys of the state_dict are ``partitions.<stage>.<key in the module>``. ``to_sequential()``
-    has the same layers under the module's own keys: to save and load checkpoints that fit the bare
-    module and any balance, call ``state_dict`` and ``load_state_dict`` of that.
+    The keys of the state_dict are ``partitions.<stage>.<key in the module>``; those of
+    ``to_sequential()``, which has the same layers, fit the bare module and any balance.
 
     ``torch.compile`` does not compile a pipe, even inside a compiled program: compile its layers.
 
     Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its
     stages do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has
-    parameters that are ``DTensor``. Do not use layers with other collectives, which a pipe cannot
-    detect, in a pipe on CPUs. FSDP2 may shard a whole pipe, ``fully_shard(pipe)``, not its layers
-    one by one.
+    ``DTensor`` parameters. A pipe cannot detect other collectives: do not use them on CPUs. FSDP2
+    may shard a whole pipe, ``fully_shard(pipe)``, not its layers one by one.
 
     Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
     threads must not read or change the pipe's parameters, nor draw from the default generator, as
@@ -118,14 +114,14 @@ class Pipe(nn.Module):
         execution: how mini-batches run on CPUs. ``'auto'``: the fastest of the others, measured for
             each kind of mini-batch; the first of a kind runs inline, and is watched for random
             numbers that threads cannot seed separately. ``'inline'``: on the calling thread.
-            ``'threads'``: each lane of the schedule on a thread of its own, unwatched: results do
-            not depend on timing if torch's Python functions draw all random numbers. ``'split'``:
-            likewise, and if graphs allow it the backward of ``pipe(x)`` computes gradients of
-            inputs first. Stages that share layers or have collectives run inline.
+            ``'threads'``: a thread per lane of the schedule, unwatched: results do not depend on
+            timing if torch's Python functions draw all random numbers. ``'split'``: threads, and if
+            graphs allow it the backward of ``pipe(x)`` computes gradients of inputs first. Stages
+            that share layers or have collectives run inline.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential`` or has a forward, parameters or hooks of its
-            own, skips of its layers do not match, ``balance`` does not list integers or ``devices``
+        TypeError: ``module`` is not an ``nn.Sequential`` or has a forward, parameters or hooks
+            itself, its skips do not match, ``balance`` or ``devices`` does not list integers or
             devices, or a BatchNorm cannot be deferred (``convert_deferred_batch_norm``).
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
@@ -161,22 +157,25 @@ class Pipe(nn.Module):
         if not modes:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
         if execution not in EXECUTIONS:
-            raise ValueError(
-                f"execution is {execution!r}; it must be one of {', '.join(EXECUTIONS)}"
-            )
+            names = ", ".join(EXECUTIONS)
+            raise ValueError(f"execution is {execution!r}; it must be one of {names}")
         if any(nn.parameter.is_lazy(p) for p in module.parameters()):
             raise ValueError(
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
         verify_skippables(module)
-        chosen = _default_devices() if devices is None else list(map(usable, devices))
-        if balance is None and not layers(module):
-            balance = []
-        elif balance is None:
-            stages = min(len(layers(module)), len(chosen) if chosen else torch.get_num_threads())
+        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        chosen = gpus if devices is None else list(map(usable, devices))
+        if balance is None:
             sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
-            balance = solve([1 + size for size in sizes], stages)
-        self.balance = _integers(balance)
+            stages = min(len(sizes), len(chosen) if chosen else torch.get_num_threads())
+            balance = solve([1 + size for size in sizes], stages) if sizes else []
+        self.balance = list(balance)
+        try:
+            self.balance = list(map(operator.index, self.balance))
+        except TypeError:
+            wanted = "it must list integers, the number of layers of each stage"
+            raise TypeError(f"balance is {self.balance}; {wanted}") from None
         if devices is None and not chosen:
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
@@ -186,7 +185,7 @@ class Pipe(nn.Module):
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
             convert_deferred_batch_norm(self.partitions, self.chunks)
-        self._engine = self._new_engine()
+        self._engine = Engine(partitions, self.devices, execution)
 
     # torch.compile supports neither lanes nor their locks.
     @disable_dynamo
@@ -217,7 +216,7 @@ class Pipe(nn.Module):
         batch = self._batch(value)
         if not self.partitions:
             return self.to_sequential()(*inputs, **kwargs)
-        return self._engine.run(batch, self._mode())
+        return self._engine.run(batch, self.checkpoint if self.training else "never")
 
     @disable_dynamo
     def train_step(
@@ -234,10 +233,10 @@ class Pipe(nn.Module):
         begin before all forwards have ended. Accumulates into ``.grad`` like ``loss.backward()``.
 
         With ``'1f1b'`` a stage holds the activations of at most as many micro-batches as there are
-        stages, for any ``chunks``; ``'gpipe'`` holds those of all; ``'zb-h1'`` holds no more than
+        stages, for any ``chunks``; with ``'gpipe'`` those of all. ``'zb-h1'`` holds no more than
         ``'1f1b'`` and idles less, but enters autograd once more for every layer. ``'interleaved'``
-        runs several stages on each of fewer lanes. ``1f1b``, ``interleaved`` and ``zb-h1`` sum
-        gradients over micro-batches first one first, so the last bits may differ from those of
+        runs several stages on each of fewer lanes. All but ``'gpipe'`` sum gradients over
+        micro-batches first one first, so the last bits may differ from those of
         ``loss_fn(pipe(input), target).backward()``.
 
         A mean over anything but rows, such as cross-entropy with ``ignore_index`` or class weights,
@@ -254,11 +253,8 @@ class Pipe(nn.Module):
         ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Their
         gradients from the loss are summed separately, as are those of each stage that shares a
         parameter with others. Inside ``loss_fn`` such stages have different objects for it;
-        ``pipe.parameters()`` gives one of them.
-
-        ``DistributedDataParallel`` averages gradients only after calls of its own forward: after
-        ``train_step``, average them yourself. ``train_step`` is not available if FSDP2 shards the
-        pipe.
+        ``pipe.parameters()`` gives one of them. ``DistributedDataParallel`` averages gradients only
+        after calls of its own forward: after ``train_step``, average them yourself.
 
         Args:
             input: the first layer's argument, as in :meth:`forward`; a tuple or a dict has its
@@ -269,23 +265,21 @@ class Pipe(nn.Module):
                 one micro-batch; returns a scalar, or a tuple of a scalar and of other values to
                 return, in which there is a tensor.
             schedule: ``'gpipe'``, ``'1f1b'``, ``'interleaved'`` or ``'zb-h1'``.
-            lanes: for ``'interleaved'``: how many lanes; lane ``i`` runs the stages ``i``,
-                ``i + lanes``, ...
+            lanes: for ``'interleaved'``: lane ``i`` runs the stages ``i``, ``i + lanes``, ...
             loss_reduction: what ``loss_fn`` does over its rows: ``'mean'`` (micro-batches are
                 weighted by their share of the batch) or ``'sum'``.
 
         Returns:
-            The loss of the mini-batch, a scalar without a graph. If ``loss_fn`` returns other
-            values beside it, a tuple of the loss and of these, joined as the outputs of a forward
-            are, with scalars weighted like the loss.
+            The loss of the mini-batch, a scalar without a graph; with values that ``loss_fn``
+            returns beside it, a tuple of the two. Those are joined as the outputs of a forward are,
+            with scalars weighted like the loss.
 
         Raises:
             TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or
                 ``loss_fn`` cannot be called or returns none.
             ValueError: an argument is out of its range, batch sizes differ, a target was computed
-                with a graph, or the loss is no scalar.
-            RuntimeError: no loss requires a gradient, or FSDP2 shards the pipe; and as
-                :meth:`forward`.
+                with a graph, or the loss is not a scalar.
+            RuntimeError: no loss requires a gradient, FSDP2 shards the pipe, or as :meth:`forward`.
         """
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None and isinstance(self, fsdp.FSDPModule):
@@ -305,9 +299,8 @@ class Pipe(nn.Module):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
         batch = self._batch(arguments_of(self[0], input))
         losses = partial(Losses, loss_fn, Targets(batch, target), loss_reduction == "mean")
-        return self._engine.train(
-            batch, losses, checkpoint=self._mode(), schedule=Schedule(schedule, lanes)
-        )
+        checkpoint = self.checkpoint if self.training else "never"
+        return self._engine.train(batch, losses, checkpoint, Schedule(schedule, lanes))
 
     def _batch(self, value: Any) -> Batch:
         if transforms_are_active():
@@ -325,24 +318,14 @@ class Pipe(nn.Module):
         deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
 
-    def _mode(self) -> str:
-        return self.checkpoint if self.training else "never"
-
-    @contextmanager
-    def timeline(self) -> Iterator[Timeline]:
+    def timeline(self) -> AbstractContextManager[Timeline]:
         """Record when each action runs in the body. An outer timeline does not record there."""
-        timeline = Timeline()
-        with self._engine.recorded_by(timeline):
-            yield timeline
+        return self._engine.recorded_by(Timeline())
 
     def to_sequential(self) -> nn.Sequential:
         """The wrapped model: its layers, under their own names, on their present devices."""
-        named: OrderedDict[str, nn.Module] = OrderedDict()
-        for partition in self._partitions():
-            for name, layer in partition._modules.items():
-                assert layer is not None
-                named[name] = layer
-        module = nn.Sequential(named)
+        named = [item for partition in self.partitions for item in partition._modules.items()]
+        module = nn.Sequential(OrderedDict(named))  # type: ignore[arg-type]
         module.training = self.training  # The layers keep their own modes.
         return module
 
@@ -356,30 +339,29 @@ class Pipe(nn.Module):
         """A stage of this pipe for the schedules of ``torch.distributed.pipelining``.
 
         For a model that outgrows one process: every rank builds the same pipe, takes its stage, and
-        may drop the pipe. In a program that torchrun starts on as many ranks as there are stages::
+        may drop the pipe. In a program that torchrun starts with a rank per stage::
 
             stage = pipe.to_torch_stage()
             schedule = Schedule1F1B(stage, n_microbatches=pipe.chunks, loss_fn=loss_fn)
             optimizer = SGD(stage.submod.parameters(), lr=0.1)
             schedule.step(input) if stage.is_first else schedule.step(target=target)
 
-        The first stage takes the pipe's arguments, keyword arguments too. The stage's module has
-        the pipe's layers, with their names in the wrapped module's state_dict. It does not use the
-        pipe's checkpointing and seeding, and stages cannot pass on a tuple of one tensor.
+        The first stage takes the pipe's arguments, by keyword too. The stage's module has the
+        pipe's layers under the wrapped module's keys. It does not use the pipe's checkpointing and
+        seeding, and stages cannot pass on a tuple of one tensor.
 
         Args:
             stage_index: which stage. Default: the one of this rank's number, for a group with a
                 rank per stage. Schedules that interleave take several stages per rank.
-            device: the stage's layers are moved there; if they were elsewhere, the pipe itself
-                cannot be used any more. Default: the layers' present device.
+            device: where the stage's layers are moved; if they were elsewhere, the pipe cannot be
+                used any more. Default: their present device.
             group: the ranks that run the stages. Default: all.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or there are more ranks than
                 stages.
-            ValueError: without ``stage_index``, the group does not have a rank per stage;
-                ``stage_index`` is out of range; two stages share a parameter; or the pipe was built
-                with ``deferred_batch_norm``.
+            ValueError: the group does not have a rank per stage, ``stage_index`` is out of range,
+                stages share a parameter, or the pipe was built with ``deferred_batch_norm``.
         """
         return torch_stage(self._partitions(), self.devices, stage_index, device, group)
 
@@ -400,14 +382,11 @@ class Pipe(nn.Module):
     def __getitem__(self, index: int | slice) -> nn.Module:
         """Layer ``index`` of the wrapped module; negative ones count from the end. Of a slice, an
         ``nn.Sequential`` of these layers."""
-        if isinstance(index, slice):
+        try:
             return self.to_sequential()[index]
-        flat, index = list(self), operator.index(index)
-        if not -len(flat) <= index < len(flat):
-            raise IndexError(
-                f"layer index {index} is out of range; the pipe has {len(flat)} layers"
-            )
-        return flat[index]
+        except IndexError:
+            have = f"the pipe has {len(self)} layers"
+            raise IndexError(f"layer index {index} is out of range; {have}") from None
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers of the wrapped module, in order."""
@@ -427,33 +406,27 @@ class Pipe(nn.Module):
             raise RuntimeError(f"{error}\n\t{hint}") from None
 
     def cuda(self, device: Device | None = None) -> Pipe:
-        """Denied: see ``devices``."""
+        """Not supported: see ``devices``."""
         raise TypeError(_MOVE_DENIED)
 
     def cpu(self) -> Pipe:
-        """Denied: see ``devices``."""
+        """Not supported: see ``devices``."""
         raise TypeError(_MOVE_DENIED)
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Cast with ``to(dtype)``; ``to(device)`` and ``to(tensor)`` are denied with a
-        TypeError."""
-        if (
-            "device" in kwargs
-            or "tensor" in kwargs
-            or any(
-                isinstance(a, (torch.device, int, str, torch.Tensor)) and not isinstance(a, bool)
-                for a in args
-            )
-        ):
+        """Cast with ``to(dtype)``; ``to(device)`` and ``to(tensor)`` raise a TypeError."""
+        moves = (torch.device, int, str, torch.Tensor)
+        given = [isinstance(a, moves) and not isinstance(a, bool) for a in args]
+        if "device" in kwargs or "tensor" in kwargs or any(given):
             raise TypeError(_MOVE_DENIED)
         return super().to(*args, **kwargs)
 
     def to_empty(self, *, device: Device | None, recurse: bool = True) -> Pipe:
-        """Denied: see ``devices``. Give the layers memory before making the pipe."""
+        """Not supported: see ``devices``. Give the layers memory before making the pipe."""
         raise TypeError(_MOVE_DENIED)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Pipe:
-        """As of any module, for :meth:`to` of a module that has this one too; moves are denied."""
+        """As of any module, for :meth:`to` of a module that has this one too; moves raise."""
         for device in set(self.devices):
             if fn(torch.empty(0, device=device)).device != device:
                 raise TypeError(_MOVE_DENIED)
@@ -467,24 +440,7 @@ class Pipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._engine = self._new_engine()
-
-    def _new_engine(self) -> Engine:
-        return Engine(self._partitions(), self.devices, execution=self.execution)
+        self._engine = Engine(self._partitions(), self.devices, self.execution)
 
     def _partitions(self) -> Sequence[nn.Sequential]:
         return list(self.partitions)  # type: ignore[arg-type]
-
-
-def _default_devices() -> list[torch.device]:
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-
-
-def _integers(balance: Iterable[int]) -> list[int]:
-    lengths = list(balance)
-    try:
-        return [operator.index(length) for length in lengths]
-    except TypeError:
-        raise TypeError(
-            f"balance is {lengths}; it must list integers, the number of layers of each stage"
-        ) from None

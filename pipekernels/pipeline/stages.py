@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class PipelineStage(nn.Module):
         index: the stage's position in the pipeline, from 0.
 
     Raises:
-        ValueError: ``index`` is no integer of at least 0.
+        ValueError: ``index`` is not an integer of at least 0.
     """
 
     def __init__(self, index: int) -> None:
@@ -39,7 +39,7 @@ class PipelineStage(nn.Module):
         """Append ``layer``, which takes what the layer before it returns; returns the stage.
 
         Raises:
-            TypeError: ``layer`` is no module.
+            TypeError: ``layer`` is not a module.
             RuntimeError: the stage is part of a pipeline.
         """
         if not isinstance(layer, nn.Module):
@@ -82,13 +82,12 @@ class PipelineParallel(Pipe):
         execution: how mini-batches run; see ``Pipe``.
 
     Raises:
-        TypeError: a stage is no :class:`PipelineStage`, or has more than its layers, such as hooks.
+        TypeError: a stage is not a :class:`PipelineStage`, or has more than its layers, such as
+            hooks. So do forward and ``train_step`` if it gets them later.
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
             1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
-
-    If a stage gets hooks, parameters or a forward of its own later, forward and ``train_step``
-    raise a TypeError; if layers of a stage are replaced, a RuntimeError: replace them in
-    ``partitions``.
+        RuntimeError: in forward and ``train_step``, if layers of a stage have been replaced: do
+            that in ``partitions``.
     """
 
     def __init__(
@@ -116,12 +115,12 @@ class PipelineParallel(Pipe):
             stage._complete = True
         # Tuples, so that they are not registered as submodules, which the partitions' layers are.
         self._stages = tuple(ordered)
-        self._given = tuple([tuple(stage.layers) for stage in ordered])
+        self._layers_at_start = tuple([tuple(stage.layers) for stage in ordered])
 
     def _batch(self, value: Any) -> Batch:
-        for stage, given in zip(self._stages, self._given, strict=True):
+        for stage, layers in zip(self._stages, self._layers_at_start, strict=True):
             _check_only_layers(stage)
-            if tuple(stage.layers) != given:
+            if tuple(stage.layers) != layers:
                 raise RuntimeError(
                     f"the layers of stage {stage.index} have changed since the pipeline was made, "
                     "which would run the former ones; replace them in the pipeline, "
@@ -139,16 +138,15 @@ class PipelineParallel(Pipe):
 
 
 def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
-    given = list(stages)
-    for position, stage in enumerate(given):
+    stages = list(stages)
+    for position, stage in enumerate(stages):
         if not isinstance(stage, PipelineStage):
-            raise TypeError(
-                f"stages[{position}] must be a PipelineStage, not {type(stage).__name__}"
-            )
+            kind = type(stage).__name__
+            raise TypeError(f"stages[{position}] must be a PipelineStage, not {kind}")
         _check_only_layers(stage)
-    if not given:
+    if not stages:
         raise ValueError("there is no stage; a pipeline needs at least one")
-    ordered = sorted(given, key=lambda stage: stage.index)
+    ordered = sorted(stages, key=lambda stage: stage.index)
     indices = [stage.index for stage in ordered]
     if indices != list(range(len(ordered))):
         raise ValueError(
@@ -160,14 +158,9 @@ def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
 def _check_only_layers(stage: PipelineStage) -> None:
     """Raise a TypeError unless ``stage`` does nothing but call its layers."""
     check_sequential(stage.layers)
-    if (
-        type(stage).forward is not PipelineStage.forward
-        or "forward" in vars(stage)
-        or stage._parameters
-        or stage._buffers
-        or len(stage._modules) > 1
-        or has_hooks(stage)
-    ):
+    has_forward = type(stage).forward is not PipelineStage.forward or "forward" in vars(stage)
+    has_more = stage._parameters or stage._buffers or len(stage._modules) > 1
+    if has_forward or has_more or has_hooks(stage):
         raise TypeError(
             f"stage {stage.index} has a forward, parameters, modules or hooks of its own, and the "
             "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"
@@ -175,21 +168,14 @@ def _check_only_layers(stage: PipelineStage) -> None:
 
 
 def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
-    """The device of each stage."""
-    found = [_device(stage) for stage in stages]
-    current = next((device for device in found if device is not None), torch.device("cpu"))
-    devices = []
-    for device in found:
-        current = device or current
-        devices.append(current)
-    return devices
-
-
-def _device(stage: PipelineStage) -> torch.device | None:
-    devices = {tensor.device for tensor in chain(stage.parameters(), stage.buffers())}
-    if len(devices) > 1:
-        raise ValueError(
-            f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; "
-            "move the stage to one device"
-        )
-    return next(iter(devices), None)
+    """The device of each stage: of its tensors, or else that of the stage before."""
+    found = [{tensor.device for tensor in chain(s.parameters(), s.buffers())} for s in stages]
+    for stage, devices in zip(stages, found, strict=True):
+        if len(devices) > 1:
+            raise ValueError(
+                f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; "
+                "move the stage to one device"
+            )
+    first = next(filter(None, found), {torch.device("cpu")})
+    filled = accumulate(found, lambda before, own: own or before, initial=first)
+    return [device for (device,) in islice(filled, 1, None)]

@@ -66,8 +66,7 @@ class Engine:
         self,
         partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
-        *,
-        execution: str = "auto",
+        execution: str,
     ) -> None:
         self.stages = Stages(partitions, devices)
         self._runners = Runners(self.stages, execution)
@@ -109,7 +108,6 @@ class Engine:
         self,
         batch: Batch,
         make_losses: Callable[[MiniBatch], Losses],
-        *,
         checkpoint: str,
         schedule: Schedule,
     ) -> Any:
@@ -139,14 +137,14 @@ class Engine:
         return losses.total()
 
     @contextmanager
-    def recorded_by(self, timeline: Timeline) -> Iterator[None]:
+    def recorded_by(self, timeline: Timeline) -> Iterator[Timeline]:
         """Record the body with ``timeline`` instead of an enclosing timeline."""
         outer, self._timeline = self._timeline, timeline
         if outer is not None:
             outer.is_recording = False
         timeline.is_recording = True
         try:
-            yield
+            yield timeline
         finally:
             timeline.is_recording = False
             if outer is not None:
