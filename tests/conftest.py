@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support import pipes
-from support.clocked_layers import Clock
+from support.planning import Clock
 from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
@@ -120,7 +120,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Replaces the profiler's clock; only :class:`clocked_layers.Work` advances it."""
+    """Replaces the profiler's clock; only :class:`planning.Work` advances it."""
     clock = Clock()
     monkeypatch.setattr(profile, "perf_counter", clock)
     return clock

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from functools import reduce
 from math import inf, nan
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planning import all_balances, slices
 
 from pipekernels.pipeline.planning.cuts import cuts, solve
-
-
-def best_by_trying_all(costs: list[int], partitions: int) -> int:
-    n = len(costs)
-    best = sum(costs)
-    for inner in combinations(range(1, n), partitions - 1):
-        edges = [0, *inner, n]
-        best = min(best, max(sum(costs[a:b]) for a, b in pairwise(edges)))
-    return best
 
 
 @settings(deadline=None)
@@ -30,12 +22,13 @@ def test_solve_is_optimal(costs: list[int], partitions: int) -> None:
         with pytest.raises(ValueError, match="cannot be cut"):
             solve(costs, partitions)
         return
+
+    def largest(lengths: list[int]) -> int:
+        return max(sum(costs[part]) for part in slices(lengths))
+
     lengths = solve(costs, partitions)
-    assert sum(lengths) == len(costs)
-    assert len(lengths) == partitions and min(lengths) >= 1
-    edges = [sum(lengths[:i]) for i in range(partitions + 1)]
-    largest = max(sum(costs[a:b]) for a, b in pairwise(edges))
-    assert largest == best_by_trying_all(costs, partitions)
+    assert lengths in (possible := list(all_balances(len(costs), partitions)))
+    assert largest(lengths) == min(map(largest, possible))
 
 
 @pytest.mark.parametrize(
@@ -60,24 +53,18 @@ def test_cuts_yields_all_cuts_sorted_by_cost(
     data: st.DataObject, n: int, partitions: int, combine: Callable[[float, float], float]
 ) -> None:
     """Costs may depend on the partition, and be infinite."""
-    places = [(p, a, b) for p in range(partitions) for a in range(n) for b in range(a + 1, n + 1)]
-    drawn = data.draw(
-        st.lists(st.sampled_from([0, 1, 2, 3, 5, inf]), min_size=len(places), max_size=len(places))
-    )
-    costs = dict(zip(places, drawn, strict=True))
-    for p, a, b in places:
-        costs[p, a, b] = max(costs[p, a, b], costs.get((p, a, b - 1), 0))
+    costs: dict[tuple[int, int, int], float] = {}
+    for p in range(partitions):
+        for a in range(n):
+            drawn = st.lists(st.sampled_from([0, 1, 2, 3, 5, inf]), min_size=n - a, max_size=n - a)
+            for b, cost in enumerate(sorted(data.draw(drawn)), a + 1):
+                costs[p, a, b] = cost
     expected = []
-    for inner in combinations(range(1, n), partitions - 1):
-        edges = [0, *inner, n]
-        total = 0.0
-        for p, (a, b) in enumerate(pairwise(edges)):
-            total = combine(total, costs[p, a, b])
-        if total < inf:
-            expected.append((total, [b - a for a, b in pairwise(edges)]))
-    if partitions > n:
-        expected = []
-    found = list(cuts(n, partitions, lambda p, a, b: costs[p, a, b], combine))
+    for balance in all_balances(n, partitions):
+        parts = [costs[p, s.start, s.stop] for p, s in enumerate(slices(balance))]
+        expected.append((reduce(combine, parts, 0.0), balance))
+    expected = [(total, balance) for total, balance in expected if total < inf]
+    found = list(cuts(n, partitions, lambda *part: costs[part], combine))
     assert [cost for cost, _ in found] == sorted(cost for cost, _ in expected)
     assert sorted(found) == sorted(expected)
 

@@ -5,14 +5,14 @@ No test depends on real time: costs are invented, or those of layers that advanc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations, pairwise
+from collections import Counter
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.clocked_layers import Clock, Work
+from support.planning import Clock, Work, all_balances, slices
 from torch import nn
 
 import pipekernels
@@ -39,43 +39,26 @@ def layer(
     **sizes: int,
 ) -> LayerCost:
     """Times as (fixed, per row), sizes in bytes per row; parameters and ``constant`` in bytes."""
-
-    def per_row(name: str, default: int = 0) -> Affine:
-        return Affine(0.0, sizes.get(name, default))
-
+    per_row = {"kept": 0, "entry": 0, "inputs": 1, "outputs": 1, "working": 0}
     return LayerCost(
-        forward=Affine(*forward),
-        backward=Affine(*backward),
-        input_backward=Affine(*(input_share * b for b in backward)),
-        kept=per_row("kept"),
-        entry=per_row("entry"),
-        inputs=per_row("inputs", 1),
-        outputs=per_row("outputs", 1),
-        working=per_row("working"),
-        trainable=Affine(sizes.get("trainable", 0)),
-        constant=Affine(sizes.get("constant", 0)),
+        Affine(*forward),
+        Affine(*backward),
+        Affine(*(input_share * b for b in backward)),
+        **{name: Affine(0.0, sizes.get(name, default)) for name, default in per_row.items()},
+        **{name: Affine(sizes.get(name, 0)) for name in ("trainable", "constant")},
     )
 
 
-small = st.integers(0, 8)
 layer_costs = st.builds(
     layer,
     forward=st.tuples(st.integers(0, 4), st.integers(1, 5)),
     backward=st.tuples(st.integers(0, 8), st.integers(1, 9)),
     input_share=st.sampled_from([0.0, 0.5, 1.0]),
-    kept=small,
-    entry=small,
-    inputs=small,
-    outputs=small,
-    working=small,
     trainable=st.integers(0, 20),
-    constant=small,
+    **dict.fromkeys(
+        ("kept", "entry", "inputs", "outputs", "working", "constant"), st.integers(0, 8)
+    ),
 )
-
-
-def all_balances(layers: int, stages: int) -> Iterator[list[int]]:
-    for inner in combinations(range(1, layers), stages - 1):
-        yield [b - a for a, b in pairwise([0, *inner, layers])]
 
 
 def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Setting]:
@@ -86,24 +69,19 @@ def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Se
 
 
 def step(costs: list[LayerCost], hand_off: float, setting: Setting, balance: list[int]) -> float:
-    edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
-    lane_of = setting.program.lane_of
+    parts, lane_of = slices(balance), setting.program.lane_of
 
     def seconds(action: Action) -> float:
-        stage, rows = action.stage, setting.rows[action.micro_batch]
-        layers = costs[edges[stage] : edges[stage + 1]]
+        kind, stage, m = action
+        layers, rows = costs[parts[stage]], setting.rows[m]
         forward = sum(c.forward(rows) for c in layers)
         backward = sum(c.backward(rows) for c in layers)
         of_inputs = sum(c.input_backward(rows) for c in layers)
-        total = {"F": forward, "B": backward, "I": of_inputs, "W": backward - of_inputs}[
-            action.kind
-        ]
-        if action.kind in "BI" and checkpointed(
-            setting.checkpoint, action.micro_batch, len(setting.rows)
-        ):
+        total = {"F": forward, "B": backward, "I": of_inputs, "W": backward - of_inputs}[kind]
+        if kind in "BI" and checkpointed(setting.checkpoint, m, len(setting.rows)):
             total += forward
-        giver = stage - 1 if action.kind == "F" else stage + 1
-        if action.kind != "W" and lane_of.get(giver, lane_of[stage]) != lane_of[stage]:
+        giver = stage - 1 if kind == "F" else stage + 1
+        if kind != "W" and lane_of.get(giver, lane_of[stage]) != lane_of[stage]:
             total += hand_off
         return total
 
@@ -113,32 +91,30 @@ def step(costs: list[LayerCost], hand_off: float, setting: Setting, balance: lis
 def peaks(
     costs: list[LayerCost], setting: Setting, balance: list[int], devices: list[torch.device]
 ) -> dict[torch.device, float]:
-    edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
     rows, batch = max(setting.rows), sum(setting.rows)
-    total: dict[torch.device, float] = {}
-    for device, lane in zip(devices, setting.program.lanes, strict=True):
-        for stage in {a.stage for a in lane}:
-            layers = costs[edges[stage] : edges[stage + 1]]
-            graph = sum(c.kept(rows) for c in layers) + layers[0].entry(rows) * (stage > 0)
-            inputs = layers[0].inputs(rows) * (stage > 0)
-            held: dict[int, float] = {}
-            most = 0.0
-            for kind, s, m in lane:
-                if s != stage:
-                    continue
+    total: Counter[torch.device] = Counter()
+    for stage, part in enumerate(slices(balance)):
+        layers, lane = costs[part], setting.program.lane_of[stage]
+        graph = sum(c.kept(rows) for c in layers) + layers[0].entry(rows) * (stage > 0)
+        inputs = layers[0].inputs(rows) * (stage > 0)
+        held: dict[int, float] = {}
+        most = 0.0
+        for kind, s, m in setting.program.lanes[lane]:
+            if s != stage:
+                continue
+            if kind == "F":
                 dropped = checkpointed(setting.checkpoint, m, len(setting.rows))
-                if kind == "F":
-                    held[m] = inputs if dropped else graph
-                elif kind != "W":
-                    held[m] = graph
-                most = max(most, sum(held.values()))
-                if kind in "BW":
-                    del held[m]
-            peak = most + max(c.working(rows) for c in layers)
-            peak += sum(c.trainable(rows) * SCALE + c.constant(rows) for c in layers)
-            peak += layers[0].inputs(batch) * (stage == 0)
-            peak += 2 * layers[-1].outputs(batch) * (stage == len(balance) - 1)
-            total[device] = total.get(device, 0.0) + peak
+                held[m] = inputs if dropped else graph
+            elif kind != "W":
+                held[m] = graph
+            most = max(most, sum(held.values()))
+            if kind in "BW":
+                del held[m]
+        peak = most + max(c.working(rows) for c in layers)
+        peak += sum(c.trainable(rows) * SCALE + c.constant(rows) for c in layers)
+        peak += layers[0].inputs(batch) * (stage == 0)
+        peak += 2 * layers[-1].outputs(batch) * (stage == len(balance) - 1)
+        total[devices[lane]] += peak
     return total
 
 
@@ -162,9 +138,7 @@ def test_fit_has_no_negative_coefficients() -> None:
     assert Affine.fit([(5, 10.0)]) == Affine(0.0, 2.0)
     assert Affine.fit([(0, 3.0)]) == Affine(3.0, 0.0)
     assert Affine.fit([(1, 0.0), (8, 0.0)])(4) == 0
-
-
-def test_small_times_count_as_much_as_large_ones() -> None:
+    # Small times count as much as large ones.
     line = Affine.fit([(1, 1.0), (100, 110.0), (100, 90.0)])
     assert line(1) == pytest.approx(1.0, rel=0.01)
 
@@ -193,20 +167,16 @@ def test_predictions_and_their_bounds(
     costs, lanes, batch, hand_off = case
     setting = data.draw(st.sampled_from(settings_of(lanes, len(costs), batch, 4)))
     balance = data.draw(st.sampled_from(list(all_balances(len(costs), setting.program.stages))))
-    edges = [sum(balance[:i]) for i in range(len(balance) + 1)]
     forecast = Forecast(CostModel(costs, Affine(hand_off), SCALE), setting)
+    edges = [0, *accumulate(balance)]
     makespan = simulate(setting.program, forecast.seconds(edges)).makespan
     assert makespan == pytest.approx(step(costs, hand_off, setting, balance))
     assert forecast.least_step <= makespan * (1 + 1e-9)
+    total: Counter[torch.device] = Counter()
     for stage, (begin, end) in enumerate(pairwise(edges)):
         assert forecast.least_seconds(stage, begin, end) <= makespan * (1 + 1e-9)
-    devices = DEVICES[:lanes]
-    total: dict[torch.device, float] = {}
-    for stage, (begin, end) in enumerate(pairwise(edges)):
-        device = devices[setting.program.lane_of[stage]]
-        peak = forecast.stage_bytes(stage, begin, end)
-        total[device] = total.get(device, 0.0) + peak
-    assert total == pytest.approx(peaks(costs, setting, balance, devices))
+        total[DEVICES[setting.program.lane_of[stage]]] += forecast.stage_bytes(stage, begin, end)
+    assert total == pytest.approx(peaks(costs, setting, balance, DEVICES))
 
 
 # ---- the choice ----
@@ -255,20 +225,16 @@ def test_fixed_costs_and_hand_offs_make_fewer_chunks_faster() -> None:
 def test_hand_offs_cost_by_the_bytes_of_the_edge() -> None:
     """A cut where few bytes are handed on is worth an uneven balance."""
     costs = [layer(inputs=size) for size in (1, 100, 100, 1)]
-    assert choose(
-        CostModel(costs, Affine(0.0), SCALE), [CPU] * 2, settings_of(2, 4, 8, 4)
-    ).balance == [2, 2]
-    costly = CostModel(costs, Affine(0.0, 1.0), SCALE)
-    assert choose(costly, [CPU] * 2, settings_of(2, 4, 8, 4)).balance == [3, 1]
+    for per_byte, balance in ((0.0, [2, 2]), (1.0, [3, 1])):
+        model = CostModel(costs, Affine(0.0, per_byte), SCALE)
+        assert choose(model, [CPU] * 2, settings_of(2, 4, 8, 4)).balance == balance
 
 
 def test_a_lower_memory_limit_costs_time() -> None:
     costs = [layer(kept=8, entry=1, trainable=10) for _ in range(4)]
     model = CostModel(costs, Affine(0.0), SCALE)
-    plans = [
-        choose(model, DEVICES[:2], planner.possible_settings(2, 4, 16, 8, ["gpipe"]), limit)
-        for limit in (None, 200, 120)
-    ]
+    possible = planner.possible_settings(2, 4, 16, 8, ["gpipe"])
+    plans = [choose(model, DEVICES[:2], possible, limit) for limit in (None, 200, 120)]
     assert [plan.checkpoint for plan in plans] == ["never", "except_last", "except_last"]
     seconds = [plan.step_seconds for plan in plans]
     assert seconds == sorted(seconds) and seconds[0] < seconds[1]
@@ -319,11 +285,8 @@ def test_a_plan_builds_the_pipe_that_it_describes(schedule: str) -> None:
     assert 0 < plan.peak_bytes[CPU] <= 2**20 == plan.memory_limit
     assert "of 1 MiB allowed" in str(plan)
     pipe = plan.build(module)
-    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == (
-        plan.balance,
-        plan.chunks,
-        plan.checkpoint,
-    )
+    described = plan.balance, plan.chunks, plan.checkpoint
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == described
     torch.testing.assert_close(pipe(sample), expected)
     loss = pipe.train_step(
         sample, torch.zeros(6, 2), nn.functional.mse_loss, **plan.train_arguments

@@ -1,7 +1,9 @@
-"""Layers whose duration is simulated, so that profiles do not depend on the machine."""
+"""Layers whose duration is simulated, so that profiles do not depend on the machine; all cuts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import torch
@@ -52,3 +54,14 @@ class Work(nn.Module):
         factor = 7 if run % 10 < self.disturbed else 1
         forward, backward = self.times
         return _Tick.apply(x * self.scale, self.clock, factor * forward, factor * backward)
+
+
+def all_balances(n: int, partitions: int) -> Iterator[list[int]]:
+    """The lengths of the partitions, of every cut of ``n`` elements."""
+    for inner in combinations(range(1, n), partitions - 1):
+        yield [b - a for a, b in pairwise([0, *inner, n])]
+
+
+def slices(balance: Sequence[int]) -> list[slice]:
+    """The elements of each partition."""
+    return [slice(a, b) for a, b in pairwise([0, *accumulate(balance)])]
