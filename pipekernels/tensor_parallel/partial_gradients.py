@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic.exact_sums import ExactGradients
+from pipekernels.tensor_parallel.arithmetic import Plain
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.functional import shard_sizes
 
@@ -26,14 +26,14 @@ _SUMMED = "_pipekernels_gradient_is_summed"
 _SHARDED = "_pipekernels_is_sharded"
 
 
-def sum_gradients(module: nn.Module, comm: Communicator, *, invariant: bool = False) -> None:
-    """Sum the gradients of the parameters of ``module`` over the ranks, in every backward; with
-    ``invariant`` with the same bits on any number of ranks."""
-    hook = _SumGradients(comm, invariant)
+def sum_gradients(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+    """Sum the gradients of the parameters of ``module`` over the ranks, in every backward."""
+    gradient_sum = arithmetic.gradient_sum(comm)
+    hook = _SumGradients(comm, are_summed=gradient_sum is not None)
     hook(module)
     add_forward_pre_hook(module, hook)
-    if invariant:
-        add_forward_hook(module, ExactGradients(comm))
+    if gradient_sum is not None:
+        add_forward_hook(module, gradient_sum)
 
 
 class _SumGradients:

@@ -29,6 +29,8 @@ from __future__ import annotations
 from pipekernels.tensor_parallel.arithmetic.invariant import Invariant
 from pipekernels.tensor_parallel.arithmetic.plain import Plain
 
+__all__ = ["Invariant", "Plain", "arithmetic_of"]
+
 
 def arithmetic_of(invariant: bool) -> type[Plain]:
     """The arithmetic of a layer."""

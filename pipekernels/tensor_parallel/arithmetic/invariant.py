@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 from pipekernels.local_ops.slab_gemm import slab_gemm
 from pipekernels.local_ops.transforms import check_differentiated_once
+from pipekernels.tensor_parallel.arithmetic.exact_sums import ExactGradients, check_own_parameters
 from pipekernels.tensor_parallel.arithmetic.plain import Plain, ShardGradient
 from pipekernels.tensor_parallel.arithmetic.slabs import (
     SLABS,
     check_eager,
     check_slabs,
+    check_width,
+    has_slabs,
     product_by_rows,
     slabs_of,
     sum_of_ranks,
@@ -57,6 +60,29 @@ class Invariant(Plain):
                 "depends on their number; use at most as many ranks as there are key heads"
             )
         check_slabs(blocks, comm.world_size)
+
+    @staticmethod
+    def check_activations(sizes: Sequence[int]) -> None:
+        check_width(sizes)
+
+    @staticmethod
+    def check_attention() -> None:
+        raise ValueError(
+            "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
+            "attention with linear layers of its own"
+        )
+
+    @staticmethod
+    def check_shared(module: nn.Module, name: str) -> None:
+        check_own_parameters(module, name)
+
+    @staticmethod
+    def can_shard(vocabulary: int) -> bool:
+        return has_slabs(vocabulary)
+
+    @staticmethod
+    def gradient_sum(comm: Communicator) -> Callable[..., Tensor]:
+        return ExactGradients(comm)
 
     @staticmethod
     def row_linear(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from pipekernels.comm import Communicator
@@ -52,6 +52,30 @@ class Plain:
     def check_column(blocks: Sequence[int], comm: Communicator, *, copies: int = 1) -> None:
         """Raise ValueError unless a layer is supported whose output features, or rows, are those of
         ``blocks``, and whose shards are on ``copies`` ranks each."""
+
+    @staticmethod
+    def check_activations(sizes: Sequence[int]) -> None:
+        """Raise ValueError unless functions such as activations are supported on features that a
+        column-parallel layer of ``sizes`` has sharded."""
+
+    @staticmethod
+    def check_attention() -> None:
+        """Raise ValueError unless sharded ``nn.MultiheadAttention`` is supported."""
+
+    @staticmethod
+    def check_shared(module: nn.Module, name: str) -> None:
+        """Raise ValueError unless gradients of ``module``, which all heads share, can be summed."""
+
+    @staticmethod
+    def can_shard(vocabulary: int) -> bool:
+        """Whether a vocabulary of this size can be sharded."""
+        return True
+
+    @staticmethod
+    def gradient_sum(comm: Communicator) -> Callable[..., Tensor] | None:
+        """A forward hook that sums the gradients of a module's parameters over the ranks; None if
+        hooks of the parameters are to do it."""
+        return None
 
     @staticmethod
     def column_linear(

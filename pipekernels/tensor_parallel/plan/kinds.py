@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic.slabs import check_width
+from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.full_layer import features_of
@@ -33,9 +33,9 @@ _LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "row": (RowParallelLinear, {}),
     "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
 }
-WHOLE = (SUMMED, SPLIT, ALIBI)
+NOT_REPLACED = (SUMMED, SPLIT, ALIBI)
 """Kinds of modules that are not replaced."""
-KINDS = (*_LAYERS, EMBEDDING, ATTENTION, *WHOLE)
+KINDS = (*_LAYERS, EMBEDDING, ATTENTION, *NOT_REPLACED)
 SHARDED_ROWS = (COLUMN, GATHERED, EMBEDDING)
 """Kinds that shard the first dimension of a weight alike, so that layers can share it."""
 
@@ -79,27 +79,23 @@ def shard(
         ValueError: it has too few features, or not those of ``kind``.
     """
     result: ShardedLayer
+    arithmetic = arithmetic_of(invariant)
     try:
         if kind == EMBEDDING:
             assert isinstance(layer, nn.Embedding)
             result = VocabParallelEmbedding.from_embedding(layer, comm, invariant=invariant)
         elif kind == ATTENTION:
             assert isinstance(layer, nn.MultiheadAttention)
-            if invariant:
-                raise ValueError(
-                    "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
-                    "attention with linear layers of its own"
-                )
+            arithmetic.check_attention()
             result = ParallelMultiheadAttention(layer, comm)
             result.out_proj.name = f"{name}.out_proj"
         else:
             sharded, arguments = _LAYERS[kind.partition(":")[0]]
             if kind.startswith(PACKED):
                 arguments = {"blocks": block_sizes(kind, features_of(layer)[1])}
-                if invariant:
-                    check_width(arguments["blocks"])
-            elif invariant and kind == COLUMN:
-                check_width([features_of(layer)[1]])
+                arithmetic.check_activations(arguments["blocks"])
+            elif kind == COLUMN:
+                arithmetic.check_activations([features_of(layer)[1]])
             if kind.startswith(SHARED):
                 arguments = {"copies": int(kind.partition(":")[2])}
             result = sharded.from_linear(layer, comm, invariant=invariant, **arguments)

@@ -21,8 +21,8 @@ from pipekernels.tensor_parallel.plan.kinds import (
     ATTENTION,
     EMBEDDING,
     KINDS,
+    NOT_REPLACED,
     SHARDED_ROWS,
-    WHOLE,
     canonical,
     is_known,
 )
@@ -82,7 +82,7 @@ def _match(
             if not fnmatchcase(name, pattern):
                 continue
             unused.discard(pattern)
-            if kind in WHOLE:
+            if kind in NOT_REPLACED:
                 others[module] = name, kind
                 continue
             for part in parts_of(name, module, kind):

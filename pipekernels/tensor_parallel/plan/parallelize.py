@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters
-from pipekernels.tensor_parallel.arithmetic.slabs import has_slabs
+from pipekernels.tensor_parallel.arithmetic import Plain, arithmetic_of
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import features_of
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
@@ -167,12 +166,17 @@ def tensor_parallelize(
         return model
     base = base_of(model)
     kinds, others, tied, divided = match(base, plan, comm.world_size)
-    if invariant and plan == "auto":
-        kinds = {layer: kind for layer, kind in kinds.items() if _has_slabs(layer, kind[1])}
+    arithmetic = arithmetic_of(invariant)
+    if plan == "auto":
+        kinds = {
+            layer: kind
+            for layer, kind in kinds.items()
+            if arithmetic.can_shard(_vocabulary(layer, kind[1]))
+        }
         tied = [layers for layers in tied if layers[0] in kinds]
     for module, (name, kind) in others.items():
-        if invariant and kind == SUMMED:
-            check_own_parameters(module, name)
+        if kind == SUMMED:
+            arithmetic.check_shared(module, name)
     whole = _elements(model)
     sharded = {
         layer: shard(layer, *kind, comm, invariant=invariant) for layer, kind in kinds.items()
@@ -190,7 +194,7 @@ def tensor_parallelize(
         if kind == ALIBI:
             split_alibi(module, comm)
         else:
-            sum_gradients(module, comm, invariant=invariant and kind == SUMMED)
+            sum_gradients(module, comm, arithmetic if kind == SUMMED else Plain)
         if kind == SPLIT:
             split_output(module, comm)
     _divide(base, divided)
@@ -217,13 +221,12 @@ def _warn_of_whole_layers(model: nn.Module, whole: int, comm: Communicator) -> N
         )
 
 
-def _has_slabs(layer: nn.Module, kind: str) -> bool:
-    """False for an embedding or head whose vocabulary cannot be cut into slabs: it stays whole."""
+def _vocabulary(layer: nn.Module, kind: str) -> int:
+    """Of an embedding or head, which stays whole if it cannot be sharded; 0 for other layers."""
     if kind not in (EMBEDDING, GATHERED):
-        return True
+        return 0
     assert isinstance(layer.weight, Tensor)
-    rows = layer.weight.shape[0] if kind == EMBEDDING else features_of(layer)[1]
-    return has_slabs(rows)
+    return layer.weight.shape[0] if kind == EMBEDDING else features_of(layer)[1]
 
 
 def _check_ranks_agree(
