@@ -15,7 +15,6 @@ from support import interrupts
 from torch.overrides import _pop_mode_temporarily
 
 from pipekernels.device.restoring import restore_despite_interrupt, restoring
-from pipekernels.pipeline.engine.engine import _Unlocked
 from pipekernels.pipeline.engine.transport import at_end
 from pipekernels.pipeline.stage.context import entered
 from pipekernels.pipeline.stage.random_state import HookWatch
@@ -34,14 +33,26 @@ def test_an_interrupt_after_any_operation(
     interrupts.sweep(interrupts.Case(*arguments), OPERATIONS, seed=0)
 
 
-def test_an_interrupt_while_a_step_releases_its_lock(one_thread: None) -> None:
-    case = interrupts.Case("devices", False, "train_step")
-    functions = (_Unlocked.__enter__, _Unlocked.__exit__, _Unlocked.lock_again)
-    codes = {function.__code__ for function in functions}
-    found = [places for (code, _), places in interrupts.places_of(case).items() if code in codes]
+@pytest.mark.parametrize(
+    ("arguments", "functions"),
+    [
+        (("devices", False, "train_step"), {"__enter__", "__exit__", "lock_again"}),
+        (("inline", True, "backward"), {"keep_memory", "put_back", "accumulated", "_as_running"}),
+    ],
+)
+def test_an_interrupt_of_a_clean_up(
+    arguments: tuple[str, bool, str], functions: set[str], one_thread: None
+) -> None:
+    """Parameters, buffers and locks are restored, and no gradient stays."""
+    case = interrupts.Case(*arguments)
+    found = [
+        places[-1]
+        for (code, _), places in interrupts.places_of(case).items()
+        if code.co_name in functions and "pipekernels" in code.co_filename
+    ]
     assert len(found) > 3
-    for places in found:
-        interrupts.interrupt_at(case, places[0])
+    for place in found:
+        interrupts.interrupt_at(case, place)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -34,39 +35,30 @@ class Scale(nn.Module):
         return (x * self.weight * factor).tanh()
 
 
-def owned(generator: object, draw: Callable[[], float]) -> Scale:
-    return Scale(draw, generator)
+def owning(generator: Any, draw: Callable[[Any], float]) -> Scale:
+    return Scale(lambda: draw(generator), generator)
 
 
-def owned_torch() -> Scale:
-    generator = torch.Generator()
-    return owned(generator, lambda: torch.rand((), generator=generator).item())
-
-
-def owned_numpy() -> Scale:
-    generator = numpy.random.default_rng(3)
-    return owned(generator, generator.random)
-
-
-def owned_legacy() -> Scale:
-    generator = numpy.random.RandomState(3)
-    return owned(generator, generator.rand)
-
-
-def owned_python() -> Scale:
-    generator = random.Random(3)
-    return owned(generator, generator.random)
-
-
-MAKERS = {
+MAKERS: dict[str, Callable[[], Scale]] = {
     "random": lambda: Scale(random.random),
     "numpy": lambda: Scale(lambda: float(numpy.random.rand())),
     "shared generator": lambda: Scale(lambda: torch.rand((), generator=SHARED).item()),
-    "own generator": owned_torch,
-    "own numpy generator": owned_numpy,
-    "own numpy state": owned_legacy,
-    "own random": owned_python,
+    "own generator": lambda: owning(
+        torch.Generator(), lambda generator: torch.rand((), generator=generator).item()
+    ),
+    "own numpy generator": lambda: owning(numpy.random.default_rng(3), lambda g: g.random()),
+    "own numpy state": lambda: owning(numpy.random.RandomState(3), lambda g: g.rand()),
+    "own random": lambda: owning(random.Random(3), lambda g: g.random()),
 }
+
+
+def check_gradient(layers: list[Scale], grad: torch.Tensor, x: torch.Tensor, rows: int) -> None:
+    """Against the factors that the forwards have drawn."""
+    leaf = x.detach().clone().requires_grad_()
+    parts = list(leaf.split(rows))
+    for layer in layers:
+        parts = [(part * f).tanh() for part, f in zip(parts, layer.drawn, strict=True)]
+    torch.testing.assert_close(grad, torch.autograd.grad(torch.cat(parts).sum(), leaf)[0])
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
@@ -85,23 +77,12 @@ def test_a_recomputation_draws_what_its_forward_drew(
         (grad,) = torch.autograd.grad(output.sum(), x)
         assert (state[0] == random.getstate()) and torch.equal(state[1], SHARED.get_state())
 
-        rows = x.detach().clone().requires_grad_()
-        parts = list(rows.split(2))
-        for layer in layers:
-            parts = [(part * f).tanh() for part, f in zip(parts, layer.drawn, strict=True)]
-        assert torch.equal(output, torch.cat(parts))
-        torch.testing.assert_close(grad, torch.autograd.grad(torch.cat(parts).sum(), rows)[0])
+        check_gradient(layers, grad, x, 2)
 
 
 def test_the_default_execution_keeps_to_one_thread() -> None:
-    pipe = Pipe(
-        nn.Sequential(Scale(random.random), Scale(random.random)),
-        [1, 1],
-        devices=["cpu"] * 2,
-        chunks=4,
-        checkpoint="never",
-        execution="auto",
-    )
+    layers = nn.Sequential(Scale(random.random), Scale(random.random))
+    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution="auto")
     pipe(torch.ones(4, requires_grad=True))
     assert pipe._engine.stages.observed.needs_one_thread()
 
@@ -129,15 +110,10 @@ def test_stages_that_begin_to_draw_at_the_same_time() -> None:
 
     # Stage 0 has its second micro-batch while stage 1 has its first.
     threads = [1, 2]
-    layers = Late(2), Late(1)
     pipe = Pipe(
-        nn.Sequential(*layers),
-        [1, 1],
-        devices=["cpu"] * 2,
-        chunks=2,
-        checkpoint="always",
-        execution="threads",
-    )
+        nn.Sequential(Late(2), Late(1)), [1, 1], devices=["cpu"] * 2, chunks=2,
+        checkpoint="always", execution="threads",
+    )  # fmt: skip
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     output = pipe(x)
     with pytest.raises(RuntimeError, match="at the same time"):
@@ -163,8 +139,4 @@ def test_halves_of_normal_pairs_are_replayed(execution: str) -> None:
         after = numpy.random.get_state(legacy=False)
         assert (state["has_gauss"], state["gauss"]) == (after["has_gauss"], after["gauss"])
         assert (state["state"]["key"] == after["state"]["key"]).all()
-        rows = x.detach().clone().requires_grad_()
-        parts = list(rows.split(2))
-        for layer in layers:
-            parts = [(part * f).tanh() for part, f in zip(parts, layer.drawn, strict=True)]
-        torch.testing.assert_close(grad, torch.autograd.grad(torch.cat(parts).sum(), rows)[0])
+        check_gradient(layers, grad, x, 2)

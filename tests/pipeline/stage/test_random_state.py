@@ -60,10 +60,9 @@ def needs_one_thread(pipe: Pipe) -> bool:
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 def test_random_numbers_do_not_depend_on_execution_or_timing(mode: str) -> None:
+    options = {"devices": ["cpu"] * 3, "chunks": 4, "checkpoint": mode}
     inline, threads = (
-        Pipe(
-            build(), [2, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode, execution=execution
-        )
+        Pipe(build(), [2, 2, 1], **options, execution=execution)
         for execution in ("inline", "threads")
     )
     expected = results(inline, 5)
@@ -186,21 +185,6 @@ def test_visible_randomness_may_use_lanes() -> None:
     pipe = Pipe(build(), [2, 3], devices=["cpu"] * 2, chunks=4)
     pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
     assert not needs_one_thread(pipe)
-
-
-def test_attention_with_dropout_as_a_positional_argument() -> None:
-    class Attention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, None, 0.5)
-
-    x = torch.randn(4, 1, 6, 8)
-    outputs = []
-    for execution in ("inline", "threads"):
-        torch.manual_seed(0)
-        layers = nn.Sequential(Attention(), Attention())
-        pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, execution=execution)
-        outputs.append(pipe(x))
-    assert torch.equal(*outputs)
 
 
 def test_a_task_continues_its_stream_between_calls() -> None:

@@ -1,12 +1,9 @@
-"""Changes of layers between a forward and its recomputation, and interrupted runs."""
+"""Changes of layers between a forward and its recomputation."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -206,49 +203,41 @@ class Sharing(nn.Linear):
         return super().forward(x) * self.count.clone()
 
 
-def old_spectral_norm() -> list[nn.Module]:
-    return [nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)]
-
-
-def new_spectral_norm() -> list[nn.Module]:
-    return [nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(3)]
-
-
-def count_in_place() -> list[nn.Module]:
-    return [Counting(True) for _ in range(3)]
-
-
-def count_by_replacing() -> list[nn.Module]:
-    return [Counting(False) for _ in range(3)]
-
-
-def count_later() -> list[nn.Module]:
-    return [Counting(True, first) for first in (1, 2, 5)]
-
-
-def share_a_buffer() -> list[nn.Module]:
+def shared_buffer() -> list[nn.Module]:
     counting = Counting(True)
     return [counting, Sharing(counting), nn.Linear(4, 4)]
 
 
-CHANGING = [
-    *(old_spectral_norm, new_spectral_norm, count_in_place, count_by_replacing, count_later),
-    share_a_buffer,
-]
+CHANGING: dict[str, Callable[[], list[nn.Module]]] = {
+    "old spectral norm": lambda: [nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)],
+    "new spectral norm": lambda: [
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(3)
+    ],
+    "counts in place": lambda: [Counting(True) for _ in range(3)],
+    "counts by replacing": lambda: [Counting(False) for _ in range(3)],
+    "counts later": lambda: [Counting(True, first) for first in (1, 2, 5)],
+    "shared": shared_buffer,
+}
+
+
+def changing(layers: str, checkpoint: str) -> tuple[nn.Sequential, nn.Sequential, Pipe]:
+    """A module whose layers change their buffers, a copy, and a pipe of the module."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*CHANGING[layers]()).double()
+    if layers == "shared":  # double() has given each layer its own buffer.
+        module[1].count = module[0].count
+    reference = copy.deepcopy(module)
+    devices = ["cpu"] * 2
+    return module, reference, Pipe(module, [2, 1], devices=devices, chunks=3, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("layers", CHANGING)
 def test_layers_that_change_their_buffers(
-    layers: Callable[[], list[nn.Module]], checkpoint: str, execution: str, x: torch.Tensor
+    layers: str, checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
     """A recomputation sees the buffers of its forward, and restores those of the last forward."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*layers()).double()
-    if layers is share_a_buffer:  # double() has given each layer its own buffer.
-        module[1].count = module[0].count
-    reference = copy.deepcopy(module)
-    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    module, reference, pipe = changing(layers, checkpoint)
     for _ in range(3):
         output = pipe(x)
         buffers = list(pipe.buffers())
@@ -268,14 +257,9 @@ def test_layers_that_change_their_buffers(
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("layers", CHANGING)
 def test_training_steps_of_layers_that_change_their_buffers(
-    layers: Callable[[], list[nn.Module]], schedule: str, execution: str, x: torch.Tensor
+    layers: str, schedule: str, execution: str, x: torch.Tensor
 ) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(*layers()).double()
-    if layers is share_a_buffer:
-        module[1].count = module[0].count
-    reference = copy.deepcopy(module)
-    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    module, reference, pipe = changing(layers, "always")
     for _ in range(2):
         pipe.train_step(
             x, None, lambda y: y.square().sum(), schedule=schedule, loss_reduction="sum"
@@ -308,69 +292,3 @@ def test_inputs_survive_recomputations(
             output.square().sum().backward(retain_graph=True)
     for p, q in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("function", ["keep_memory", "accumulated", "put_back"])
-def test_ctrl_c_while_a_run_is_cleaned_up(function: str, one_thread: None) -> None:
-    """After an interrupt anywhere in ``function``, parameters are restored; no gradient stays."""
-    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=2, execution="inline")
-    tensors = [*module.parameters(), *module.buffers()]
-    x = torch.randn(6, 4, dtype=torch.float64)
-    expected = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
-    left = 0
-
-    def trace(frame: Any, event: str, arg: object) -> Any:
-        nonlocal left
-        if frame.f_code.co_name != function or "pipekernels" not in frame.f_code.co_filename:
-            return None
-        left -= 1
-        if left == 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    before, places = sys.gettrace(), 0
-    while left <= 0:
-        places += 1
-        left = places
-        try:
-            sys.settrace(trace)
-            pipe(x).square().sum().backward()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        found = [*module.parameters(), *module.buffers()]
-        assert all(a is b for a, b in zip(found, tensors, strict=True))
-        grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
-        torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
-    assert places > 9  # At the last place, the run had already ended.
-
-
-def test_an_interrupted_pipe_is_not_marked_as_running(one_thread: None) -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, execution="inline")
-    left = 0
-
-    def trace(frame: Any, event: str, arg: object) -> None:
-        nonlocal left
-        left -= Path(frame.f_code.co_filename).name in ("engine.py", "contextlib.py")
-        if left == 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    before, places, kept = sys.gettrace(), 0, []
-    while left <= 0:
-        places += 1
-        left = places
-        try:
-            sys.settrace(trace)  # It returns None, so it traces calls only.
-            with torch.no_grad():
-                pipe(torch.ones(2, 2))
-        except KeyboardInterrupt as error:
-            kept.append(error)  # Keeps all frames alive, as interactive interpreters do.
-        finally:
-            sys.settrace(before)
-        pipe(torch.ones(2, 2))
-    assert len(kept) > 10

@@ -178,63 +178,19 @@ def test_a_stage_that_returns_its_parameter() -> None:
         torch.testing.assert_close(parameter.grad, grad)
 
 
-def test_hooks_on_tensors_are_called_once() -> None:
-    calls: list[int] = []
-
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer(x)
-
-            def scale(grad: torch.Tensor) -> torch.Tensor:
-                calls.append(len(grad))
-                return 3 * grad
-
-            y.register_hook(scale)
-            return y
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Hooked())
-    x = torch.randn(4, 6)
-    torch.cat([model(part) for part in x.chunk(4)]).sum().backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    calls.clear()
-    options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": "never"}
-    pipe = Pipe(model, [1, 1], **options)
-    with pipe.timeline():  # Prevents that stages are fused, also in the first pass.
-        pipe.train_step(x, None, torch.sum, schedule="zb-h1", loss_reduction="sum")
-    assert calls == [1] * 4
-    calls.clear()
-    model.zero_grad()
-    Pipe(model, [1, 1], **options, execution="split")(x).sum().backward()
-    assert calls == [1] * 4
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, grad)
-    for execution in ("inline", "threads"):
-        pipe = Pipe(model, [1, 1], **options, execution=execution)
-        calls.clear()
-        model.zero_grad()
-        with pipe.timeline():
-            pipe.train_step(x, None, torch.sum, schedule="zb-h1", loss_reduction="sum")
-        assert calls == [1] * 4
-
-
-@pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
-def test_hooks_on_nodes_are_called_once(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["on a tensor", "register_prehook", "register_hook"])
+def test_hooks_are_called_once(kind: str) -> None:
     calls: list[str] = []
 
-    def scale(grads: tuple[torch.Tensor, ...], *_: Any) -> tuple[torch.Tensor, ...]:
+    def scale(grads: Any, *_: Any) -> Any:
         calls.append(kind)
-        return tuple(3 * grad for grad in grads)
+        return 3 * grads if kind == "on a tensor" else tuple(3 * grad for grad in grads)
 
     class Hooked(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
-            getattr(y.grad_fn, kind)(scale)
+            register = y.register_hook if kind == "on a tensor" else getattr(y.grad_fn, kind)
+            register(scale)
             return y
 
     torch.manual_seed(0)
@@ -242,13 +198,23 @@ def test_hooks_on_nodes_are_called_once(kind: str) -> None:
     x = torch.randn(4, 6)
     torch.cat([model(part) for part in x.chunk(4)]).sum().backward()
     expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    calls.clear()
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution="split")
-    pipe(x).sum().backward()
-    assert calls == [kind] * 4
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, grad)
+    for execution in ("auto", "inline", "threads", "split"):
+        calls.clear()
+        model.zero_grad()
+        pipe = Pipe(
+            model, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution=execution
+        )
+        if execution == "split":
+            pipe(x).sum().backward()
+        else:
+            with pipe.timeline():  # Prevents that stages are fused, also in the first pass.
+                pipe.train_step(x, None, torch.sum, schedule="zb-h1", loss_reduction="sum")
+        assert calls == [kind] * 4
+        for parameter, grad in zip(model.parameters(), expected, strict=True):
+            if execution == "split":
+                assert torch.equal(parameter.grad, grad)
+            else:
+                torch.testing.assert_close(parameter.grad, grad)
 
 
 def test_a_split_pass_has_both_parts_on_its_timeline() -> None:
