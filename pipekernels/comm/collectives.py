@@ -1,9 +1,10 @@
-"""The collectives of one rank, on tensors of the CPU or its CUDA device."""
+"""The collectives of one rank, and its symmetric memory, on the CPU or its CUDA device."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from pipekernels.comm.codes import reduction_in
 from pipekernels.comm.tensors import (
     ReadyCounters,
     check_has_rows,
+    check_not_quantized,
     check_ready,
     check_reducible,
     check_root,
@@ -27,7 +29,7 @@ from pipekernels.comm.tensors import (
 
 
 class Collectives:
-    """The collectives of :class:`Communicator`, whose docstring has the errors common to all.
+    """The collectives and memory of :class:`Communicator`, whose docstring has all common errors.
 
     Args:
         cpu_backend: for CPU tensors.
@@ -251,3 +253,61 @@ class Collectives:
         """
         if self._cuda_backend is not None:
             self._cuda_backend.synchronize()
+
+    def empty(
+        self,
+        *shape: int | Iterable[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """An uninitialised tensor in memory that the peers can access: a symmetric tensor.
+
+        Not a collective, except at the first use of CUDA. The memory stays allocated while the
+        tensor or a view of it exists, also after :meth:`close`. On CUDA it belongs to the current
+        stream, as torch's own does: keep a tensor until other streams have finished using it. On
+        CPUs, processes forked later share the memory: clone tensors that they are to write to.
+
+        Args:
+            shape: sizes, one by one or as one sequence.
+            dtype: any but those of quantized tensors.
+            device: the CPU if ``None``, or this rank's CUDA device. There, symmetric tensors take
+                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 1 GiB).
+
+        Raises:
+            TypeError: ``dtype`` is not a dtype, or one of quantized tensors.
+            ValueError: a negative size.
+            RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
+                CUDA also while a graph is being captured.
+        """
+        one_argument = len(shape) == 1 and isinstance(shape[0], Iterable)
+        sizes = torch.Size(cast("Iterable[int]", shape[0] if one_argument else shape))
+        if sizes and min(sizes) < 0:
+            raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        check_not_quantized(dtype)
+        if device is None:
+            return self._cpu_backend.empty(sizes, dtype)
+        return self._backend_for(torch.device(device)).empty(sizes, dtype)
+
+    def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
+        """As :meth:`empty`, of the dtype and on the device of ``like``; for results.
+
+        On CUDA an ordinary tensor if there is no room, or while a graph is captured (from the
+        graph's pool).
+
+        Raises:
+            TypeError: ``like`` is quantized.
+            ValueError: ``like`` is on a device that this rank does not use.
+        """
+        if not isinstance(like, Tensor) or like.is_quantized:
+            check_tensor(like)
+            check_not_quantized(like.dtype)
+        if like.is_cpu:  # First: a small product takes as long as a few calls.
+            return self._cpu_backend.output(torch.Size(shape), like.dtype)
+        if not like.is_cuda:
+            raise ValueError(
+                f"the memory of this communicator is on cpu, but the input on {like.device}; move "
+                "it with .to('cpu')"
+            )
+        return self._device_backend(like.device).output(torch.Size(shape), like.dtype)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer
@@ -27,7 +26,6 @@ from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_jo
 from pipekernels.comm.join.deadline import Deadline, check_timeout
 from pipekernels.comm.join.rendezvous import Rendezvous, meet, of_color, over_group, over_store
 from pipekernels.comm.shared_memory import SharedMemoryBackend
-from pipekernels.comm.tensors import check_not_quantized, check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -145,9 +143,7 @@ class Communicator(Collectives):
             )
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the group; pass one that it is in")
-        return cast(
-            "Communicator", cls._join(over_group(group), timeout, device_blocks=device_blocks)
-        )
+        return cast("Communicator", cls._join(over_group(group), timeout, device_blocks))
 
     @classmethod
     def from_store(
@@ -184,17 +180,13 @@ class Communicator(Collectives):
         deadline = Deadline(timeout)
         store = meet(store, rank, world_size, deadline)
         rendezvous = over_store(store, rank, world_size, deadline)
-        return cast("Communicator", cls._join(rendezvous, timeout, device_blocks=device_blocks))
+        return cast("Communicator", cls._join(rendezvous, timeout, device_blocks))
 
     @classmethod
     def _join(
-        cls,
-        rendezvous: Rendezvous,
-        timeout: float,
-        color: int | None = 0,
-        key: int = 0,
-        device_blocks: int = MOST_BLOCKS,
-    ) -> Communicator | None:
+        cls, rendezvous: Rendezvous, timeout: float, device_blocks: int,
+        color: int | None = 0, key: int = 0,
+    ) -> Communicator | None:  # fmt: skip
         joined = join_processes(rendezvous, timeout, color, key)
         if joined is None:
             return None
@@ -208,7 +200,7 @@ class Communicator(Collectives):
 
         def divide(parent: Communicator, color: int | None, key: int) -> Communicator | None:
             ranks = Rendezvous(parent._rank, parent._world_size, parent._exchange, store, None)
-            return cls._join(ranks, timeout, color, key, device_blocks)
+            return cls._join(ranks, timeout, device_blocks, color, key)
 
         if spans_hosts:
             hosts = MultiHostBackend(local, host_map, joined.link, timeout)
@@ -224,7 +216,7 @@ class Communicator(Collectives):
         """Communicators over ranks that are threads of this process, one for each rank.
 
         Args:
-            world_size: the number of ranks, at most 65536.
+            world_size: the number of ranks, at most 1024.
             timeout: seconds that a rank waits for the others, in any call.
             device_blocks: as for :meth:`from_process_group`.
 
@@ -287,64 +279,6 @@ class Communicator(Collectives):
     def handle(self) -> int:
         """A number that identifies this communicator, its rank and world size in this process."""
         return self._handle
-
-    def empty(
-        self,
-        *shape: int | Iterable[int],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
-        """An uninitialised tensor in memory that the peers can access: a symmetric tensor.
-
-        Not a collective, except at the first use of CUDA. The memory stays allocated while the
-        tensor or a view of it exists, also after :meth:`close`. On CUDA it belongs to the current
-        stream, as torch's own does: keep a tensor until other streams have finished using it. On
-        CPUs, processes forked later share the memory: clone tensors that they are to write to.
-
-        Args:
-            shape: sizes, one by one or as one sequence.
-            dtype: any but those of quantized tensors.
-            device: the CPU if ``None``, or this rank's CUDA device. There, symmetric tensors take
-                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 1 GiB).
-
-        Raises:
-            TypeError: ``dtype`` is not a dtype, or one of quantized tensors.
-            ValueError: a negative size.
-            RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
-                CUDA also while a graph is being captured.
-        """
-        one_argument = len(shape) == 1 and isinstance(shape[0], Iterable)
-        sizes = torch.Size(cast("Iterable[int]", shape[0] if one_argument else shape))
-        if sizes and min(sizes) < 0:
-            raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        check_not_quantized(dtype)
-        if device is None:
-            return self._cpu_backend.empty(sizes, dtype)
-        return self._backend_for(torch.device(device)).empty(sizes, dtype)
-
-    def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
-        """As :meth:`empty`, of the dtype and on the device of ``like``; for results.
-
-        On CUDA an ordinary tensor if there is no room, or while a graph is captured (from the
-        graph's pool).
-
-        Raises:
-            TypeError: ``like`` is quantized.
-            ValueError: ``like`` is on a device that this rank does not use.
-        """
-        if not isinstance(like, Tensor) or like.is_quantized:
-            check_tensor(like)
-            check_not_quantized(like.dtype)
-        if like.is_cpu:  # First: a small product takes as long as a few calls.
-            return self._cpu_backend.output(torch.Size(shape), like.dtype)
-        if not like.is_cuda:
-            raise ValueError(
-                f"the memory of this communicator is on cpu, but the input on {like.device}; move "
-                "it with .to('cpu')"
-            )
-        return self._device_backend(like.device).output(torch.Size(shape), like.dtype)
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
@@ -420,8 +354,7 @@ def _divide_threads(
 ) -> Communicator | None:
     """:meth:`Communicator.split` for ranks that are threads: the first rank makes the new ones."""
     ranks = of_color(parent._exchange((color, key), _parse_choice), color)
-    made: list[Communicator] = []
-    problem = ""
+    made, problem = [], ""
     if color is not None and ranks[0] == parent.rank:
         try:
             made = Communicator.threads(

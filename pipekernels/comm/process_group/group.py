@@ -18,6 +18,7 @@ from torch import Tensor
 from pipekernels._log import info_once
 from pipekernels._torch_private import register_backend
 from pipekernels.comm.communicator import Communicator
+from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.rendezvous import meet, over_store
 from pipekernels.comm.process_group.other_devices import (
@@ -41,19 +42,6 @@ class _Logged:
     def __getattr__(self, name: str) -> Any:
         info_once(_log, "Gloo runs %s", name)
         return getattr(self._group, name)
-
-
-def _forwarded(name: str, *, is_collective: bool = True) -> Callable[..., dist.Work]:
-    """The method of this name, of the group that serves the tensors among its arguments."""
-
-    def forward(self: Group, *args: Any, **fields: Any) -> Any:
-        device = other_device([*args, *fields.values()])
-        group = self._group_of(device)
-        if device is not None and not is_collective:
-            check_point_to_point(name, group, device)
-        return getattr(group, name)(*args, **fields)
-
-    return forward
 
 
 class Group(dist.ProcessGroup):
@@ -80,7 +68,7 @@ class Group(dist.ProcessGroup):
         logged = _log.isEnabledFor(logging.INFO)
         self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if logged else gloo
         rendezvous = over_store(dist.PrefixStore("ranks", store), rank, world_size, deadline)
-        self._comm = cast(Communicator, Communicator._join(rendezvous, seconds))
+        self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.
         self._last = DONE
@@ -171,34 +159,34 @@ class Group(dist.ProcessGroup):
     # The base class would call Gloo while it holds the GIL. A thread of Gloo that holds the lock of
     # its queue may need the GIL to free a tensor: a deadlock.
 
-    allgather_coalesced = _forwarded("allgather_coalesced")
-    _send = _forwarded("send", is_collective=False)
-    _recv = _forwarded("recv", is_collective=False)
-    _recv_anysource = _forwarded("recv_anysource", is_collective=False)
+    def allgather_coalesced(self, *args: Any, **options: Any) -> dist.Work:
+        return self._other(args).allgather_coalesced(*args, **options)
 
     def send(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        return self._send([_contiguous(tensor) for tensor in tensors], *args)
+        return self._point_to_point("send", tensors, args)[0]
 
     def recv(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        return _received(self._recv, tensors, args)
+        return self._receive("recv", tensors, args)
 
     def recv_anysource(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        return _received(self._recv_anysource, tensors, args)
+        return self._receive("recv_anysource", tensors, args)
 
+    def _receive(self, name: str, tensors: list[Tensor], args: Sequence[Any]) -> dist.Work:
+        call, dense = self._point_to_point(name, tensors, args)
+        return call if dense is tensors[0] else CopiedWork(call, dense, tensors[0])
 
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Gloo reads and writes the memory of a strided tensor as if it were contiguous."""
-    return tensor.contiguous() if is_dense([tensor]) else tensor
-
-
-def _received(
-    receive: Callable[..., dist.Work], tensors: list[Tensor], args: Sequence[Any]
-) -> dist.Work:
-    """``receive(tensors, *args)`` for one tensor, of any strides."""
-    (tensor,) = tensors
-    dense = _contiguous(tensor)
-    call = receive([dense], *args)
-    return call if dense is tensor else CopiedWork(call, dense, tensor)
+    def _point_to_point(
+        self, name: str, tensors: list[Tensor], args: Sequence[Any]
+    ) -> tuple[dist.Work, Tensor]:
+        """The work of a call with one tensor, of any strides, and the tensor that it is about: Gloo
+        reads and writes the memory of a strided one as if it were contiguous."""
+        (tensor,) = tensors
+        device = other_device(tensors)
+        group = self._group_of(device)
+        if device is not None:
+            check_point_to_point(name, group, device)
+        dense = tensor.contiguous() if is_dense(tensors) else tensor
+        return getattr(group, name)([dense], *args), dense
 
 
 def is_dense(tensors: Sequence[Tensor]) -> bool:
