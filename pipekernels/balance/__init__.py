@@ -54,8 +54,8 @@ def balance_by_time(
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``sample``.
-        ValueError: ``partitions`` is no integer from 1 to the number of layers, ``timeout`` is
+        TypeError: ``module`` is not an ``nn.Sequential``, or there is no tensor in ``sample``.
+        ValueError: ``partitions`` is not an integer from 1 to the number of layers, ``timeout`` is
             negative or infinite, the tensors differ in their batch size, or a layer has
             collectives.
     """
@@ -92,9 +92,9 @@ def balance_by_size(
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or there is no tensor in ``input``.
-        ValueError: ``partitions`` is no integer from 1 to the number of layers, ``chunks`` none of
-            at least 1, ``param_scale`` is negative, or ``input`` cannot be cut into micro-batches.
+        TypeError: ``module`` is not an ``nn.Sequential``, or there is no tensor in ``input``.
+        ValueError: ``partitions`` is not an integer from 1 to the number of layers, ``chunks`` not
+            one of at least 1, ``param_scale`` is negative, or ``input`` cannot be cut.
     """
     where = _checked(module, partitions, device)
     chunks = integer("chunks", chunks)

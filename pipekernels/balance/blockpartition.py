@@ -19,7 +19,7 @@ def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
         [[1, 2, 3, 4], [5, 6]]
 
     Raises:
-        ValueError: ``partitions`` is no integer from 1 to ``len(sequence)``, or a number is
+        ValueError: ``partitions`` is not an integer from 1 to ``len(sequence)``, or a number is
             negative or not finite.
     """
     rest = iter(sequence)

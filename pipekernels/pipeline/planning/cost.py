@@ -106,7 +106,7 @@ class Setting:
     checkpoint: str
 
     @cached_property
-    def dropped(self) -> tuple[bool, ...]:
+    def recomputed(self) -> tuple[bool, ...]:
         """Which micro-batches are recomputed."""
         count = len(self.rows)
         return tuple(checkpointed(self.checkpoint, m, count) for m in range(count))
@@ -119,8 +119,8 @@ class Setting:
         for kind, stage, m in chain.from_iterable(self.program.lanes):
             graphs, inputs = held[stage]
             if kind == "F":
-                graphs, inputs = graphs + (not self.dropped[m]), inputs + self.dropped[m]
-            elif kind in ("B", "I") and self.dropped[m]:
+                graphs, inputs = graphs + (not self.recomputed[m]), inputs + self.recomputed[m]
+            elif kind in ("B", "I") and self.recomputed[m]:
                 graphs, inputs = graphs + 1, inputs - 1  # Recomputed.
             moments[stage].add((graphs, inputs))
             held[stage] = graphs - (kind in ("B", "W")), inputs
@@ -146,7 +146,7 @@ class Forecast:
         self.setting = setting
         layers, rows = model.layers, setting.rows
         least, most = min(rows), max(rows)
-        forwards = [*rows, *compress(rows, setting.dropped)]
+        forwards = [*rows, *compress(rows, setting.recomputed)]
         # With split backwards a stage's last action may be a W, for which no stage waits.
         backward = [] if setting.program.splits else [least]
         # Sums over the first 0, 1, ... layers.
@@ -174,7 +174,7 @@ class Forecast:
             graph, inputs = graph + layers[begin].entry(rows), layers[begin].inputs(rows)
         if end == len(layers):
             total += 2 * layers[-1].outputs(batch)
-        held = (graphs * graph + dropped * inputs for graphs, dropped in self.setting.held[stage])
+        held = (graphs * graph + count * inputs for graphs, count in self.setting.held[stage])
         return ceil(total + max(held))
 
     def seconds(self, edges: Sequence[int]) -> Callable[[Action], float]:
@@ -183,7 +183,7 @@ class Forecast:
         model, lane_of = self.model, self.setting.program.lane_of
 
         @cache
-        def duration(kind: ActionKind, stage: int, rows: int, dropped: bool) -> float:
+        def duration(kind: ActionKind, stage: int, rows: int, recomputed: bool) -> float:
             own = model.layers[edges[stage] : edges[stage + 1]]
             forward: float = sum(layer.forward(rows) for layer in own)
             backward: float = sum(layer.backward(rows) for layer in own)
@@ -191,15 +191,15 @@ class Forecast:
             if kind == "W":
                 return backward - of_inputs
             time = {"F": forward, "B": backward, "I": of_inputs}[kind]
-            if dropped and kind != "F":
+            if recomputed and kind != "F":
                 time += forward
             giver, edge = (stage - 1, stage) if kind == "F" else (stage + 1, stage + 1)
             if lane_of.get(giver, lane_of[stage]) != lane_of[stage]:
                 time += model.hand_off(model.layers[edges[edge]].inputs(rows))
             return time
 
-        rows, dropped = self.setting.rows, self.setting.dropped
-        return lambda a: duration(a.kind, a.stage, rows[a.micro_batch], dropped[a.micro_batch])
+        rows, recomputed = self.setting.rows, self.setting.recomputed
+        return lambda a: duration(a.kind, a.stage, rows[a.micro_batch], recomputed[a.micro_batch])
 
 
 def _sums(terms: Iterable[float]) -> list[float]:

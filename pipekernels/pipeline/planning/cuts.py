@@ -17,12 +17,8 @@ Non-negative, not less for a later ``end``, in any unit; ``inf`` for a partition
 
 def solve(costs: Sequence[float], partitions: int) -> list[int]:
     """Lengths of the contiguous partitions of ``costs`` whose largest sum is smallest; exact. Ties
-    go to the smallest sum of squared sums, then to the smallest sum of squared lengths.
-
-    Raises:
-        ValueError: fewer elements than partitions, ``partitions`` is no integer of at least 1, or a
-            cost is negative or not finite.
-    """
+    go to the smallest sum of squared sums, then to the smallest sum of squared lengths. Raises a
+    ValueError as :func:`check_partitions` does, or if a cost is negative or not finite."""
     n = len(costs)
     check_partitions(n, partitions)
     if not all(0 <= cost < inf for cost in costs):

@@ -178,7 +178,7 @@ def plan_pipeline(
         timeout: seconds to spend on timing layers.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, there is no tensor in ``sample``, or
+        TypeError: ``module`` is not an ``nn.Sequential``, there is no tensor in ``sample``, or
             ``devices`` or ``schedules`` is a single name.
         ValueError: an argument is out of its range, there are fewer layers than devices, weights
             are on the meta device, a layer has collectives, or nothing fits into ``memory_limit``;
@@ -212,7 +212,7 @@ def plan_pipeline(
     if all(device.type == "cpu" for device in chosen):
         threads = max(1, threads // len(chosen))
     with intra_op_threads(threads):
-        costs = measured(module, sample, chosen[0], sizes, timeout=timeout)
+        costs = measure_costs(module, sample, chosen[0], sizes, timeout=timeout)
     hand_off = Affine.fit(profile.measure_hand_off(chosen))
     return choose(CostModel(costs, hand_off, param_scale), chosen, possible, memory_limit)
 
@@ -220,8 +220,8 @@ def plan_pipeline(
 def possible_settings(
     lanes: int, layer_count: int, batch: int, max_chunks: int, schedules: Iterable[str]
 ) -> list[Setting]:
-    """All settings for a mini-batch of ``batch`` rows, without duplicates that drop the same
-    activations; a ValueError if there is none, or no schedule of a name."""
+    """All settings for a mini-batch of ``batch`` rows, without duplicates that recompute
+    the same micro-batches; a ValueError if there is none, or no schedule of a name."""
     found: list[Setting] = []
     for name in schedules:
         interleave = lanes if name == "interleaved" else None
@@ -232,7 +232,7 @@ def possible_settings(
             distinct: dict[tuple[bool, ...], Setting] = {}
             for checkpoint in reversed(MODES):
                 setting = Setting(name, program, rows, checkpoint)
-                distinct.setdefault(setting.dropped, setting)
+                distinct.setdefault(setting.recomputed, setting)
             found += distinct.values()
     if not found:
         raise ValueError(
@@ -345,7 +345,7 @@ def _predicted(
     )
 
 
-def measured(
+def measure_costs(
     module: nn.Sequential,
     sample: Any,
     device: torch.device,

@@ -1,4 +1,4 @@
-"""Measures the seconds and bytes of each layer of a module.
+"""Measures the seconds of each layer of a module, and of passing values between lanes.
 
 Each layer runs as a temporary copy, on the outputs of the previous one. So the module and the
 caller's sample are not changed, and only one layer at a time has to fit on the device. Forward

@@ -71,11 +71,8 @@ class Program:
     @cached_property
     def order(self) -> tuple[Action, ...]:
         """All actions, in an order in which a single thread can run them: backwards first, then
-        micro-batches furthest along, so that few are in flight.
-
-        Raises:
-            ValueError: there is no such order, as the lanes wait for each other.
-        """
+        micro-batches furthest along, so that few are in flight. A ValueError if the lanes wait for
+        each other."""
         waiting = [deque(lane) for lane in self.lanes if lane]
         done: dict[Action, None] = {}  # In order.
         while waiting:
@@ -227,8 +224,8 @@ class Schedule:
         interleave: for ``'interleaved'``, the number of lanes.
 
     Raises:
-        ValueError: there is no such schedule, or ``interleave`` is missing, no integer of at least
-            1, or given for another schedule.
+        ValueError: there is no such schedule, or ``interleave`` is missing, not an integer of at
+            least 1, or given for another schedule.
     """
 
     name: str

@@ -245,7 +245,7 @@ def test_settings_are_distinct_and_complete(name: str) -> None:
     found = planner.possible_settings(2, 4, 3, 9, [name])
     assert {len(s.rows) for s in found} == {1, 2, 3}
     assert {s.checkpoint for s in found} == set(MODES)
-    assert len({(len(s.rows), s.dropped) for s in found}) == len(found) == 2 + 3 + 3
+    assert len({(len(s.rows), s.recomputed) for s in found}) == len(found) == 2 + 3 + 3
 
 
 # ---- from a module to a pipe ----
@@ -309,7 +309,7 @@ def test_predicted_memory_is_an_upper_bound_of_a_pipes_memory(
     module = nn.Sequential(*blocks, nn.LayerNorm(width), nn.Tanh())
     x = torch.rand(batch, width)
     rows = [batch // chunks, batch]
-    costs = planner.measured(module, x, CPU, rows, timeout=0)
+    costs = planner.measure_costs(module, x, CPU, rows, timeout=0)
     setting = Setting("gpipe", gpipe(2, chunks), micro_batch_sizes(batch, chunks), mode)
     edges = list(pairwise([0, balance[0], sum(balance)]))
     forecast = Forecast(CostModel(costs, Affine(0.0), SCALE), setting)
