@@ -24,7 +24,6 @@ from support.ranks import run_in_group, run_processes
 from pipekernels import _backend
 from pipekernels.kernels import table
 from pipekernels.pipeline.planning import profile
-from pipekernels.tensor_parallel import overlap
 
 # Several ranks share one GPU: each of their streams needs a hardware queue of its own. CUDA reads
 # this once, when it initializes.
@@ -130,12 +129,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder; tables cached in memory are dropped before and after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    readers = [table.for_gpu, overlap.for_gpu]  # A test may replace them.
-    for read in readers:
-        read.cache_clear()
+    read = table.for_gpu  # A test may replace it.
+    read.cache_clear()
     yield tmp_path
-    for read in readers:
-        read.cache_clear()
+    read.cache_clear()
 
 
 @pytest.fixture

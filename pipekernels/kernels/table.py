@@ -8,6 +8,7 @@ vendor's library.
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ class Entry(NamedTuple):
         vendor_seconds: the time of the vendor's library.
         speedup: the library's time divided by ours, the least over the measured shapes of the
             class.
+        overlaps: pairs of a number of ranks, with which summing the result meanwhile was faster,
+            and the thread blocks that then reduce it.
     """
 
     shape: Shape
@@ -53,6 +56,7 @@ class Entry(NamedTuple):
     seconds: float
     vendor_seconds: float
     speedup: float
+    overlaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def wins(self) -> bool:
@@ -154,18 +158,21 @@ def from_json(record: dict[str, Any]) -> Table:
     )
 
 
-def _parse(kind: str, layout: str, m: int, n: int, k: int, config: Any, **times: float) -> Entry:
+def _parse(
+    kind: str, layout: str, m: int, n: int, k: int, config: Any, overlaps: Any = (), **times: float
+) -> Entry:
     if kind not in KINDS or layout not in LAYOUTS:
         raise ValueError(f"there is no kind {kind!r} or layout {layout!r}")
     found = Config(**{**config, "blocks": Blocks(**config["blocks"])})
     *sizes, flatten, specialize, promote = found.blocks
-    sizes += [m, n, k, found.group_m, found.split_k]
+    pairs = tuple((ranks, blocks) for ranks, blocks in overlaps)
+    sizes += [m, n, k, found.group_m, found.split_k, *itertools.chain(*pairs)]
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"sizes must be positive integers, got {sizes}")
     if type(promote) is not int or promote < 0 or {type(flatten), type(specialize)} != {bool}:
         raise ValueError(f"flatten, specialize and promote are no options: {found.blocks}")
     checked = {name: _positive(value) for name, value in times.items()}
-    return Entry(Shape(kind, layout, m, n, k), found, **checked)
+    return Entry(Shape(kind, layout, m, n, k), found, **checked, overlaps=pairs)
 
 
 def _positive(value: Any) -> float:

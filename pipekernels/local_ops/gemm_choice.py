@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -93,7 +92,7 @@ def choose(
     *,
     algorithm: str = "auto",
     dtype: torch.dtype | None = None,
-    overlaps: Mapping[table.Shape, int] | None = None,
+    ranks: int = 1,
 ) -> Chosen | None:
     """How to run the Triton kernel for ``a @ b.T``; ``None`` to use the vendor's library.
 
@@ -103,7 +102,7 @@ def choose(
         residual: that is added.
         algorithm: as for :func:`pipekernels.ops.sharded_gemm`.
         dtype: in which the product is computed, if not that of ``a``.
-        overlaps: thread blocks that should sum a result meanwhile, by class of products.
+        ranks: over how many the result may be summed meanwhile.
     """
     (m, k), n = a.shape, b.shape[0]
     forced, auto = algorithm != "auto", algorithm == "auto"
@@ -125,13 +124,12 @@ def choose(
     is_aligned = m == 1 or n * a.itemsize % 16 == 0 if out is None else has_rows(out)
     if not is_aligned or (residual is not None and not has_rows(residual)):
         layout = None
-    entry = shape = None
+    entry = None
     if known is not None and layout is not None:
-        shape = table.shape_class(kind, layout, m, n, k)
-        entry = known.entries.get(shape)
-    if auto and entry is not None and shape is not None and overlaps and shape in overlaps:
-        return Chosen(entry.config, reducing_blocks=overlaps[shape])
+        entry = known.entry(kind, layout, m, n, k)
     if auto and known is not None:
+        if entry is not None and (blocks := dict(entry.overlaps).get(ranks, 0)):
+            return Chosen(entry.config, reducing_blocks=blocks)
         if entry is None or not entry.wins:
             _log_library(gpu.name, known, entry)
             return None

@@ -82,5 +82,6 @@ def _choose(
     if algorithm == "overlapped":  # With one rank there is nothing to overlap.
         chosen = choose(rows, weight, product, algorithm="triton")
         return overlap.always(chosen, rows) if comm.world_size > 1 else chosen
-    overlaps = overlap.gains(comm, rows.device) if algorithm == "auto" and not scatter else None
-    return choose(rows, weight, product, algorithm=algorithm, overlaps=overlaps)
+    can_overlap = algorithm == "auto" and not scatter
+    ranks = overlap.ranks_that_overlap(comm, rows.device) if can_overlap else 1
+    return choose(rows, weight, product, algorithm=algorithm, ranks=ranks)

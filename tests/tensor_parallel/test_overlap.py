@@ -16,8 +16,9 @@ from support.ranks import run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, _log
+from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS
-from pipekernels.kernels.table import Shape
+from pipekernels.kernels.table import Shape, Table
 from pipekernels.local_ops.gemm_choice import Chosen, choose
 from pipekernels.tensor_parallel import overlap
 from pipekernels.tensor_parallel.overlap import tuning
@@ -25,7 +26,6 @@ from pipekernels.tensor_parallel.overlap import tuning
 GPU = "Some GPU"
 CPU = torch.device("cpu")
 SHAPE = Shape("bfloat16", "forward", 4096, 8192, 8192)
-OTHER = SHAPE._replace(m=2048)
 OVERLAPPED = Chosen(CONFIG, reducing_blocks=8)
 
 
@@ -42,16 +42,25 @@ def product(rows: int = 4096, dtype: torch.dtype = torch.bfloat16) -> tuple[Tens
     return tuple(torch.empty(size, dtype=dtype, device="meta") for size in sizes)
 
 
+def known(shape: Shape = SHAPE, *overlaps: tuple[int, int], speedup: float = 1.5) -> Table:
+    """A table with one product, which gains from overlap with so many ranks, by so many blocks."""
+    one = measured(speedup=speedup, shape=shape)
+    return one._replace(
+        entries={key: e._replace(overlaps=overlaps) for key, e in one.entries.items()}
+    )
+
+
 def test_auto_overlaps_the_products_that_were_measured_to_gain(
-    capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pretend_gpu(monkeypatch, measured(speedup=1.0, shape=SHAPE))
-    assert choose(*product(), overlaps={OTHER: 8}) is None
-    assert choose(*product(), overlaps={SHAPE: 8}) == OVERLAPPED
-    assert choose(*product(3072), overlaps={SHAPE: 8}) == OVERLAPPED  # Of the same class.
-    assert choose(*product(dtype=torch.float64), overlaps={SHAPE: 8}) is None
+    pretend_gpu(monkeypatch, known(SHAPE, (2, 8), speedup=1.0))
+    assert choose(*product()) is None and choose(*product(), ranks=4) is None
+    assert choose(*product(), ranks=2) == OVERLAPPED
+    assert choose(*product(3072), ranks=2) == OVERLAPPED  # Of the same class.
+    assert choose(*product(1024), ranks=2) is None
+    assert choose(*product(dtype=torch.float64), ranks=2) is None
     pretend_gpu(monkeypatch, None)
-    assert choose(*product(), overlaps={SHAPE: 8}) is None
+    assert choose(*product(), ranks=2) is None
 
 
 def test_overlap_on_demand_needs_no_measurement(
@@ -70,63 +79,37 @@ def test_overlap_on_demand_needs_no_measurement(
 @pytest.mark.parametrize("agree", [True, False])
 def test_all_ranks_overlap_or_none(
     agree: bool,
-    cache: Path,
     capturing: list[bool],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, overlap.__name__)
     monkeypatch.setattr(_log, "_seen", set())
-    pretend_gpu(monkeypatch, measured(shape=SHAPE))
-    overlap.save(GPU, {2: {SHAPE: 8}, 4: {OTHER: 2}})
+    pretend_gpu(monkeypatch, known(SHAPE, (2, 8)))
     if not agree:
-        found = iter([{SHAPE: 8}, {SHAPE: 4}])
-        monkeypatch.setattr(overlap, "for_gpu", lambda gpu, ranks: next(found))
+        tables = iter([known(SHAPE, (2, 8)), known(SHAPE, (2, 4))])
+        monkeypatch.setattr(overlap.table, "for_gpu", lambda gpu: next(tables))
 
     def body(comm: Communicator) -> None:
-        first = overlap.gains(comm, CPU)
-        assert first == ({SHAPE: 8} if agree else {})
-        assert overlap.gains(comm, CPU) is first  # Without another collective.
+        for _ in range(2):  # The second time without a collective.
+            assert overlap.ranks_that_overlap(comm, CPU) == (2 if agree else 1)
 
     run_threads(2, body)
-    (one,), (comm, _) = Communicator.threads(1), Communicator.threads(2)
-    capturing.append(True)
-    for each in (one, comm):
-        assert overlap.gains(each, CPU) == {}
     assert len(caplog.messages) == (not agree)
     assert agree or caplog.messages[0].endswith("has measured no gain on all ranks")
 
 
-def test_saving_replaces_a_number_of_ranks_and_loading_finds(cache: Path) -> None:
-    assert overlap.for_gpu(GPU, 2) is None
-    file = overlap.save(GPU, {2: {SHAPE: 8, OTHER: 4}})
-    assert file.parent == cache / "pipekernels" and file.name == "overlap-some-gpu.json"
-    overlap.save(GPU, {8: {OTHER: 16}})
-    assert overlap.for_gpu(GPU, 2) == {SHAPE: 8, OTHER: 4}
-    assert overlap.for_gpu(GPU, 8) == {OTHER: 16} and overlap.for_gpu(GPU, 4) is None
-    overlap.save(GPU, {2: {}})
-    assert overlap.load(GPU) == {8: {OTHER: 16}}
+def test_nothing_overlaps_on_one_rank_without_a_gain_or_in_a_capture(
+    capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, known(SHAPE, (2, 8)))
 
+    def body(comm: Communicator) -> int:
+        return overlap.ranks_that_overlap(comm, CPU)
 
-RECORD = {"ranks": 2, "blocks": 8, **SHAPE._asdict()}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 0},
-        {"products": None},
-        {"products": [{"ranks": 2}]},
-        {"products": [RECORD | {"ranks": "2"}]},
-        {"products": [RECORD | {"blocks": 0}]},
-        {"products": [RECORD | {"m": 1.5}]},
-    ],
-)
-def test_a_bad_file_is_ignored_with_a_warning(cache: Path, change: dict[str, Any]) -> None:
-    file = overlap.save(GPU, {2: {SHAPE: 8}})
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.warns(RuntimeWarning, match="write it anew with `pipekernels tune`"):
-        assert overlap.for_gpu(GPU, 2) is None
+    assert run_threads(1, body) == [1] and run_threads(3, body) == [1] * 3
+    capturing.append(True)
+    assert run_threads(2, body) == [1, 1]
 
 
 class Clock:
@@ -156,24 +139,24 @@ class Clock:
         return self.now - begin
 
 
-@pytest.mark.parametrize(("times", "best"), [({8: 1.5, 16: 1.6}, 8), ({8: 1.95}, None)])
+@pytest.mark.parametrize(("times", "best"), [({8: 1.5, 16: 1.6}, 8), ({8: 1.95}, 0)])
 def test_measuring_finds_what_gains(
-    times: dict[int, float], best: int | None, monkeypatch: pytest.MonkeyPatch
+    times: dict[int, float], best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape("bfloat16", "forward", 1024, 16, 16)
     clock: Any = Clock(dict.fromkeys(tuning.CANDIDATES, 3.0) | times)
     monkeypatch.setattr(overlap, "gemm_all_reduce", clock.overlapped)
     monkeypatch.setattr(tuning, "gemm_into", lambda out, a, b: None)
 
-    def measure(shape: Shape) -> dict[Shape, int]:
-        pretend_gpu(monkeypatch, measured(shape=shape))
+    def measure(shape: Shape) -> list[tuple[Shape, int]]:
+        pretend_gpu(monkeypatch, known(shape))
         return tuning.measure(clock, CPU, seconds=clock.seconds)
 
-    assert measure(shape) == ({shape: best} if best else {})
+    assert measure(shape) == [(shape, best)]
     for never in ({"m": 512}, {"layout": "grad_weight"}, {"kind": "float8_e4m3fn"}):
-        assert measure(shape._replace(**never)) == {}
+        assert measure(shape._replace(**never)) == []
     monkeypatch.setattr(tuning, "LIMIT", -1.0)
-    assert measure(shape) == {}
+    assert measure(shape) == []
 
 
 def test_tune_measures_several_numbers_of_ranks(
@@ -185,15 +168,19 @@ def test_tune_measures_several_numbers_of_ranks(
 
     used: list[torch.device] = []
     monkeypatch.setattr(tuning, "by_world_size", lambda *args: dict(by_world_size(*args)))
-    found = {SHAPE: 8, OTHER: 2}
-    monkeypatch.setattr(tuning, "measure", lambda comm, device: found)
+    table.save(known(SHAPE, (2, 8), (8, 8))._replace(gpu=GPU))
+    monkeypatch.setattr(
+        tuning, "measure", lambda comm, device: [(SHAPE, 16 if comm.world_size > 2 else 0)]
+    )
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: GPU)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert tuning.tune() == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    assert "  6 ranks: 2 products gain" in tuning.tune()
-    assert overlap.load(GPU) == dict.fromkeys((2, 4, 6), found)
+    lines = tuning.tune()
+    assert "  2 ranks: 0 of 1 products gain" in lines and "  6 ranks: 1 of 1 products" in lines[3]
+    saved = table.load(GPU)
+    assert saved is not None and saved.entries[SHAPE].overlaps == ((4, 16), (6, 16), (8, 8))
     assert used == [torch.device("cuda", 3)] * 3
 
     def fail(*arguments: object) -> None:

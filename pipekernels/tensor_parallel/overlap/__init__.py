@@ -6,8 +6,7 @@ announces each finished block of rows. On the others, in a stream of its own, th
 reduces the announced blocks. The results are bitwise those without overlap.
 
 Which products gain is measured by ``pipekernels tune``
-(:mod:`pipekernels.tensor_parallel.overlap.tuning`), and saved in a file in the user's cache folder,
-by GPU and number of ranks.
+(:mod:`pipekernels.tensor_parallel.overlap.tuning`), and saved with the products' measurements.
 """
 
 from __future__ import annotations
@@ -15,55 +14,50 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
-from collections.abc import Mapping
 from math import ceil
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipekernels import _cache
 from pipekernels._log import info_once
 from pipekernels.comm import Communicator
 from pipekernels.kernels import table
 from pipekernels.kernels.config import BLOCKS, Config, kind_of
-from pipekernels.kernels.table import Shape
 from pipekernels.local_ops.gemm_choice import Chosen, gpu_of, tf32_allowed
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1  # Increase it when a change of the kernels invalidates older measurements.
 ROW_BLOCKS = 8  # At least as many: fewer hide less of the reduction.
 REDUCING_BLOCKS = 8  # Thread blocks of a reduction that was not measured.
 
-Gains = Mapping[Shape, int]
-"""The classes of products that gain, and by how many thread blocks their sum is then taken."""
+
+def ranks_that_overlap(comm: Communicator, device: torch.device) -> int:
+    """Over how many ranks ``'auto'`` may sum a product meanwhile; 1 if it may not. A collective at
+    the first call: the ranks must decide alike."""
+    if comm.world_size == 1:
+        return 1
+    key, is_captured = (comm.handle, device), torch.cuda.is_current_stream_capturing()
+    if key not in _gains and not is_captured:
+        _gains[key] = _measured_to_gain(comm, device)
+    # A graph may launch the reduction first, which would then hold what the product needs to start.
+    return comm.world_size if _gains.get(key) and not is_captured else 1
 
 
-def gains(comm: Communicator, device: torch.device) -> Gains:
-    """What ``'auto'`` overlaps. A collective at the first call: the ranks must decide alike. Empty
-    while a graph is captured: it might launch the reduction first, which would then hold what the
-    product needs to start."""
-    key = comm.handle, device
-    found = _agreed.get(key)
-    if found is None:
-        if comm.world_size == 1 or torch.cuda.is_current_stream_capturing():
-            return {}
-        gpu = gpu_of(device)
-        found = for_gpu(gpu.name, comm.world_size) or {}
-        known = repr((gpu, table.for_gpu(gpu.name), found))
-        checksum = torch.tensor([zlib.crc32(known.encode())], device=device)
-        if len(set(comm.all_gather(checksum).tolist())) > 1:
-            found = {}
-        if not found:
-            why = "products on %s and their all-reduces run one after the other: %s"
-            info_once(_log, why, gpu.name, "`pipekernels tune` has measured no gain on all ranks")
-        _agreed[key] = found
-    return {} if found and torch.cuda.is_current_stream_capturing() else found
+_gains: dict[tuple[int, torch.device], bool] = {}  # By the communicator's handle.
 
 
-_agreed: dict[tuple[int, torch.device], Gains] = {}  # By the communicator's handle.
+def _measured_to_gain(comm: Communicator, device: torch.device) -> bool:
+    """Whether products were measured to gain, by the same measurements on all ranks."""
+    gpu = gpu_of(device)
+    known = table.for_gpu(gpu.name)
+    checksum = torch.tensor([zlib.crc32(repr((gpu, known)).encode())], device=device)
+    ranks_share_measurements = len(set(comm.all_gather(checksum).tolist())) == 1
+    entries = () if known is None else known.entries.values()
+    gains = any(ranks == comm.world_size for entry in entries for ranks, _ in entry.overlaps)
+    if not (gains and ranks_share_measurements):
+        why = "products on %s and their all-reduces run one after the other: %s"
+        info_once(_log, why, gpu.name, "`pipekernels tune` has measured no gain on all ranks")
+    return gains and ranks_share_measurements
 
 
 def always(chosen: Chosen | None, a: Tensor) -> Chosen | None:
@@ -118,45 +112,3 @@ def _side_stream(handle: int, device: torch.device) -> torch.cuda.Stream:
     High-priority streams come from another pool than the streams of users.
     """
     return torch.cuda.Stream(device, priority=-1)
-
-
-# ---- the file of measurements ----
-
-
-@functools.cache
-def for_gpu(gpu: str, ranks: int) -> dict[Shape, int] | None:
-    """What was measured with so many ranks on GPUs of this name; read once per process."""
-    return load(gpu).get(ranks)
-
-
-def path(gpu: str) -> Path:
-    """Where ``pipekernels tune`` saves its measurements."""
-    return _cache.file("overlap", gpu)
-
-
-def load(gpu: str) -> dict[int, dict[Shape, int]]:
-    """The measurements by number of ranks; with a warning, none if the file is not valid."""
-    return _cache.read(path(gpu), FORMAT, _parse) or {}
-
-
-def save(gpu: str, found: dict[int, dict[Shape, int]]) -> Path:
-    """Replace the measurements of these numbers of ranks, and return the file's path."""
-    records = [
-        {"ranks": ranks, "blocks": blocks, **shape._asdict()}
-        for ranks, products in sorted((load(gpu) | found).items())
-        for shape, blocks in products.items()
-    ]
-    for_gpu.cache_clear()
-    record = {"gpu": gpu, "date": _cache.now(), "products": records}
-    return _cache.write(path(gpu), FORMAT, record)
-
-
-def _parse(record: dict[str, Any]) -> dict[int, dict[Shape, int]]:
-    found: dict[int, dict[Shape, int]] = {}
-    for each in record["products"]:
-        shape = Shape(*(each[name] for name in Shape._fields))
-        numbers = each["ranks"], each["blocks"], *shape[2:]
-        if any(type(number) is not int or number < 1 for number in numbers):
-            raise ValueError(f"it has sizes that are not positive integers: {each}")
-        found.setdefault(each["ranks"], {})[shape] = each["blocks"]
-    return found

@@ -43,7 +43,7 @@ def measure(
     *,
     seconds: Callable[[Callable[[], object]], float] = gpu_seconds,
     rounds: int = 10,
-) -> dict[Shape, int]:
+) -> list[tuple[Shape, int]]:
     """Time products that ``pipekernels tune`` has measured, the longest first, and their sums, one
     after the other and overlapped. A collective, with the same result on all ranks.
 
@@ -54,7 +54,7 @@ def measure(
         rounds: how often each way is timed; the median of the slowest rank's times counts.
 
     Returns:
-        The thread blocks of the fastest reduction, of the products that gain.
+        Classes of products, and the thread blocks of their fastest reduction; 0 without a gain.
     """
 
     def median(call: Callable[[], object]) -> float:
@@ -71,7 +71,7 @@ def measure(
 
     known = table.for_gpu(gpu_of(device).name)
     entries = {} if known is None else known.entries
-    found, begin = {}, time.perf_counter()
+    found, begin = [], time.perf_counter()
     for shape, entry in sorted(entries.items(), key=lambda item: -item[0].m * item[0].n):
         spent = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
         if comm.all_reduce(spent, "max").item() > LIMIT:
@@ -86,8 +86,8 @@ def measure(
             chosen = Chosen(entry.config, reducing_blocks=blocks)
             times[blocks] = median(partial(overlap.gemm_all_reduce, a, b, out, comm, chosen))
         best = min(CANDIDATES, key=lambda blocks: times[blocks])
-        if times[best] * GAIN < median(one_after_the_other):
-            found[shape] = best
+        gains = times[best] * GAIN < median(one_after_the_other)
+        found.append((shape, best if gains else 0))
     return found
 
 
@@ -111,18 +111,23 @@ def tune() -> list[str]:
         measured = by_world_size(_measure_on_own_gpu, sizes)
     except Exception as error:  # noqa: BLE001 (There may be no peer access.)
         return [f"overlap of products and all-reduces was not measured: {error}"]
-    found = {
-        ranks: {Shape(*shape): blocks for shape, blocks in products}
-        for ranks, products in measured.items()
-    }
     lines = [f"overlap of products and all-reduces ({gpu}):"]
-    lines += [
-        f"  {ranks} ranks: {len(products)} products gain" for ranks, products in found.items()
-    ]
-    return [*lines, f"written to {overlap.save(gpu, found)}"]
+    known = table.for_gpu(gpu)
+    entries = {} if known is None else dict(known.entries)
+    for ranks, products in measured.items():
+        for key, blocks in products:
+            entry = entries[Shape(*key)]
+            overlaps = dict(entry.overlaps) | {ranks: blocks}
+            kept = tuple(pair for pair in sorted(overlaps.items()) if pair[1] > 0)
+            entries[Shape(*key)] = entry._replace(overlaps=kept)
+        gains = sum(blocks > 0 for _, blocks in products)
+        lines.append(f"  {ranks} ranks: {gains} of {len(products)} products gain")
+    if known is not None:
+        lines.append(f"written to {table.save(known._replace(entries=entries))}")
+    return lines
 
 
 def _measure_on_own_gpu(comm: Communicator) -> list[tuple[Shape, int]]:
     device = torch.device("cuda", comm.rank)
     torch.cuda.set_device(device)
-    return list(measure(comm, device).items())
+    return measure(comm, device)
