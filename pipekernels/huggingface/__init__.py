@@ -1,10 +1,10 @@
 """Models of Hugging Face's libraries: plans, adapters, loading and saving, training, generation."""
 
 from pipekernels.huggingface.accelerator import adapt_accelerator
-from pipekernels.huggingface.adapters import add_adapters
+from pipekernels.huggingface.adapters import Peft, add_adapters
 from pipekernels.huggingface.load import load_pretrained
 from pipekernels.huggingface.pipelined_generation import generate_pipelined
-from pipekernels.huggingface.provider import HuggingFace
+from pipekernels.huggingface.plans import Transformers
 from pipekernels.huggingface.trainer import TrainerMixin
 from pipekernels.tensor_parallel.plan.providers import register_plan_provider
 
@@ -16,4 +16,5 @@ __all__ = [
     "load_pretrained",
 ]
 
-register_plan_provider(HuggingFace())
+register_plan_provider(Transformers())
+register_plan_provider(Peft())

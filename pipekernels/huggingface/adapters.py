@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.pretrained import save_full_models
+from pipekernels.huggingface.pretrained import communicators, save_full_models
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     ShardedLinear,
 )
 from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
-from pipekernels.tensor_parallel.sharded import sharded_layers
+from pipekernels.tensor_parallel.plan.kinds import LayerKind
+from pipekernels.tensor_parallel.plan.providers import Part, PlanProvider
 
 
 def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -> Any:
@@ -58,13 +59,14 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
         return result
 
     config = copy.copy(config)
-    classes = (ColumnParallelLinear, RowParallelLinear)
-    config._register_custom_module(dict.fromkeys(classes, adapter_of))
+    config._register_custom_module(
+        {ColumnParallelLinear: adapter_of, RowParallelLinear: adapter_of}
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type .*ParallelLinear")
         adapted = peft.get_peft_model(model, config, adapter_name=adapter_name)
     try:
-        for comm in dict.fromkeys(layer.comm for layer in sharded_layers(model)):
+        for comm in communicators(model):
             check_equal_on_ranks(factors, comm)
     except ValueError:
         adapted.unload()
@@ -88,63 +90,49 @@ def _check_config(config: Any, lora: Any) -> None:
         )
 
 
-def _sharded_like(base: nn.Module, factor: nn.Linear, name: str) -> nn.Module:
+def _sharded_like(base: Any, factor: nn.Linear, name: str) -> nn.Module:
     """The factor of an adapter that is sharded as its layer ``base`` is."""
-    result: ShardedLinear
     if isinstance(base, RowParallelLinear):
-        result = RowParallelLinear.from_linear(
-            factor, base.comm, input_is_parallel=base.input_is_parallel, reduce=base.reduce,
-            invariant=base.invariant,
-        )  # fmt: skip
+        options = {"input_is_parallel": base.input_is_parallel, "reduce": base.reduce}
     else:
-        assert isinstance(base, ColumnParallelLinear)
-        result = ColumnParallelLinear.from_linear(
-            factor, base.comm, gather_output=base.gather_output, blocks=base.blocks or None,
-            copies=base.copies, invariant=base.invariant,
-        )  # fmt: skip
+        options = {"gather_output": base.gather_output, "copies": base.copies}
+        options["blocks"] = base.blocks or None
+    options["invariant"] = base.invariant
+    result: ShardedLinear = type(base).from_linear(factor, base.comm, **options)
     result.name = name
     return result
 
 
-def base_of(model: nn.Module) -> nn.Module:
-    """The model that peft has wrapped; other models themselves.
+class Peft(PlanProvider):
+    """Models with adapters of peft."""
 
-    Raises:
-        ValueError: peft has put learned keys and values into it (prefix tuning).
-    """
-    peft: Any = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return model
-    for name, config in model.peft_config.items():
-        if config.peft_type == peft.PeftType.PREFIX_TUNING:
-            raise ValueError(
-                f"the adapter {name!r} is of prefix tuning, which hands keys and values of all "
-                "heads to every layer, and a rank has a part of them; use LoRA, or prompt tuning"
+    def base_of(self, model: nn.Module) -> nn.Module:
+        peft: Any = sys.modules.get("peft")
+        if peft is None or not isinstance(model, peft.PeftModel):
+            return model
+        for name, config in model.peft_config.items():
+            if config.peft_type == peft.PeftType.PREFIX_TUNING:
+                raise ValueError(
+                    f"the adapter {name!r} is of prefix tuning, which hands keys and values of all "
+                    "heads to every layer, and a rank has a part of them; use LoRA, or prompt "
+                    "tuning"
+                )
+        base: nn.Module = model.get_base_model()
+        return base
+
+    def parts_of(self, name: str, module: Any, kind: LayerKind) -> list[Part]:
+        """Of a linear layer with LoRA adapters, the layer and the factors that are sharded with it:
+        the second ones of a column-parallel layer, the first ones of a row-parallel layer."""
+        lora: Any = sys.modules.get("peft.tuners.lora.layer")
+        if lora is None or not isinstance(module, lora.Linear):
+            return []
+        if any(module.use_dora.values()):
+            raise TypeError(
+                f"{name!r} has a DoRA adapter, which needs the norms of the whole weight; merge it "
+                "first (merge_and_unload), or leave this layer as it is"
             )
-    base: nn.Module = model.get_base_model()
-    return base
-
-
-def parts_of(name: str, module: Any, kind: str) -> list[tuple[str, nn.Module, str]]:
-    """What ``kind`` of a linear layer with LoRA adapters means for the layers of which it consists:
-    names, modules and kinds. Nothing for other modules.
-
-    A column-parallel layer shards the second factor like the layer itself, and has the first one
-    whole; a row-parallel layer the other way round.
-
-    Raises:
-        TypeError: an adapter reads the whole weight (DoRA).
-    """
-    peft: Any = sys.modules.get("peft.tuners.lora.layer")
-    if peft is None or not isinstance(module, peft.Linear):
-        return []
-    if any(module.use_dora.values()):
-        raise TypeError(
-            f"{name!r} has a DoRA adapter, which needs the norms of the whole weight; merge it "
-            "first (merge_and_unload), or leave this layer as it is"
-        )
-    factor = "lora_A" if kind.startswith("row") else "lora_B"
-    factors: nn.ModuleDict = getattr(module, factor)
-    return [(f"{name}.base_layer", module.base_layer, kind)] + [
-        (f"{name}.{factor}.{adapter}", layer, kind) for adapter, layer in factors.items()
-    ]
+        factor = "lora_A" if kind.cuts_input else "lora_B"
+        adapters: nn.ModuleDict = getattr(module, factor)
+        return [(f"{name}.base_layer", module.base_layer, kind)] + [
+            (f"{name}.{factor}.{adapter}", layer, kind) for adapter, layer in adapters.items()
+        ]

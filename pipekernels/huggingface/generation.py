@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -14,40 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
+from pipekernels.huggingface.pretrained import communicators, sharded_models
 from pipekernels.tensor_parallel.changes import add_forward_pre_hook, set_attribute
-from pipekernels.tensor_parallel.sharded import sharded_layers
+from pipekernels.tensor_parallel.plan.agreement import ranks_unlike_first
 
 
 def compare_ranks_in_generate(model: nn.Module) -> None:
     """Let ``generate`` of every transformers model in ``model`` that has sharded layers first check
     that all ranks got the same inputs and, if it samples, will draw the same random numbers."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None:
-        return
-    for module in model.modules():
-        generates = isinstance(module, transformers.PreTrainedModel) and module.can_generate()
-        if generates and _communicators(module):
-            # On the object: others of its class have no sharded layers.
+    for module in sharded_models(model):
+        if module.can_generate():
             set_attribute(module, "generate", MethodType(_generate, module))
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    for comm in _communicators(self):
-        _check_inputs(comm, args, kwargs)
+    for comm in communicators(self):
+        others = ranks_unlike_first(_digest((args, kwargs)), comm)
+        if others:
+            raise ValueError(
+                f"generate() got other inputs on ranks {others} than on rank 0; give all ranks the "
+                "same prompts and options (a DistributedSampler gives each its own)"
+            )
         if _samples(self, *args, **kwargs):
             _check_random_numbers(comm, self.device)
     return type(self).generate(self, *args, **kwargs)
-
-
-def _check_inputs(comm: Communicator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    own = _digest((dict(enumerate(args)), dict(kwargs)))
-    digests = comm.all_gather(torch.tensor([own], device="cpu")).tolist()
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise ValueError(
-            f"generate() got other inputs on ranks {others} than on rank 0; give all ranks the "
-            "same prompts and options (a DistributedSampler gives each its own)"
-        )
 
 
 def _check_random_numbers(comm: Communicator, device: torch.device) -> None:
@@ -83,20 +73,14 @@ def _digest(value: Any, known: int = 0) -> int:
     """Of tensors, numbers and strings in ``value``."""
     if isinstance(value, Tensor):
         data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-        return zlib.crc32(data.numpy().tobytes(), zlib.crc32(repr(value.shape).encode(), known))
+        return zlib.crc32(data.numpy().tobytes(), _digest(repr(value.shape), known))
     if isinstance(value, Mapping):
-        return _digest([*value.keys(), *value.values()], known)
+        value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):
-        for item in value:
-            known = _digest(item, known)
-        return known
+        return functools.reduce(lambda digest, item: _digest(item, digest), value, known)
     if isinstance(value, (bool, int, float, str)):
         return zlib.crc32(repr(value).encode(), known)
     return known
-
-
-def _communicators(model: nn.Module) -> list[Communicator]:
-    return list(dict.fromkeys(layer.comm for layer in sharded_layers(model)))
 
 
 def warn_of_attentions(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
@@ -65,9 +65,16 @@ def load_pretrained(
     folder = Path(folder)
     with ExitStack() as stack:
         files = _renamed(_open(folder, stack), model)
-        targets = list(_targets(model))
-        found = [_find(target, files, model) for target in targets]
-        problems = [problem for _, problem in found if problem]
+        targets = _targets(model)
+        keys = [_key_of(target, files, model) for target in targets]
+        shapes = [None if key is None else tuple(files[key]().get_shape()) for key in keys]
+        problems = [
+            f"they lack {target.names[0]!r}"
+            if shape is None
+            else f"{target.names[0]!r} has the shape {target.full_shape}, in the files {shape}"
+            for target, shape in zip(targets, shapes, strict=True)
+            if shape != target.full_shape
+        ]
         if problems:
             shown = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
             raise ValueError(
@@ -76,9 +83,10 @@ def load_pretrained(
                 "shard it then"
             )
         computed = _computed_buffers(model, device)
-        for target, (key, _) in zip(targets, found, strict=True):
+        for target, key in zip(targets, keys, strict=True):
+            assert key is not None
             with torch.no_grad():
-                _put(target, _read(target, files[key]()), device)
+                target.put(target.read(files[key]()), device)
     for module, buffers in computed:
         module._buffers.update(buffers)
 
@@ -87,15 +95,59 @@ class _Target(NamedTuple):
     """A parameter or buffer and where it is: a tied one is in several places."""
 
     tensor: Tensor
-    keys: list[str]
+    names: list[str]
     owners: list[tuple[nn.Module, str]]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        module, name = self.owners[0]
-        if isinstance(module, ShardedLayer) and name in module.shard_dims:
-            return module.full_shape(name)
+        layer, name = self.owners[0]
+        if isinstance(layer, ShardedLayer) and name in layer.shard_dims:
+            return layer.full_shape(name)
         return tuple(self.tensor.shape)
+
+    def read(self, file: Any) -> Tensor:
+        """This rank's part of a tensor in a file."""
+        layer, name = self.owners[0]
+        if not (isinstance(layer, ShardedLayer) and name in layer.shard_dims):
+            whole: Tensor = file[...]
+            return whole
+        dim, parts = layer.shard_dim(name), []
+        for start, size in layer.spans(name):
+            parts.append(file[(slice(None),) * dim + (slice(start, start + size),)])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def put(self, value: Tensor, device: torch.device | str) -> None:
+        """Set the value; on the meta device, by a new tensor."""
+        tensor = self.tensor
+        if not tensor.is_meta:
+            tensor.copy_(distributed_like(tensor, value.to(tensor.device, tensor.dtype)))
+            return
+        value = value.to(device, tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        for module, name in self.owners:
+            places: dict[str, Any] = module._parameters
+            (places if name in places else module._buffers)[name] = value
+
+
+def _targets(model: nn.Module) -> list[_Target]:
+    targets: dict[Tensor, _Target] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        named: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+        for name, tensor in named.items():
+            if tensor is not None and name not in non_persistent_buffers(module):
+                target = targets.setdefault(tensor, _Target(tensor, [], []))
+                target.names.append(f"{prefix}.{name}" if prefix else name)
+                target.owners.append((module, name))
+    return list(targets.values())
+
+
+def _key_of(target: _Target, files: Mapping[str, Slice], model: nn.Module) -> str | None:
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    candidates = [
+        key for name in target.names for key in (name, name.removeprefix(base), base + name)
+    ]
+    return next((key for key in candidates if key in files), None)
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
@@ -104,37 +156,35 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("load_pretrained needs safetensors: pip install safetensors") from error
-    if (folder / _INDEX).is_file():
-        names = _weight_map(folder / _INDEX)
-    elif (folder / _SINGLE).is_file():
-        names = None
-    else:
+    index = folder / _INDEX
+    places = _weight_map(index) if index.is_file() else None
+    if places is None and not (folder / _SINGLE).is_file():
         raise FileNotFoundError(
             f"{folder} has neither {_SINGLE} nor {_INDEX}; save the model with "
             "save_pretrained(folder), which writes them"
         )
-    wanted = sorted(set(names.values())) if names is not None else [_SINGLE]
-    missing = [name for name in wanted if not (folder / name).is_file()]
+    names = [_SINGLE] if places is None else sorted(set(places.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{folder / _INDEX} names {', '.join(missing)}, which {folder} lacks; copy all files "
-            "of the checkpoint there"
+            f"{index} names {', '.join(missing)}, which {folder} lacks; copy all files of the "
+            "checkpoint there"
         )
     opened: dict[str, Any] = {}
-    for name in wanted:
+    for name in names:
         try:
             opened[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{folder / name} is not a file of safetensors: {error}; copy it there again"
             ) from error
-    held = {name: set(file.keys()) for name, file in opened.items()}
-    places = names if names is not None else dict.fromkeys(held[_SINGLE], _SINGLE)
+    held = {name: dict.fromkeys(file.keys()) for name, file in opened.items()}
+    places = dict.fromkeys(held[_SINGLE], _SINGLE) if places is None else places
     lost = sorted(f"{key} in {name}" for key, name in places.items() if key not in held[name])
     if lost:
         raise ValueError(
-            f"{folder / _INDEX} names {', '.join(lost[:8])}, which the files lack; copy all files "
-            "of one checkpoint there"
+            f"{index} names {', '.join(lost[:8])}, which the files lack; copy all files of one "
+            "checkpoint there"
         )
     return {key: partial(opened[name].get_slice, key) for key, name in places.items()}
 
@@ -146,20 +196,21 @@ def _weight_map(index: Path) -> dict[str, str]:
         ValueError: it is malformed, or names a file in another folder.
     """
     try:
-        names: Any = json.loads(index.read_text())["weight_map"]
+        places: Any = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{index} has no weight_map ({type(error).__name__}); save the model with "
             "save_pretrained(folder), which writes it"
         ) from error
-    files = set(map(str, names.values())) if isinstance(names, dict) else {repr(names)}
-    wrong = sorted(name for name in files if Path(name).name != name or "\0" in name)
-    if wrong or not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+    names = list(places.values()) if isinstance(places, dict) else [places]
+    wrong = [n for n in names if not isinstance(n, str) or Path(n).name != n or "\0" in n]
+    if wrong or not isinstance(places, dict):
         raise ValueError(
             f"the weight_map of {index} must map tensors to names of files beside it, got "
-            f"{', '.join(wrong or files)[:200]}; save the model with save_pretrained(folder)"
+            f"{', '.join(sorted(set(map(str, wrong or names))))[:200]}; save the model with "
+            "save_pretrained(folder)"
         )
-    return names
+    return places
 
 
 def _renamed(files: dict[str, Slice], model: nn.Module) -> dict[str, Slice]:
@@ -182,58 +233,6 @@ def _renamed(files: dict[str, Slice], model: nn.Module) -> dict[str, Slice]:
     return {**renamed, **files}
 
 
-def _targets(model: nn.Module) -> Iterator[_Target]:
-    targets: dict[Tensor, _Target] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        named: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-        for name, tensor in named.items():
-            if tensor is None or name in non_persistent_buffers(module):
-                continue
-            target = targets.setdefault(tensor, _Target(tensor, [], []))
-            target.keys.append(f"{prefix}.{name}" if prefix else name)
-            target.owners.append((module, name))
-    yield from targets.values()
-
-
-def _find(target: _Target, files: dict[str, Slice], model: nn.Module) -> tuple[str, str]:
-    """The key in the files, and what is wrong."""
-    base = getattr(model, "base_model_prefix", "")
-    for key in target.keys:
-        for candidate in (key, key.removeprefix(f"{base}."), f"{base}.{key}"):
-            if candidate in files:
-                shape = tuple(files[candidate]().get_shape())
-                if shape == target.full_shape:
-                    return candidate, ""
-                return "", f"{key!r} has the shape {target.full_shape}, in the files {shape}"
-    return "", f"they lack {target.keys[0]!r}"
-
-
-def _read(target: _Target, file: Any) -> Tensor:
-    """This rank's part of a tensor in a file."""
-    module, name = target.owners[0]
-    if not (isinstance(module, ShardedLayer) and name in module.shard_dims):
-        whole: Tensor = file[...]
-        return whole
-    dim, parts = module.shard_dim(name), []
-    for start, size in module.spans(name):
-        index = (slice(None),) * dim + (slice(start, start + size),)
-        parts.append(file[index])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _put(target: _Target, value: Tensor, device: torch.device | str) -> None:
-    tensor = target.tensor
-    if not tensor.is_meta:
-        tensor.copy_(distributed_like(tensor, value.to(tensor.device, tensor.dtype)))
-        return
-    value = value.to(device, tensor.dtype)
-    if isinstance(tensor, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    for module, name in target.owners:
-        places: dict[str, Any] = module._parameters
-        (places if name in places else module._buffers)[name] = value
-
-
 def _computed_buffers(
     model: nn.Module, device: torch.device | str
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
@@ -253,8 +252,8 @@ def _computed_buffers(
         parameters = [p for p in module._parameters.values() if p is not None]
         if initialise is not None and all(p.is_meta for p in parameters):  # No value is lost.
             for fill in (0, 1):  # What it leaves as it was shows as a difference.
-                for name, buffer in meta.items():
-                    module._buffers[name] = torch.full_like(buffer, fill, device=device)
+                new = {name: torch.full_like(b, fill, device=device) for name, b in meta.items()}
+                module._buffers.update(new)
                 try:
                     initialise(module)
                     values.append({name: module._buffers[name] for name in meta})

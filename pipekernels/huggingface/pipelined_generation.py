@@ -132,55 +132,50 @@ class _Run:
     def generate(
         self, index: int, ids: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> None:
-        """All tokens of a micro-batch, in a thread of its own."""
-        passage = _Passage(self._locks, lambda: self._stopped)
+        """All tokens of a micro-batch, in a thread of its own. It holds the lock of its stage."""
+        held: list[int] = []  # The stage in which it is, if it is in one.
+
+        def leave() -> None:
+            if held:
+                self._locks[held.pop()].release()
+
+        def enter(stage: int) -> None:
+            if stage != (held[0] + 1 if held else 0):
+                raise RuntimeError(
+                    f"stage {stage} began after stage {held[0] if held else None}; name the "
+                    "modules with which stages begin in the order in which the model runs, each "
+                    "of which runs once"
+                )
+            leave()
+            self._locks[stage].acquire()
+            held.append(stage)
+            if self._stopped:
+                raise _Stopped
+
+        def end() -> None:
+            if held != [len(self._stages)]:
+                raise RuntimeError(
+                    f"the model has ended in stage {held[0]} of {len(self._locks)}; name modules "
+                    "that run in every forward"
+                )
+            leave()
+
         try:
             # Caches and the like are attributes of modules, so each micro-batch has its own.
             shared = {id(p): p for p in self._model.parameters()}
             replica = copy.deepcopy(self._model, shared)
-            modules = dict(replica.named_modules())
-            replica.register_forward_pre_hook(lambda *_: passage.enter(0))
+            replica.register_forward_pre_hook(lambda *_: enter(0))
             for stage, name in enumerate(self._stages, 1):
-                modules[name].register_forward_pre_hook(lambda *_, n=stage: passage.enter(n))
-            replica.register_forward_hook(lambda *_: passage.leave())
+                module = replica.get_submodule(name)
+                module.register_forward_pre_hook(lambda *_, stage=stage: enter(stage))
+            replica.register_forward_hook(lambda *_: end())
             self.tokens[index] = replica.generate(ids, attention_mask=mask, **options)
         except _Stopped:
             pass
         except BaseException as error:  # noqa: BLE001
             self.stop(error)
         finally:
-            passage.leave(complete=False)
-
-
-class _Passage:
-    """A micro-batch's way through the stages: it holds the lock of the one in which it is."""
-
-    def __init__(self, locks: list[threading.Lock], stopped: Any) -> None:
-        self._locks = locks
-        self._stopped = stopped
-        self._at: int | None = None
-
-    def enter(self, stage: int) -> None:
-        if stage != (0 if self._at is None else self._at + 1):
-            raise RuntimeError(
-                f"stage {stage} began after stage {self._at}; name the modules with which stages "
-                "begin in the order in which the model runs, each of which runs once"
-            )
-        self.leave(complete=False)
-        self._locks[stage].acquire()
-        self._at = stage
-        if self._stopped():
-            raise _Stopped
-
-    def leave(self, complete: bool = True) -> None:
-        if complete and self._at != len(self._locks) - 1:
-            raise RuntimeError(
-                f"the model has ended in stage {self._at} of {len(self._locks)}; name modules that "
-                "run in every forward"
-            )
-        if self._at is not None:
-            self._locks[self._at].release()
-            self._at = None
+            leave()
 
 
 def _join(tokens: list[Tensor], options: dict[str, Any], config: Any) -> Tensor:

@@ -8,41 +8,38 @@ from typing import Any
 
 from torch import nn
 
-from pipekernels.tensor_parallel.plan.kinds import (
-    ALIBI,
-    COLUMN,
-    GATHERED,
-    PACKED,
-    SPLIT,
-    canonical,
-)
-from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
+from pipekernels.huggingface.generation import compare_ranks_in_generate, warn_of_attentions
+from pipekernels.huggingface.pretrained import save_full_models
+from pipekernels.tensor_parallel.plan.providers import PlanProvider, ProvidedPlan, base_of
+from pipekernels.tensor_parallel.sharded import sharded_layers
 
 
-def plan_of(model: nn.Module) -> ProvidedPlan | None:
-    """The plan for a model of transformers, if it carries one or there is one here.
+class Transformers(PlanProvider):
+    """Models of transformers."""
 
-    Raises:
-        ValueError: no plan can be right for this model.
-    """
-    config: Any = getattr(model, "config", None)
-    unfit = _why_unfit(config)
-    if unfit is not None:
-        raise ValueError(
-            f"{type(model).__name__} has no plan that is right for ranks with a part of the heads: "
-            f"{unfit}; write one for its MLPs"
-        )
-    carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if carried:
-        plan = ProvidedPlan({pattern: canonical(word) for pattern, word in carried.items()})
-    elif getattr(config, "model_type", None) in _TABLES:
-        plan = _TABLES[config.model_type]
-        head = dict.fromkeys(_output_head(model), GATHERED)
-        plan = plan._replace(kinds={**plan.kinds, **head})
-    else:
-        return None
-    _check_functions(model, plan.kinds)
-    return plan._replace(heads=_heads(config))
+    def plan_of(self, model: nn.Module) -> ProvidedPlan | None:
+        config: Any = getattr(model, "config", None)
+        unfit = _why_unfit(config)
+        if unfit is not None:
+            raise ValueError(
+                f"{type(model).__name__} has no plan that is right for ranks with a part of the "
+                f"heads: {unfit}; write one for its MLPs"
+            )
+        carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+        plan = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
+        if plan is None:
+            return None
+        if not carried:
+            head = dict.fromkeys(_output_head(model), "column_gather_output")
+            plan = plan._replace(words={**plan.words, **head})
+        _check_functions(model, plan.words)
+        return plan._replace(heads=_heads(config))
+
+    def prepare(self, model: nn.Module) -> None:
+        save_full_models(model)
+        compare_ranks_in_generate(model)
+        if sharded_layers(model):
+            warn_of_attentions(base_of(model))
 
 
 def _check_functions(model: nn.Module, plan: Mapping[str, str]) -> None:
@@ -73,58 +70,53 @@ def _output_head(model: Any) -> list[str]:
     return [n for n, module in model.named_modules() if module is head and type(head) is nn.Linear]
 
 
-def _of(columns: str, rows: str, **others: str) -> dict[str, str]:
-    """A plan for the last parts of module names."""
+def _kinds(columns: str, rows: str, **others: str) -> dict[str, str]:
+    """Kinds by the last parts of module names."""
     kinds = dict.fromkeys(columns.split(), "column") | dict.fromkeys(rows.split(), "row")
     return {f"*.{name}": kind for name, kind in (kinds | others).items()}
 
 
 _BERT = ProvidedPlan(
-    _of("self.query self.key self.value intermediate.dense", "output.dense"),
+    _kinds("self.query self.key self.value intermediate.dense", "output.dense"),
     {"*.attention.self": ("num_attention_heads", "all_head_size")},
 )
-_PROJECTIONS = _of("q_proj k_proj v_proj fc1", "out_proj fc2")
+_PROJECTIONS = _kinds("q_proj k_proj v_proj fc1", "out_proj fc2")
 _TABLES = {
     "bert": _BERT,
     "bloom": ProvidedPlan(
-        _of(
+        _kinds(
             "query_key_value dense_h_to_4h",
             "self_attention.dense dense_4h_to_h",
-            self_attention=ALIBI,
+            self_attention="split_alibi",
         ),
         # Without slow_but_exact, which cuts weights by hand.
         {"*.self_attention": ("num_heads", "slow_but_exact"), "*.mlp": ("slow_but_exact",)},
     ),
     "distilbert": ProvidedPlan(
-        _of("q_lin k_lin v_lin lin1", "out_lin lin2"), {"*.attention": ("n_heads", "dim")}
+        _kinds("q_lin k_lin v_lin lin1", "out_lin lin2"), {"*.attention": ("n_heads", "dim")}
     ),
     "gpt2": ProvidedPlan(
-        _of("c_fc q_attn", "c_proj")
-        | {"*.attn.c_attn": f"{PACKED}:3", "*.crossattention.c_attn": f"{PACKED}:2"},
+        _kinds("c_fc q_attn", "c_proj")
+        | {"*.attn.c_attn": "packed_column:3", "*.crossattention.c_attn": "packed_column:2"},
         dict.fromkeys(("*.attn", "*.crossattention"), ("num_heads", "split_size")),
     ),
     # Queries, with one head of keys and values, are fused into one layer.
     "gpt_bigcode": ProvidedPlan(
-        {
-            "*.attn.c_attn": GATHERED,
-            "*.attn.c_proj": "row_split_input",
-            "*.mlp.c_fc": COLUMN,
-            "*.mlp.c_proj": "row",
-        },
-        {},
+        _kinds("mlp.c_fc", "mlp.c_proj")
+        | {"*.attn.c_attn": "column_gather_output", "*.attn.c_proj": "row_split_input"}
     ),
     "opt": ProvidedPlan(_PROJECTIONS, {"*.self_attn": ("num_heads",)}),
     "roberta": _BERT,
     "t5": ProvidedPlan(
-        _of("q k v wi wi_0 wi_1", "o wo", relative_attention_bias=SPLIT),
+        _kinds("q k v wi wi_0 wi_1", "o wo", relative_attention_bias="split_output"),
         {"*.SelfAttention": ("n_heads",), "*.EncDecAttention": ("n_heads",)},
     ),
     "vit": ProvidedPlan(
-        _of("q_proj k_proj v_proj fc1", "o_proj fc2"), {"*.attention": ("num_attention_heads",)}
+        _kinds("q_proj k_proj v_proj fc1", "o_proj fc2"), {"*.attention": ("num_attention_heads",)}
     ),
     "whisper": ProvidedPlan(_PROJECTIONS, {"*_attn": ("num_heads",)}),
 }
-"""By ``model.config.model_type``. A pattern may match nothing in one of its models."""
+"""By ``model.config.model_type``."""
 
 
 def _why_unfit(config: Any) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from types import MethodType
 from typing import Any
@@ -19,73 +20,72 @@ from pipekernels.tensor_parallel.state import gather_state_dict
 def save_full_models(model: nn.Module) -> None:
     """Let ``save_pretrained`` of every transformers model in ``model`` that has sharded layers save
     the full weights. It becomes a collective: rank 0 writes, the others wait for it."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None:
-        return
-    for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and sharded_layers(module):
-            # On the object: others of its class have no sharded layers.
-            set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
+    for module in sharded_models(model):
+        set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
     peft: Any = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel) and sharded_layers(model):
         set_attribute(model, "save_pretrained", MethodType(_save_adapters, model))
 
 
+def sharded_models(model: nn.Module) -> list[Any]:
+    """The transformers models in ``model`` that have sharded layers. Methods are replaced on these
+    objects: others of their classes have no sharded layers."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return [module for module in models if sharded_layers(module)]
+
+
+def communicators(model: nn.Module) -> list[Communicator]:
+    """Those of the sharded layers in ``model``."""
+    return list(dict.fromkeys(layer.comm for layer in sharded_layers(model)))
+
+
+@contextmanager
+def replaced(instance: object, name: str, method: object) -> Iterator[None]:
+    """An instance's method ``name`` is ``method``."""
+    setattr(instance, name, method)
+    try:
+        yield
+    finally:
+        delattr(instance, name)
+
+
 def _save_adapters(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    state_dict, comms = _full_state(self, kwargs)
-    if state_dict is not None:
-        type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
-    for comm in comms:
-        comm.barrier()
+    _save_pretrained(self, save_directory, **kwargs)
 
 
 def _save_pretrained(
     self: Any,
     save_directory: Any,
     is_main_process: bool = True,
-    state_dict: Any = None,
+    state_dict: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
-    kwargs.update(is_main_process=is_main_process, state_dict=state_dict)
-    state_dict, comms = _full_state(self, kwargs)
-    if state_dict is not None:
+    comms = communicators(self)
+    writes = is_main_process and all(comm.rank == 0 for comm in comms)
+    if state_dict is None:
+        state_dict = gather_state_dict(self, keep=writes)
+    else:
+        _check_full(self, state_dict)
+    if writes:
         shards = sharded_parameters(self).items()
         shapes = {parameter: layer.full_shape(name) for parameter, (layer, name) in shards}
         count = sum(prod(shapes.get(p, p.shape)) for p in self.parameters())
-        self.num_parameters = lambda *_, **__: count  # Goes into the index of the files.
-        try:
+        with replaced(self, "num_parameters", lambda *_, **__: count):  # For the files' index.
             type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
-        finally:
-            del self.num_parameters
     for comm in comms:
         comm.barrier()
 
 
-def _full_state(
-    model: nn.Module, options: dict[str, Any]
-) -> tuple[Mapping[str, Any] | None, set[Communicator]]:
-    """What to save if this rank writes, else None; and the communicators of ``model``. Takes what
-    decides it out of the options of ``save_pretrained``."""
-    comms = {layer.comm for layer in sharded_layers(model)}
-    writes = options.pop("is_main_process", True) and all(comm.rank == 0 for comm in comms)
-    state_dict: Mapping[str, Any] | None = options.pop("state_dict", None)
-    if state_dict is None:
-        state_dict = gather_state_dict(model, keep=writes)
-    else:
-        _check_full(model, state_dict)
-    return (state_dict if writes else None), comms
-
-
 def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    for name, module in model.named_modules():
-        if not isinstance(module, ShardedLayer):
-            continue
-        for parameter in module.shard_dims:
-            key = f"{name}.{parameter}"
-            value = state_dict.get(key)
-            if value is not None and tuple(value.shape) != module.full_shape(parameter):
+    for prefix, layer in model.named_modules():
+        for name in layer.shard_dims if isinstance(layer, ShardedLayer) else ():
+            value = state_dict.get(f"{prefix}.{name}")
+            if value is not None and tuple(value.shape) != layer.full_shape(name):
                 raise ValueError(
-                    f"state_dict has a {key!r} of shape {tuple(value.shape)}, a shard; the full "
-                    f"model's is {module.full_shape(parameter)}: pass full_state_dict(model), or "
-                    "none and call save_pretrained on all ranks"
+                    f"state_dict has a '{prefix}.{name}' of shape {tuple(value.shape)}, a shard; "
+                    f"the full model's is {layer.full_shape(name)}: pass full_state_dict(model), "
+                    "or none and call save_pretrained on all ranks"
                 )

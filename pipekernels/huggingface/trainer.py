@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from pipekernels.huggingface.accelerator import adapt_accelerator
+from pipekernels.huggingface.pretrained import replaced
 from pipekernels.tensor_parallel.state import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
@@ -77,20 +76,11 @@ class TrainerMixin:
         state["state"] = {numbers[name]: value for name, value in state["state"].items()}
         for group in state["param_groups"]:
             group["params"] = [numbers[name] for name in group["params"]]
-        with _replaced(self.optimizer, "state_dict", lambda: state):
+        with replaced(self.optimizer, "state_dict", lambda: state):
             base._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         base: Any = super()
         load = partial(load_full_optimizer_state_dict, self.model, self.optimizer.optimizer)
-        with _replaced(self.optimizer, "load_state_dict", load):
+        with replaced(self.optimizer, "load_state_dict", load):
             base._load_optimizer_and_scheduler(checkpoint)
-
-
-@contextmanager
-def _replaced(instance: object, name: str, method: object) -> Iterator[None]:
-    setattr(instance, name, method)
-    try:
-        yield
-    finally:
-        delattr(instance, name)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.levels import in_gate
-from support.models import model_of, tokens
+from support.models import model_of, run_sharded, tokens
 from support.ranks import run_processes, run_threads
-from torch import Tensor, nn
+from torch import nn
 
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.tensor_parallel import (
@@ -64,14 +64,12 @@ def losses(model: nn.Module) -> list[float]:
 def test_training_follows_one_process_and_adapters_are_pefts_own(
     name: str, world_size: int, tmp_path: Path
 ) -> None:
-    plain = adapted(name)
-    copies = [copy.deepcopy(plain) for _ in range(world_size)]
+    plain, whole = adapted(name), adapted(name)
     expected = losses(plain)
     assert expected[-1] < expected[0]
     trained = {key: p for key, p in plain.named_parameters() if "lora_" in key}
 
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: Any, _: Communicator) -> None:
         assert losses(model) == pytest.approx(expected, rel=1e-6)
         state = full_state_dict(model)
         for key, parameter in trained.items():
@@ -80,7 +78,7 @@ def test_training_follows_one_process_and_adapters_are_pefts_own(
         tensor_unparallelize(model)
         assert losses(copy.deepcopy(model)) == pytest.approx(losses(copy.deepcopy(plain)), rel=1e-5)
 
-    run_threads(world_size, body)
+    run_sharded(whole, world_size, body)
     loaded = peft.PeftModel.from_pretrained(model_of(name), tmp_path)
     found = {key: p for key, p in loaded.named_parameters() if "lora_" in key}
     assert found.keys() == trained.keys()
@@ -135,17 +133,16 @@ def test_adapters_that_need_whole_weights_or_differ_are_refused() -> None:
 
 def test_adapters_can_be_merged_into_the_shards() -> None:
     plain = adapted("Llama")
-    copies = [copy.deepcopy(plain) for _ in range(2)]
     with torch.no_grad():
         expected = plain(input_ids=tokens(2, 9)).logits
 
-    def body(comm: Communicator) -> Tensor:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm).merge_and_unload()
+    def body(model: Any, _: Communicator) -> None:
+        model = model.merge_and_unload()
         assert not any("lora" in key for key, _ in model.named_parameters())
         with torch.no_grad():
             torch.testing.assert_close(model(tokens(2, 9)).logits, expected, rtol=1e-5, atol=1e-6)
 
-    run_threads(2, body)
+    run_sharded(plain, 2, body)
 
 
 def test_the_plan_shows_the_parts() -> None:

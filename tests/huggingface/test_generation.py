@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
 from support.levels import in_gate
-from support.models import DECODERS, KINDS_OF_DECODERS, model_of, tokens
-from support.ranks import run_processes, run_threads
+from support.models import DECODERS, KINDS_OF_DECODERS, model_of, run_sharded, tokens
+from support.ranks import run_processes
 from torch import Tensor
 
 from pipekernels import Communicator, tensor_parallelize
@@ -29,18 +28,16 @@ COUNT = {"max_new_tokens": 64, "min_new_tokens": 64}
 )
 def test_greedy_tokens_are_those_of_one_process(name: str, world_size: int) -> None:
     plain = model_of(name).eval()
-    copies = [copy.deepcopy(plain) for _ in range(world_size)]
     prompt = tokens(2, 5)
     expected = plain.generate(prompt, do_sample=False, **COUNT)
     assert expected.shape == (2, 69)
 
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: Any, _: Communicator) -> None:
         assert torch.equal(model.generate(prompt, do_sample=False, **COUNT), expected)
         static = {"cache_implementation": "static"}
         assert torch.equal(model.generate(prompt, do_sample=False, **COUNT, **static), expected)
 
-    run_threads(world_size, body)
+    run_sharded(plain, world_size, body)
 
 
 def sampled(comm: Communicator, names: list[str]) -> dict[str, list[list[int]]]:
@@ -78,10 +75,7 @@ def test_sampled_tokens_are_the_same_on_all_ranks(world_size: int, names: list[s
 
 
 def test_ranks_that_would_disagree_are_told_before() -> None:
-    copies = [model_of("Llama").eval() for _ in range(2)]
-
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: Any, comm: Communicator) -> None:
         prompt = tokens(2, 5)
         with pytest.raises(ValueError, match=r"other inputs on ranks \[1\]"):
             model.generate(prompt[comm.rank][None], max_new_tokens=4)
@@ -94,4 +88,4 @@ def test_ranks_that_would_disagree_are_told_before() -> None:
         assert "generate" not in vars(model)
         assert torch.equal(model.generate(prompt, max_new_tokens=4), found)
 
-    run_threads(2, body)
+    run_sharded(model_of("Llama").eval(), 2, body)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import DECODERS, ENCODERS, INPUTS, model_of, tokens
+from support.models import DECODERS, ENCODERS, INPUTS, model_of, run_sharded, tokens
 from support.ranks import run_threads
 from torch import Tensor, nn
 
@@ -36,7 +36,6 @@ def meta_model(name: str) -> nn.Module:
 def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) -> None:
     """4 ranks, then 2 from the meta device, then one."""
     plain = model_of(name).eval()
-    copies = [copy.deepcopy(plain) for _ in range(4)]
 
     @torch.no_grad()
     def output(model: nn.Module) -> Tensor:
@@ -46,8 +45,7 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
 
     expected = output(plain)
 
-    def save(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def save(model: Any, _: Communicator) -> None:
         model.save_pretrained(tmp_path / "4", max_shard_size="20KB")
 
     def load(comm: Communicator) -> None:
@@ -57,7 +55,7 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
         torch.testing.assert_close(output(model), expected, rtol=1e-6, atol=1e-6)
         model.save_pretrained(tmp_path / "2", max_shard_size="20KB")
 
-    run_threads(4, save)
+    run_sharded(plain, 4, save)
     run_threads(2, load)
     plain.save_pretrained(tmp_path / "1", max_shard_size="20KB")
     files = {path.name for path in (tmp_path / "1").glob("model*")}
@@ -76,11 +74,9 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
 def test_each_rank_reads_its_slices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = model_of("Llama")
     plain.save_pretrained(tmp_path)
-    copies = [copy.deepcopy(plain) for _ in range(4)]
     read: list[int] = []
 
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: nn.Module, comm: Communicator) -> None:
         for parameter in model.parameters():
             parameter.data.zero_()
         comm.barrier()
@@ -94,7 +90,7 @@ def test_each_rank_reads_its_slices_only(tmp_path: Path, monkeypatch: pytest.Mon
                 own.weight, own.shard("weight", plain.state_dict()[f"{own.name}.weight"])
             )
 
-    run_threads(4, body)
+    run_sharded(plain, 4, body)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
@@ -103,10 +99,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
 
     class Slice:
         def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def get_shape(self) -> list[int]:
-            return self.inner.get_shape()
+            self.inner, self.get_shape = inner, inner.get_shape
 
         def __getitem__(self, key: Any) -> torch.Tensor:
             value = self.inner[key]
@@ -116,6 +109,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
     class File:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.inner = real(*args, **kwargs)
+            self.keys = self.inner.keys
 
         def __enter__(self) -> Any:
             self.inner.__enter__()
@@ -123,9 +117,6 @@ def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
 
         def __exit__(self, *args: object) -> None:
             self.inner.__exit__(*args)
-
-        def keys(self) -> list[str]:
-            return self.inner.keys()
 
         def get_slice(self, key: str) -> Slice:
             return Slice(self.inner.get_slice(key))

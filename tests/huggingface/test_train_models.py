@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.levels import in_gate
-from support.models import model_of, tokens
-from support.ranks import run_processes, run_threads
+from support.models import model_of, run_sharded, tokens
+from support.ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -57,17 +57,15 @@ def test_a_way_to_train(name: str, way: str) -> None:
         plain.float()
     if way == "checkpointing":
         plain.gradient_checkpointing_enable({"use_reentrant": False})
-    copies = [copy.deepcopy(plain) for _ in range(2)]
-    expected = train(plain, way)
-    assert expected[-1] != expected[0]
 
-    def body(comm: Communicator) -> list[float]:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: Any, _: Communicator) -> list[float]:
         if way == "checkpointing later":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return train(model, way)
 
-    first, second = run_threads(2, body)
+    first, second = run_sharded(plain, 2, body)
+    expected = train(plain, way)
+    assert expected[-1] != expected[0]
     assert first == second
     assert first == pytest.approx(expected, rel=2e-2 if way == "autocast" else 1e-6)
 

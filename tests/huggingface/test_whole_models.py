@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.models import DECODERS, ENCODERS, GROUPED, INPUTS, SIZES, model_of, tokens
+from support.models import (
+    DECODERS,
+    ENCODERS,
+    GROUPED,
+    INPUTS,
+    SIZES,
+    SPECIAL,
+    model_of,
+    run_sharded,
+    tokens,
+)
 from support.ranks import run_threads
 from torch import Tensor, nn
 
@@ -35,65 +47,37 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(tensor, other, rtol=0, atol=2**-22 * largest + 1e-12)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*itertools.product([*DECODERS, *ENCODERS], (2, 4)), *((name, 2) for name in SPECIAL)]
+    + [("T5Gemma", 4)],
+)
 def test_values_and_gradients_are_those_of_one_process(name: str, world_size: int) -> None:
     plain = model_of(name)
-    copies = [copy.deepcopy(plain) for _ in range(world_size)]
-    expected = forward_backward(plain, name)
-    expected_gradients = {key: p.grad for key, p in plain.named_parameters()}
 
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: nn.Module, _: Communicator) -> tuple[list[Tensor], dict[str, Tensor]]:
         sharded = [module for module in model.modules() if hasattr(module, "full_state_dict")]
         assert len(sharded) >= 8
         outputs = forward_backward(model, name)
-        assert_close(outputs, expected)
         for parameter in model.parameters():  # So that the full state is that of gradients.
             parameter.data = parameter.new_zeros(()) if parameter.grad is None else parameter.grad
-        gradients = full_state_dict(model)
-        for key, gradient in expected_gradients.items():
-            if gradient is not None:
-                assert_close([gradients[key]], [gradient])
+        return outputs, full_state_dict(model)
 
-    run_threads(world_size, body)
-
-
-@pytest.mark.parametrize(
-    "name", ["Llama, tied", "Qwen3", "Gemma 2", "Phi-3", "GPT-2", "BERT", "T5"]
-)
-def test_training_follows_that_of_one_process(name: str) -> None:
-    plain = model_of(name)
-    copies = [copy.deepcopy(plain) for _ in range(2)]
-
-    def losses(model: nn.Module) -> list[float]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        values = []
-        for _ in range(20):
-            optimizer.zero_grad()
-            outputs = forward_backward(model, name)
-            values.append(sum(output.square().mean().item() for output in outputs))
-            optimizer.step()
-        return values
-
-    expected = losses(plain)
-    assert expected[-1] < expected[0]
-
-    def body(comm: Communicator) -> list[float]:
-        return losses(tensor_parallelize(copies[comm.rank], "auto", comm))
-
-    for found in run_threads(2, body):
-        assert found == pytest.approx(expected, rel=1e-6)
+    found = run_sharded(plain, world_size, body)
+    expected = forward_backward(plain, name)
+    for outputs, gradients in found:
+        assert_close(outputs, expected)
+        for key, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                assert_close([gradients[key]], [parameter.grad])
 
 
 @pytest.mark.parametrize("name", ["Llama, tied", "GPT-2", "T5"])
 def test_full_states_are_the_models_own(name: str) -> None:
     plain = model_of(name)
-    copies = [copy.deepcopy(plain) for _ in range(2)]
     other = {key: value + 1 for key, value in plain.state_dict().items()}
 
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: nn.Module, _: Communicator) -> None:
         for expected in (plain.state_dict(), other):
             model.load_state_dict(expected)
             full = full_state_dict(model)
@@ -101,21 +85,19 @@ def test_full_states_are_the_models_own(name: str) -> None:
             for key, value in expected.items():
                 assert torch.equal(full[key], value), key
 
-    run_threads(2, body)
+    run_sharded(plain, 2, body)
 
 
 def test_a_saved_model_is_the_full_one(tmp_path: Path) -> None:
     plain = model_of("Llama, tied")
-    copies = [copy.deepcopy(plain) for _ in range(2)]
 
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(model: Any, comm: Communicator) -> None:
         with pytest.raises(ValueError, match="a shard; the full model's is"):
             model.save_pretrained(tmp_path / "shard", state_dict=model.state_dict())
         model.save_pretrained(tmp_path / "full")
         model.save_pretrained(tmp_path / f"given{comm.rank}", state_dict=full_state_dict(model))
 
-    run_threads(2, body)
+    run_sharded(plain, 2, body)
     for folder in ("full", "given0"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         state = loaded.state_dict()
@@ -129,26 +111,23 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
     """Qwen3's norms of queries and keys, with a plan by hand."""
     plain = model_of("Qwen3")
     plan = {"*.[qkv]_proj": "colwise", "*.o_proj": "rowwise"}
-    copies = [copy.deepcopy(plain) for _ in range(4)]
 
-    def forgotten(comm: Communicator) -> None:
-        model = tensor_parallelize(copies[comm.rank], plan, comm)
+    def forgotten(model: nn.Module, _: Communicator) -> None:
         logits = model(tokens(1, 4)).logits
         with pytest.raises(
             RuntimeError, match=r"shape \(8,\) .* 'model.layers.1.self_attn.o_proj'"
         ):
             logits.sum().backward()
 
-    def named(comm: Communicator) -> dict[str, Tensor]:
-        model = copies[2 + comm.rank]
-        norms = {"*.[qk]_norm": "replicated_with_grad_allreduce"}
-        model = copy.deepcopy(tensor_parallelize(model, plan | norms, comm))
+    def named(model: nn.Module, _: Communicator) -> dict[str, Tensor]:
+        model = copy.deepcopy(model)
         forward_backward(model, "Qwen3")
         return {key: p.grad for key, p in model.named_parameters() if "_norm" in key}
 
-    run_threads(2, forgotten)
+    run_sharded(plain, 2, forgotten, plan)
+    found = run_sharded(plain, 2, named, plan | {"*.[qk]_norm": "replicated_with_grad_allreduce"})
     forward_backward(plain, "Qwen3")
-    for gradients in run_threads(2, named):
+    for gradients in found:
         for key, gradient in gradients.items():
             expected = plain.get_parameter(key).grad
             torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
@@ -201,11 +180,9 @@ def numbers_of(module: nn.Module) -> dict[str, int | float]:
 @pytest.mark.parametrize("name", ["Qwen3", "GPT-2", "BERT", "T5"])
 def test_the_full_model_comes_back(name: str, one_thread: None) -> None:
     plain = model_of(name)
-    copies = [copy.deepcopy(plain) for _ in range(2)]
     numbers = {key: numbers_of(module) for key, module in plain.named_modules()}
 
-    def body(comm: Communicator) -> None:
-        sharded = tensor_parallelize(copies[comm.rank], "auto", comm)
+    def body(sharded: nn.Module, _: Communicator) -> Any:
         forward_backward(sharded, name)
         for model in (copy.deepcopy(sharded), sharded):
             assert tensor_unparallelize(model) is model
@@ -221,7 +198,7 @@ def test_the_full_model_comes_back(name: str, one_thread: None) -> None:
                 gradients = {key: p.grad for key, p in model.named_parameters()}
                 return outputs, gradients
 
-    (outputs, gradients), _ = run_threads(2, body)
+    (outputs, gradients), _ = run_sharded(plain, 2, body)
     assert all(map(torch.equal, outputs, forward_backward(plain, name)))
     for key, parameter in plain.named_parameters():
         if parameter.grad is not None:

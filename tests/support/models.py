@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from pipekernels import Communicator, tensor_parallelize
+from support.ranks import run_threads
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +80,37 @@ ENCODERS = {
         decoder_start_token_id=1,
     ),
 }
+# What plans leave out, or models need beside a plan; by class and fields of the configuration.
+SPECIAL = {
+    "Apertus": ("Apertus", GROUPED),  # Norms of heads, a trained activation.
+    "Phi, norms": ("Phi", GROUPED | {"qk_layernorm": True}),
+    "Gemma 4, dense": (
+        "Gemma4Text",
+        GROUPED
+        | {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": False,
+        },
+    ),
+    "GPT-2, cross-attention": ("GPT2", SIZES | {"n_positions": 64, "add_cross_attention": True}),
+    "T5Gemma": (  # Four heads of keys in the encoder, two in the decoder.
+        "T5Gemma",
+        {
+            "encoder": GROUPED | {"num_key_value_heads": 4, "head_dim": 8},
+            "decoder": GROUPED | {"head_dim": 8, "cross_attention_hidden_size": 32},
+            "vocab_size": 61,
+        },
+    ),
+}
 INPUTS = {
+    "GPT-2, cross-attention": lambda: {
+        "input_ids": tokens(2, 7),
+        "encoder_hidden_states": torch.linspace(-1, 1, 2 * 5 * 32).view(2, 5, 32).double(),
+    },
     "T5": lambda: {"input_ids": tokens(2, 9), "decoder_input_ids": tokens(2, 5)},
     "ViT": lambda: {"pixel_values": torch.ones(2, 3, 8, 8, dtype=torch.float64)},
     "Whisper": lambda: {
@@ -83,13 +118,25 @@ INPUTS = {
         "decoder_input_ids": tokens(2, 5),
     },
 }
-INPUTS["T5, gated"] = INPUTS["T5"]
+INPUTS["T5, gated"] = INPUTS["T5Gemma"] = INPUTS["T5"]
+
+
+def config_of(name: str, **fields: Any) -> Any:
+    kind = getattr(transformers, f"{name}Config", None)
+    if kind is None:
+        pytest.skip(f"this transformers has no {name}")
+    return kind(**fields)
 
 
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    config = copy.deepcopy((DECODERS | ENCODERS)[name])
-    auto = transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModel
+    if name in SPECIAL:
+        kind, fields = SPECIAL[name]
+        config = config_of(kind, **copy.deepcopy(fields))
+    else:
+        config = copy.deepcopy((DECODERS | ENCODERS)[name])
+    is_causal = name not in ENCODERS and name != "T5Gemma"
+    auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
     model = auto.from_config(config, attn_implementation="eager").double()
     for parameter in model.parameters():  # Norms begin as ones, biases as zeros.
         nn.init.normal_(parameter, std=0.3)
@@ -100,6 +147,20 @@ def model_of(name: str) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def run_sharded(
+    plain: nn.Module,
+    world_size: int,
+    body: Callable[[Any, Communicator], Any],
+    plan: dict[str, str] | Literal["auto"] = "auto",
+) -> list[Any]:
+    """Run ``body(model, comm)`` on ranks that are threads, with copies of ``plain`` sharded by
+    ``plan``; returns the results in rank order."""
+    copies = [copy.deepcopy(plain) for _ in range(world_size)]
+    return run_threads(
+        world_size, lambda comm: body(tensor_parallelize(copies[comm.rank], plan, comm), comm)
+    )
 
 
 def tokens(*shape: int) -> Tensor:

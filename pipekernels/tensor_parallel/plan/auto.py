@@ -1,33 +1,34 @@
-"""The plan ``"auto"``: what a library knows of a model, with what such plans leave out."""
+"""The plan ``"auto"``: what a library knows of a model, and what such plans leave out."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from pipekernels.tensor_parallel.full_layer import is_embedding, is_hooked, linear_classes
+from pipekernels.tensor_parallel.full_layer import linear_classes
 from pipekernels.tensor_parallel.plan.kinds import (
     COLUMN,
-    EMBEDDING,
-    GATHERED,
-    PACKED,
-    SHARED,
+    ROW,
     SUMMED,
-    is_known,
+    Kind,
+    LayerKind,
+    kinds_by_name,
+    parse,
+    shared_kind,
 )
-from pipekernels.tensor_parallel.plan.providers import provided_plan
+from pipekernels.tensor_parallel.plan.providers import PROVIDERS
+from pipekernels.tensor_parallel.plan.ties import with_tied
 
 
 class AutoPlan(NamedTuple):
     """What ``tensor_parallelize(model, "auto", comm)`` does to a model."""
 
-    plan: Mapping[str, str]
-    divided: Mapping[str, Mapping[str, int]]
+    kinds: dict[str, Kind]
+    """By names of modules."""
+    divided: dict[str, dict[str, int]]
     """By patterns for module names: attributes, and what each is to be divided by."""
 
 
@@ -42,7 +43,8 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
         ValueError: there is no plan for the model, or it has kinds that are not supported, or the
             attention heads cannot be divided evenly.
     """
-    provided = provided_plan(model)
+    plans = (provider.plan_of(model) for provider in PROVIDERS)
+    provided = next((plan for plan in plans if plan is not None), None)
     if provided is None:
         layers = [n for n, module in model.named_modules() if isinstance(module, linear_classes())]
         shown = ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
@@ -51,40 +53,37 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             "write one that names its linear layers, such as {'*.q_proj': 'column', '*.o_proj': "
             f"'row'}}; it has {shown or 'no linear layers'}"
         )
-    plan = _present(model, provided.kinds)
-    unknown = {pattern: kind for pattern, kind in plan.items() if not is_known(kind)}
-    if unknown:
+    words = provided.words.items()
+    named, _ = kinds_by_name(model, {p: parse(word) or Kind(word) for p, word in words})
+    unsupported = {pattern for kind, pattern in named.values() if type(kind) is Kind}
+    if unsupported:
         raise ValueError(
-            f"the plan of {type(model).__name__} has kinds that are not supported: {unknown}; "
+            f"the plan of {type(model).__name__} has kinds that are not supported: "
+            f"{ {pattern: word for pattern, word in words if pattern in unsupported} }; "
             "write a plan that leaves these modules as they are"
         )
-    plan = _with_tied(model, plan)
-    plan |= dict.fromkeys(_between(model, plan), SUMMED)
+    kinds = with_tied(model, {name: kind for name, (kind, _) in named.items()})
+    kinds |= dict.fromkeys(_between(model, kinds, provided.heads), SUMMED)
     divided = {p: dict.fromkeys(keys, world_size) for p, keys in provided.divided.items()}
-    columns = [p for p, kind in plan.items() if kind.partition(":")[0] in (COLUMN, PACKED)]
-    if divided or any("attn" in pattern or "attention" in pattern for pattern in columns):
+    if divided or any(_is_of_attention(name, kind) for name, kind in kinds.items()):
         for what, heads in provided.heads.items():
             if heads % world_size:
                 raise _uneven(type(model).__name__, f"{what}={heads}", world_size)
-        plan, grouped = _with_shared_keys(model, plan, world_size)
-        divided |= grouped
-    return AutoPlan(plan, divided)
+        for name, groups in _shared_keys(model, kinds, world_size).items():
+            kinds[f"{name}.k_proj"] = kinds[f"{name}.v_proj"] = shared_kind(groups)
+            divided[name] = {"num_key_value_groups": groups}
+    return AutoPlan(kinds, divided)
 
 
-def _present(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """``plan`` without patterns of modules that the model's configuration leaves out."""
-    names = [name for name, _ in model.named_modules()]
-    return {p: kind for p, kind in plan.items() if any(fnmatchcase(name, p) for name in names)}
-
-
-def _kind_of(plan: Mapping[str, str], name: str) -> str | None:
-    return next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), None)
+def _is_of_attention(name: str, kind: Kind) -> bool:
+    is_column = isinstance(kind, LayerKind) and (kind == COLUMN or kind.blocks != (1,))
+    return is_column and ("attn" in name or "attention" in name)
 
 
 _SMALL = re.compile(r"(q|k|query|key)_?(norm|layernorm|layer_norm|ln)|act(ivation)?(_fn)?")
 
 
-def _between(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+def _between(model: nn.Module, kinds: Mapping[str, Kind], heads: Mapping[str, int]) -> list[str]:
     """Names of small modules with parameters between column- and row-parallel layers, which plans
     for inference leave out: norms of the queries and keys of a head, activations that are trained.
 
@@ -93,82 +92,38 @@ def _between(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
             an element for each head.
     """
     found = []
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        children = dict(module.named_children())
-        kinds = [(_kind_of(plan, prefix + child) or "").partition(":")[0] for child in children]
-        if COLUMN not in kinds:
+        children = {child: kinds.get(prefix + child) for child, _ in module.named_children()}
+        if COLUMN not in children.values():
             continue
         size = getattr(module, "head_dim", None)
-        for (child, layer), kind in zip(children.items(), kinds, strict=True):
-            parameters = {} if kind else dict(layer.named_parameters(f"{prefix}{child}"))
-            if "row" in kinds and parameters and _SMALL.fullmatch(child):
-                is_norm = "norm" in child or "ln" in child
-                of_heads = [key for key, p in parameters.items() if tuple(p.shape) != (size,)]
-                if is_norm and size is not None and of_heads:
-                    raise _of_all_heads(of_heads[0], parameters[of_heads[0]])
-                found.append(prefix + child)
-        for key, parameter in module.named_parameters():
-            is_planned = any(_kind_of(plan, owner) for owner in _owners(prefix + key))
-            if (
-                size is not None
-                and heads != size
-                and parameter.shape == (heads,)
-                and not is_planned
-            ):
-                raise _of_all_heads(prefix + key, parameter)
+        for child, kind in children.items():
+            shapes = _shapes(module.get_submodule(child), prefix + child)
+            if kind or not shapes or not _SMALL.fullmatch(child) or ROW not in children.values():
+                continue
+            of_heads = [key for key, shape in shapes.items() if shape != (size,)]
+            if size is not None and of_heads and ("norm" in child or "ln" in child):
+                raise _of_all_heads(of_heads[0], shapes[of_heads[0]])
+            found.append(prefix + child)
+        per_head = [(number,) for number in heads.values() if size not in (None, number)]
+        for key, shape in _shapes(module, name).items():
+            parts = key.split(".")
+            owners = {".".join(parts[:n]) for n in range(1, len(parts))}
+            if shape in per_head and owners.isdisjoint(kinds):
+                raise _of_all_heads(key, shape)
     return found
 
 
-def _owners(key: str) -> list[str]:
-    """The names of the modules that a parameter is in."""
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts))]
+def _shapes(module: nn.Module, prefix: str) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(p.shape) for key, p in module.named_parameters(prefix)}
 
 
-def _of_all_heads(key: str, parameter: nn.Parameter) -> ValueError:
+def _of_all_heads(key: str, shape: tuple[int, ...]) -> ValueError:
     return ValueError(
-        f"{key!r}, of shape {tuple(parameter.shape)}, is for all heads, of which a rank would have "
-        "a part, and no kind of a plan shards it; leave the attention of this model whole, in a "
-        "plan for its MLPs"
+        f"{key!r}, of shape {shape}, is for all heads, of which a rank would have a part, and no "
+        "kind of a plan shards it; leave the attention of this model whole, in a plan for its MLPs"
     )
-
-
-def _with_tied(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """``plan`` with the embeddings that share the weight of a sharded head; without the layers that
-    share a parameter with something else, and without embeddings that are more than a lookup or
-    have hooks, such as that of gradient checkpointing."""
-
-    kind_of = functools.partial(_kind_of, plan)
-    modules = dict(model.named_modules())
-    whole = {
-        name
-        for name, module in modules.items()
-        if kind_of(name) == EMBEDDING and (not is_embedding(module) or is_hooked(module))
-    }
-    added: dict[str, str] = {}
-    for names in _tied_modules(model):
-        heads = [name for name in names if kind_of(name) == GATHERED]
-        others = [name for name in names if name not in heads]
-        lookups = [modules[name] for name in others]
-        if heads and all(is_embedding(m) and not is_hooked(m) for m in lookups):
-            added |= dict.fromkeys(others, EMBEDDING)
-        else:
-            whole.update(names)
-    while any(0 < len(whole.intersection(names)) < len(names) for names in _tied_modules(model)):
-        whole.update(*(names for names in _tied_modules(model) if whole.intersection(names)))
-    kept = {p: kind for p, kind in plan.items() if not any(fnmatchcase(n, p) for n in whole)}
-    return kept | {name: kind for name, kind in added.items() if name not in whole}
-
-
-def _tied_modules(model: nn.Module) -> list[list[str]]:
-    """Names of modules that share a parameter."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(name)
-    return [names for names in owners.values() if len(names) > 1]
 
 
 def _uneven(owner: str, heads: str, world_size: int) -> ValueError:
@@ -178,41 +133,21 @@ def _uneven(owner: str, heads: str, world_size: int) -> ValueError:
     )
 
 
-def _with_shared_keys(
-    model: nn.Module, plan: Mapping[str, str], world_size: int
-) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    """``plan`` with key heads that several ranks hold, where an attention module has fewer of them
-    than there are ranks, and the attributes to divide then.
+def _shared_keys(model: nn.Module, kinds: Mapping[str, Kind], world_size: int) -> dict[str, int]:
+    """The attention modules that have fewer key heads than there are ranks, and how many ranks are
+    to hold each.
 
     Raises:
         ValueError: ranks cannot share the key heads of a module evenly.
     """
-    shared: dict[str, str] = {}
-    divided: dict[str, dict[str, int]] = {}
+    shared = {}
     for name, module in model.named_modules():
-        keys = [f"{name}.{key}" for key in ("k_proj", "v_proj")]
         size: Any = getattr(module, "head_dim", None)
         layer: Any = getattr(module, "k_proj", None)
-        if not isinstance(size, int) or _kind_of(plan, keys[0]) != COLUMN:
-            continue
-        heads = layer.out_features // size  # Of a layer with adapters, too.
-        if heads % world_size == 0:
-            continue
-        if world_size % heads:
-            raise _uneven(f"{name!r}", f"{heads} heads of keys", world_size)
-        shared |= dict.fromkeys(keys, f"{SHARED}:{world_size // heads}")
-        divided[name] = {"num_key_value_groups": world_size // heads}
-    if not shared:
-        return dict(plan), {}
-    # A pattern must not match a name that has a kind of its own.
-    names = [name for name, _ in model.named_modules()]
-    others = {
-        name: kind
-        for pattern, kind in plan.items()
-        for name in names
-        if pattern.endswith((".k_proj", ".v_proj"))
-        and fnmatchcase(name, pattern)
-        and name not in shared
-    }
-    kept = {p: kind for p, kind in plan.items() if not p.endswith((".k_proj", ".v_proj"))}
-    return kept | others | shared, divided
+        if isinstance(size, int) and kinds.get(f"{name}.k_proj") == COLUMN:
+            heads = layer.out_features // size  # Of a layer with adapters, too.
+            if heads % world_size and world_size % heads:
+                raise _uneven(f"{name!r}", f"{heads} heads of keys", world_size)
+            if heads % world_size:
+                shared[name] = world_size // heads
+    return shared

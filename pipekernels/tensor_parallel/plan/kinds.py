@@ -1,116 +1,230 @@
-"""The words of a plan: what may become of a module."""
+"""The kinds of a plan: what becomes of a module.
+
+A kind knows which modules it takes, how it shards or changes them, and what the ranks exchange. A
+new one is an instance in ``KINDS``, perhaps of a new class.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic import arithmetic_of
+from pipekernels.tensor_parallel.arithmetic import Plain, arithmetic_of
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
+from pipekernels.tensor_parallel.changes import add_forward_pre_hook
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
-from pipekernels.tensor_parallel.full_layer import features_of
+from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
+from pipekernels.tensor_parallel.functional import shard_sizes
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipekernels.tensor_parallel.sharded import ShardedLayer
+from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
 
-ATTENTION = "attention"
-COLUMN = "column"
-GATHERED = "column_gather_output"
-EMBEDDING = "embedding"
-PACKED = "packed_column"
-SHARED = "shared_column"
-SUMMED = "replicated_with_grad_allreduce"
-SPLIT = "split_output"
-ALIBI = "split_alibi"
+Shape: TypeAlias = tuple[int, int]  # Of a weight, [out_features, in_features].
 
-# Sharded linear layers: class and arguments.
-_LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    COLUMN: (ColumnParallelLinear, {}),
-    GATHERED: (ColumnParallelLinear, {"gather_output": True}),
-    PACKED: (ColumnParallelLinear, {}),
-    SHARED: (ColumnParallelLinear, {}),
-    "row": (RowParallelLinear, {}),
-    "row_split_input": (RowParallelLinear, {"input_is_parallel": False}),
-}
-NOT_REPLACED = (SUMMED, SPLIT, ALIBI)
-"""Kinds of modules that are not replaced."""
-KINDS = (*_LAYERS, EMBEDDING, ATTENTION, *NOT_REPLACED)
-SHARDED_ROWS = (COLUMN, GATHERED, EMBEDDING)
-"""Kinds that shard the first dimension of a weight alike, so that layers can share it."""
+
+@dataclass(frozen=True)
+class Kind:
+    """What becomes of a module."""
+
+    word: str
+    """Its name in a plan."""
+
+
+@dataclass(frozen=True)
+class HookKind(Kind):
+    """Modules of any class, which stay and get hooks."""
+
+    add_hooks: Callable[[nn.Module, Communicator, type[Plain]], None]
+
+
+@dataclass(frozen=True)
+class LayerKind(Kind):
+    """Layers that sharded layers replace. Shapes are those of weights, ``[out, in]``."""
+
+    shard: Callable[[LayerKind, Any, Communicator, bool], Any]
+    """``shard(kind, layer, comm, invariant)`` makes this rank's shard. It raises a TypeError if
+    the layer has what a shard would lose, a ValueError if its features cannot be cut like this."""
+    sent: tuple[str, str]
+    """What the ranks exchange in the forward and the backward, in elements per token: ``{0}`` for
+    the output features, ``{1}`` for the input features."""
+    takes: str = "nn.Linear"
+    accepts: Callable[[nn.Module], bool] = lambda layer: type(layer) in linear_classes()
+    full_shape: Callable[[Any], Shape] = lambda layer: features_of(layer)[::-1]
+    cuts_input: bool = False
+    can_tie: bool = False
+    """Whether layers of such kinds can share a weight, whose first dimension they cut."""
+    is_of_vocabulary: bool = False
+    blocks: tuple[int, ...] = (1,)
+    """Sizes of the blocks of output features, each of which is cut; a single number is that of
+    equal ones."""
+    copies: int = 1
+    """Consecutive ranks that hold each shard."""
+
+    def shard_shape(self, shape: Shape, world_size: int) -> Shape:
+        """The shape of rank 0's part, the largest, of a weight of ``shape``."""
+        if self.cuts_input:
+            return shape[0], shard_sizes(shape[1], world_size)[0]
+        shards = world_size // self.copies
+        return sum(shard_sizes(size, shards)[0] for size in self.sizes(shape[0])), shape[1]
+
+    def sizes(self, out_features: int) -> list[int]:
+        """Those of the blocks."""
+        if len(self.blocks) > 1:
+            return list(self.blocks)
+        (count,) = self.blocks
+        if out_features % count:
+            raise ValueError(f"{out_features} features cannot be cut into {count} equal blocks")
+        return [out_features // count] * count
+
+
+def _column(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
+    sizes = kind.sizes(features_of(layer)[1])
+    if kind.copies == 1:
+        arithmetic_of(invariant).check_activations(sizes)
+    blocks = None if kind.blocks == (1,) else sizes
+    options = {"blocks": blocks, "copies": kind.copies, "invariant": invariant}
+    return ColumnParallelLinear.from_linear(layer, comm, **options)
+
+
+def _gathered(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
+    return ColumnParallelLinear.from_linear(layer, comm, gather_output=True, invariant=invariant)
+
+
+def _row(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
+    return RowParallelLinear.from_linear(layer, comm, invariant=invariant)
+
+
+def _row_split(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
+    options = {"input_is_parallel": False, "invariant": invariant}
+    return RowParallelLinear.from_linear(layer, comm, **options)
+
+
+def _embedding(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
+    return VocabParallelEmbedding.from_embedding(layer, comm, invariant=invariant)
+
+
+def _attention(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
+    arithmetic_of(invariant).check_attention()
+    return ParallelMultiheadAttention(layer, comm)
+
+
+def _sum_and_split(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+    sum_gradients(module, comm, Plain)
+    split_output(module, comm)
+
+
+def _split_alibi(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+    """Let ``module`` take of its argument ``alibi``, ``[batch * heads, ...]``, the heads of this
+    rank; its attribute ``num_heads`` is their number."""
+
+    # A function: deepcopy leaves it as it is, so a copied model shares the communicator.
+    def split(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        heads, rank = module.num_heads, comm.rank
+        every = kwargs["alibi"].unflatten(0, (-1, heads * comm.world_size))
+        own = every[:, rank * heads : (rank + 1) * heads].flatten(0, 1)
+        return args, kwargs | {"alibi": own}
+
+    add_forward_pre_hook(module, split, with_kwargs=True)
+
+
+_IN, _OUT = "all-reduce {1}", "all-reduce {0}"
+COLUMN = LayerKind("column", _column, ("", _IN), can_tie=True)
+GATHERED = LayerKind(
+    "column_gather_output",
+    _gathered,
+    ("all-gather {0}", _IN),
+    can_tie=True,
+    is_of_vocabulary=True,
+)
+PACKED = LayerKind("packed_column", _column, ("", _IN), blocks=(2,))
+SHARED = LayerKind("shared_column", _column, ("", _IN), copies=2)  # A plan must say how many.
+ROW = LayerKind("row", _row, (_OUT, ""), cuts_input=True)
+EMBEDDING = LayerKind(
+    "embedding",
+    _embedding,
+    (_IN, ""),
+    takes="nn.Embedding",
+    accepts=is_embedding,
+    full_shape=lambda layer: (layer.num_embeddings, layer.embedding_dim),
+    can_tie=True,
+    is_of_vocabulary=True,
+)
+ATTENTION = LayerKind(
+    "attention",
+    _attention,
+    (_IN, _IN),
+    takes="nn.MultiheadAttention",
+    accepts=lambda layer: type(layer) is nn.MultiheadAttention,
+    full_shape=lambda layer: (3 * layer.embed_dim, layer.embed_dim),
+)
+SUMMED = HookKind("replicated_with_grad_allreduce", sum_gradients)
+_ALL: tuple[Kind, ...] = (
+    COLUMN,
+    GATHERED,
+    PACKED,
+    SHARED,
+    ROW,
+    LayerKind("row_split_input", _row_split, (_OUT, "all-gather {1}"), cuts_input=True),
+    EMBEDDING,
+    ATTENTION,
+    SUMMED,
+    HookKind("split_output", _sum_and_split),
+    HookKind("split_alibi", _split_alibi),
+)
+KINDS = {kind.word: kind for kind in _ALL}
 
 # transformers' words.
 _ALIASES = {
-    "colwise": COLUMN,
-    "colwise_gather_output": GATHERED,
-    "embedding_rowwise": EMBEDDING,
-    "packed_colwise": PACKED,
+    "colwise": "column",
+    "colwise_gather_output": "column_gather_output",
+    "embedding_rowwise": "embedding",
+    "packed_colwise": "packed_column",
     "rowwise": "row",
     "rowwise_split_input": "row_split_input",
 }
 
 
-def canonical(word: Any) -> Any:
-    """The kind that ``word`` names, in our words."""
-    if not isinstance(word, str):
-        return word
-    name, colon, blocks = word.partition(":")
-    return _ALIASES.get(name, name) + colon + blocks
-
-
-def is_known(kind: Any) -> bool:
-    """Whether a plan may name the :func:`canonical` ``kind``."""
-    if not isinstance(kind, str):
-        return False
-    name, colon, sizes = kind.partition(":")
+def parse(word: Any) -> Kind | None:
+    """The kind that ``word`` names, in our words or transformers'; None if there is none."""
+    name, colon, rest = word.partition(":") if isinstance(word, str) else ("", "", "")
+    kind = KINDS.get(_ALIASES.get(name, name))
     if not colon:
-        return name in KINDS and name != SHARED
-    numbers = [int(size) if size.isdecimal() else 0 for size in sizes.split(",")]
-    return all(numbers) and (name == PACKED or (name == SHARED and len(numbers) == 1))
+        return None if kind is SHARED else kind
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in rest.split(","))
+    if kind is PACKED and all(sizes):
+        return replace(PACKED, word=f"{PACKED.word}:{rest}", blocks=sizes)
+    if kind is SHARED and all(sizes) and len(sizes) == 1:
+        return shared_kind(sizes[0])
+    return None
 
 
-def shard(
-    layer: nn.Module, name: str, kind: str, comm: Communicator, *, invariant: bool
-) -> ShardedLayer:
-    """This rank's shard of ``layer``.
+def shared_kind(copies: int) -> Kind:
+    """The kind whose shards ``copies`` consecutive ranks hold."""
+    return replace(SHARED, word=f"{SHARED.word}:{copies}", copies=copies)
+
+
+def kinds_by_name(
+    model: nn.Module, plan: Mapping[str, Kind]
+) -> tuple[dict[str, tuple[Kind, str]], set[str]]:
+    """The kind and the pattern of each module's name that ``plan`` matches, and what patterns match
+    none.
 
     Raises:
-        TypeError: it has what a sharded layer would lose.
-        ValueError: it has too few features, or not those of ``kind``.
+        ValueError: patterns give a name different kinds.
     """
-    result: ShardedLayer
-    arithmetic = arithmetic_of(invariant)
-    try:
-        if kind == EMBEDDING:
-            assert isinstance(layer, nn.Embedding)
-            result = VocabParallelEmbedding.from_embedding(layer, comm, invariant=invariant)
-        elif kind == ATTENTION:
-            assert isinstance(layer, nn.MultiheadAttention)
-            arithmetic.check_attention()
-            result = ParallelMultiheadAttention(layer, comm)
-            result.out_proj.name = f"{name}.out_proj"
-        else:
-            sharded, arguments = _LAYERS[kind.partition(":")[0]]
-            if kind.startswith(PACKED):
-                arguments = {"blocks": block_sizes(kind, features_of(layer)[1])}
-                arithmetic.check_activations(arguments["blocks"])
-            elif kind == COLUMN:
-                arithmetic.check_activations([features_of(layer)[1]])
-            if kind.startswith(SHARED):
-                arguments = {"copies": int(kind.partition(":")[2])}
-            result = sharded.from_linear(layer, comm, invariant=invariant, **arguments)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name!r} cannot be made {kind!r}: {error}") from error
-    result.name = name
-    return result
-
-
-def block_sizes(kind: str, out_features: int) -> list[int]:
-    """Sizes of the blocks of a packed layer: ``packed_column`` has two equal ones,
-    ``packed_column:3`` three, ``packed_column:64,16,16`` those."""
-    sizes = [int(size) for size in kind.partition(":")[2].split(",") if size] or [2]
-    if len(sizes) > 1:
-        return sizes
-    if out_features % sizes[0]:
-        raise ValueError(f"{out_features} features are no {sizes[0]} equal blocks")
-    return [out_features // sizes[0]] * sizes[0]
+    named: dict[str, tuple[Kind, str]] = {}
+    unused = set(plan)
+    for name, _ in model.named_modules(remove_duplicate=False):
+        for pattern, kind in plan.items():
+            if fnmatchcase(name, pattern):
+                unused.discard(pattern)
+                known, _ = named.setdefault(name, (kind, pattern))
+                if known != kind:
+                    raise ValueError(
+                        f"the plan makes {name!r} both {known.word!r} and {kind.word!r}"
+                    )
+    return named, unused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
@@ -13,24 +13,15 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic import Plain, arithmetic_of
+from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.full_layer import features_of
-from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
-from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
-from pipekernels.tensor_parallel.plan.alibi import split_alibi
+from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks, ranks_unlike_first
 from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
-from pipekernels.tensor_parallel.plan.kinds import (
-    ALIBI,
-    EMBEDDING,
-    GATHERED,
-    SPLIT,
-    SUMMED,
-    shard,
-)
+from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
-from pipekernels.tensor_parallel.plan.providers import base_of, prepare
+from pipekernels.tensor_parallel.plan.providers import PROVIDERS, base_of
 from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -78,38 +69,26 @@ def tensor_parallelize(
       :func:`pipekernels.tensor_parallel.vocab_parallel_cross_entropy`.
     - ``'attention'``, of an ``nn.MultiheadAttention``: a :class:`ParallelMultiheadAttention`.
     - ``'replicated_with_grad_allreduce'``: the gradients of its parameters are summed.
-    - ``'split_output'``: likewise, and each rank takes its part of the output's last dimension.
+    - ``'split_output'``: the same, and each rank takes its part of the output's last dimension.
     - ``'split_alibi'``: its argument ``alibi``, ``[batch * heads, ...]``, is cut down to this
       rank's heads.
 
-    transformers' words mean the same (``colwise``, ``rowwise``, ``packed_colwise`` and so on).
+    transformers' words mean the same (``colwise``, ``rowwise``, ``packed_colwise`` and so on). Of a
+    transformers model, ``generate`` then compares the ranks' inputs and random numbers first, and
+    ``save_pretrained`` writes the full model: call both on all ranks.
 
-    An ``nn.TransformerEncoderLayer`` with sharded layers no longer uses PyTorch's fused kernel in
-    evaluation mode.
-
-    Every rank has the full gradients of replicated parameters, but only its shards of the others.
-    So use :func:`pipekernels.tensor_parallel.clip_grad_norm_` in place of
-    ``torch.nn.utils.clip_grad_norm_``, and
-    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`` with the group of the ranks in
-    place of ``GradScaler``; ``LBFGS`` does not work. Optimizers that use whole matrices (``Muon``,
-    ``Adafactor``) see this rank's shard. Make optimizers afterwards: sharded layers have new
-    parameters.
-
-    Give DDP and FSDP around the model the group of the ranks that hold the same shards. Over all
-    ranks, DDP would overwrite their shards with those of rank 0: the first forward then raises a
+    Make optimizers afterwards, since sharded layers have new parameters. Every rank has the full
+    gradients of replicated parameters, but only its shards of the others: use
+    :func:`pipekernels.tensor_parallel.clip_grad_norm_` and torch's ``ShardedGradScaler`` with the
+    group of the ranks. ``LBFGS`` does not work; optimizers that use whole matrices (``Muon``,
+    ``Adafactor``) see this rank's shard. Give DDP and FSDP the group of the ranks that hold the
+    same shards: over all ranks, DDP would overwrite shards, and the first forward raises a
     RuntimeError.
-
-    ``generate`` of a transformers model gives the same tokens on all ranks: call it on all, with
-    the same inputs. It raises a ValueError if these differ and, if it samples, a RuntimeError if
-    the ranks would draw different random numbers.
-
-    ``save_pretrained`` of a transformers model writes the full model: call it on all ranks. Rank 0
-    writes, the others wait.
 
     Args:
         model: the full model, perhaps with LoRA adapters of peft (plans then use the names of the
             model inside), the same on every rank: weights are not sent, so use the same seed or
-            load the same checkpoint first. Any ``nn.Module``, of Hugging Face or others.
+            load the same checkpoint first.
         plan: patterns for the names in ``model.named_modules()``, as in ``fnmatch`` (``*``
             matches dots too), each with a kind from the list above. Modules that no pattern matches
             stay whole.
@@ -121,20 +100,18 @@ def tensor_parallelize(
         comm: the communicator.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
             (:mod:`pipekernels.tensor_parallel.arithmetic`). ``"auto"`` leaves an embedding and a
-            head whole whose vocabulary is no multiple of 64.
+            head whole whose vocabulary is not a multiple of 64.
         check: an input, or keyword arguments of the forward, the same on all ranks. The whole
             model's outputs for it are compared with the sharded model's, module by module: a plan
             is wrong if it cuts features of which a function in between needs all, as a softmax or a
             mean over them does.
 
     Returns:
-        ``model``. Its ``state_dict()`` holds this rank's shards;
-        :func:`pipekernels.tensor_parallel.full_state_dict` returns the full model's, which
-        ``load_state_dict`` takes on any world size, and
-        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` its optimizer's. Give
-        ``torch.distributed.checkpoint`` these or
-        :func:`pipekernels.tensor_parallel.checkpoint_state_dict`: shards have the same key on all
-        ranks, so it would keep only one of them.
+        ``model``. Its ``state_dict()`` holds this rank's shards, with the same keys on all ranks.
+        :func:`pipekernels.tensor_parallel.full_state_dict` and
+        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` return the full state, which
+        loads on any world size; ``torch.distributed.checkpoint`` needs these or
+        :func:`pipekernels.tensor_parallel.checkpoint_state_dict`.
 
     Raises:
         TypeError: a pattern matches a module that is not of a kind's class, or one with a
@@ -142,10 +119,10 @@ def tensor_parallelize(
             communicator.
         ValueError: a pattern matches nothing or the model itself; patterns that match one layer
             disagree; a kind is unknown; a layer has fewer features than there are ranks, or shares
-            a parameter with a module that is not sharded alike; layers, or the first elements of
-            their weights, differ between ranks; with ``"auto"``, the model carries no plan or one
-            of unknown kinds, or its attention heads cannot be divided evenly; or outputs for
-            ``check`` differ. The model is then unchanged.
+            a parameter with a module that is not sharded the same way; layers, or the first
+            elements of their weights, differ between ranks; with ``"auto"``, the model carries no
+            plan or one of unknown kinds, or its attention heads cannot be divided evenly; or
+            outputs for ``check`` differ. The model is then unchanged.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
@@ -165,42 +142,36 @@ def tensor_parallelize(
             )
         return model
     base = base_of(model)
-    kinds, others, tied, divided = match(base, plan, comm.world_size)
+    layers, hooked, tied, divided = match(base, plan, comm.world_size)
     arithmetic = arithmetic_of(invariant)
     if plan == "auto":
-        kinds = {
-            layer: kind
-            for layer, kind in kinds.items()
-            if arithmetic.can_shard(_vocabulary(layer, kind[1]))
+        layers = {
+            layer: (name, kind)
+            for layer, (name, kind) in layers.items()
+            if not kind.is_of_vocabulary or arithmetic.can_shard(kind.full_shape(layer)[0])
         }
-        tied = [layers for layers in tied if layers[0] in kinds]
-    for module, (name, kind) in others.items():
-        if kind == SUMMED:
+        tied = [group for group in tied if group[0] in layers]
+    for module, (name, hook) in hooked.items():
+        if hook == SUMMED:
             arithmetic.check_shared(module, name)
-    whole = _elements(model)
-    sharded = {
-        layer: shard(layer, *kind, comm, invariant=invariant) for layer, kind in kinds.items()
-    }
+    full_elements = _elements(model)
+    shards = {m: _shard(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
     for first, *rest in tied:
         for layer in rest:
-            sharded[layer].weight = sharded[first].weight
-    if sharded:
-        _check_ranks_agree(base, kinds, list(others.values()), comm)
+            shards[layer].weight = shards[first].weight
+    if shards:
+        _check_ranks_agree(base, layers, hooked.values(), comm)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in sharded:
-                parent._modules[name] = sharded[child]
-    for module, (_, kind) in others.items():
-        if kind == ALIBI:
-            split_alibi(module, comm)
-        else:
-            sum_gradients(module, comm, arithmetic if kind == SUMMED else Plain)
-        if kind == SPLIT:
-            split_output(module, comm)
+            if child in shards:
+                parent._modules[name] = shards[child]
+    for module, (_, hook) in hooked.items():
+        hook.add_hooks(module, comm, arithmetic)
     _divide(base, divided)
-    prepare(model)
+    for provider in PROVIDERS:
+        provider.prepare(model)
     if plan == "auto":
-        _warn_of_whole_layers(model, whole, comm)
+        _warn_of_whole_layers(model, full_elements, comm)
     return model
 
 
@@ -208,9 +179,22 @@ def _elements(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _warn_of_whole_layers(model: nn.Module, whole: int, comm: Communicator) -> None:
-    """Warn if a rank holds most of the ``whole`` elements all the same."""
-    share = _elements(model) / max(1, whole)
+def _shard(
+    layer: nn.Module, name: str, kind: LayerKind, comm: Communicator, invariant: bool
+) -> ShardedLayer:
+    try:
+        shard: ShardedLayer = kind.shard(kind, layer, comm, invariant)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name!r} cannot be made {kind.word!r}: {error}") from error
+    for inner_name, inner in shard.named_modules(prefix=name):
+        if isinstance(inner, ShardedLayer):
+            inner.name = inner_name
+    return shard
+
+
+def _warn_of_whole_layers(model: nn.Module, full_elements: int, comm: Communicator) -> None:
+    """Warn if a rank holds most of the elements all the same."""
+    share = _elements(model) / max(1, full_elements)
     if comm.rank == 0 and 1 - share < 0.2 * (1 - 1 / comm.world_size):
         warnings.warn(
             f"a rank of {comm.world_size} holds {share:.2f} of the parameters of "
@@ -221,41 +205,31 @@ def _warn_of_whole_layers(model: nn.Module, whole: int, comm: Communicator) -> N
         )
 
 
-def _vocabulary(layer: nn.Module, kind: str) -> int:
-    """Of an embedding or head, which stays whole if it cannot be sharded; 0 for other layers."""
-    if kind not in (EMBEDDING, GATHERED):
-        return 0
-    assert isinstance(layer.weight, Tensor)
-    return layer.weight.shape[0] if kind == EMBEDDING else features_of(layer)[1]
-
-
 def _check_ranks_agree(
     model: nn.Module,
-    kinds: Mapping[nn.Module, tuple[str, str]],
-    whole: list[tuple[str, str]],
+    layers: Mapping[nn.Module, tuple[str, LayerKind]],
+    hooked: Iterable[tuple[str, HookKind]],
     comm: Communicator,
 ) -> None:
     """Raise unless all ranks shard the same layers: else they hang, or sum unrelated shards. Other
     layers may differ until weights are loaded, but not the whole factors of adapters."""
-    sizes = [[(key, tuple(p.shape)) for key, p in layer.named_parameters()] for layer in kinds]
-    digest = zlib.crc32(repr((list(kinds.values()), sizes, whole)).encode())
-    digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
-    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    words = [(name, kind.word) for name, kind in (*layers.values(), *hooked)]
+    sizes = [[(key, tuple(p.shape)) for key, p in layer.named_parameters()] for layer in layers]
+    others = ranks_unlike_first(zlib.crc32(repr((words, sizes)).encode()), comm)
     if others:
         raise ValueError(
             f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
         )
-    compared = {name: next(layer.parameters()) for layer, (name, _) in kinds.items()}
+    compared = {name: next(layer.parameters()) for layer, (name, _) in layers.items()}
     compared |= {name: p for name, p in model.named_parameters() if ".lora_" in name}
     check_equal_on_ranks(compared, comm)
 
 
 def _divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:
     """Divide the attributes of modules that depend on the number of heads."""
-    for name, module in model.named_modules():
-        for pattern, attributes in divided.items():
-            if fnmatchcase(name, pattern):
-                for attribute, divisor in attributes.items():
-                    if hasattr(module, attribute):
-                        set_attribute(module, attribute, getattr(module, attribute) // divisor)
+    for pattern, attributes in divided.items():
+        for name, module in model.named_modules():
+            for attribute, divisor in attributes.items() if fnmatchcase(name, pattern) else ():
+                if hasattr(module, attribute):
+                    set_attribute(module, attribute, getattr(module, attribute) // divisor)

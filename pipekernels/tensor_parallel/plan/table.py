@@ -10,16 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind, integer
-from pipekernels.tensor_parallel.functional import shard_sizes
-from pipekernels.tensor_parallel.plan.kinds import (
-    ATTENTION,
-    COLUMN,
-    EMBEDDING,
-    GATHERED,
-    PACKED,
-    SHARED,
-    block_sizes,
-)
+from pipekernels.tensor_parallel.plan.kinds import LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
 from pipekernels.tensor_parallel.plan.providers import base_of
 
@@ -94,62 +85,28 @@ def plan_for(
     saved: dict[Tensor, int] = {}  # Elements that a rank does without; tied ones count once.
     groups: dict[tuple[Any, ...], list[str]] = {}
     for module, (name, kind) in matched.layers.items():
-        own = {key: p for key, p in module.named_parameters() if p.dim() == 2 or "out_" not in key}
-        weight = own["in_proj_weight" if kind == ATTENTION else "weight"]
-        shape = tuple(weight.shape[::-1] if type(module).__name__ == "Conv1D" else weight.shape)
+        shape = kind.full_shape(module)
         try:
-            shard = _shard_shape(shape, kind, world_size)
+            shard = kind.shard_shape(shape, world_size)
         except ValueError as error:
-            raise ValueError(f"{name!r} cannot be made {kind!r}: {error}") from error
-        if shard[0] == shape[0]:  # A row-parallel layer has its whole bias.
-            own = {key: p for key, p in own.items() if p.dim() == 2}
-        for parameter in own.values():
-            saved[parameter] = parameter.numel() * (prod(shape) - prod(shard)) // prod(shape)
+            raise ValueError(f"{name!r} cannot be made {kind.word!r}: {error}") from error
+        for key, parameter in module.named_parameters():
+            # A row-parallel layer has its whole bias, as the output layer of an attention.
+            if parameter.dim() == 2 or (shard[0] < shape[0] and "out_" not in key):
+                saved[parameter] = parameter.numel() * (prod(shape) - prod(shard)) // prod(shape)
         groups.setdefault((_without_numbers(name), kind, shape, shard), []).append(name)
-    for module, (name, kind) in matched.others.items():
-        shape = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
-        groups.setdefault((_without_numbers(name), kind, shape, shape), []).append(name)
+    for module, (name, hook) in matched.hooked.items():
+        own = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
+        groups.setdefault((_without_numbers(name), hook, own, own), []).append(name)
     layers = []
     for (_, kind, shape, shard), names in groups.items():
         parts = zip(*(name.split(".") for name in names), strict=True)
         shown = ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
-        sent = _sent(kind, shape)
-        layers.append(PlannedLayer(shown, len(names), kind, shape, shard, *sent))
+        sent = kind.sent if isinstance(kind, LayerKind) else ("", "")
+        forward, backward = (text.format(*shape) for text in sent)
+        layers.append(PlannedLayer(shown, len(names), kind.word, shape, shard, forward, backward))
     return ModelPlan(world_size, layers, full, full - sum(saved.values()))
 
 
 def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _shard_shape(shape: tuple[int, ...], kind: str, world_size: int) -> tuple[int, ...]:
-    """Of the weight, ``[out, in]``, on rank 0."""
-    base, _, sizes = kind.partition(":")
-    rows, columns = shape
-    if base.startswith("row"):
-        return rows, shard_sizes(columns, world_size)[0]
-    if base == ATTENTION:
-        return 3 * shard_sizes(columns, world_size)[0], columns
-    if base == PACKED:
-        blocks = block_sizes(kind, rows)
-        return sum(shard_sizes(block, world_size)[0] for block in blocks), columns
-    shards = world_size // int(sizes) if base == SHARED else world_size
-    return shard_sizes(rows, shards)[0], columns
-
-
-def _sent(kind: str, shape: tuple[int, ...]) -> tuple[str, str]:
-    """In the forward and in the backward."""
-    base = kind.partition(":")[0]
-    if base in (COLUMN, PACKED, SHARED):
-        return "", f"all-reduce {shape[1]}"
-    if base == GATHERED:
-        return f"all-gather {shape[0]}", f"all-reduce {shape[1]}"
-    if base == EMBEDDING:
-        return f"all-reduce {shape[1]}", ""
-    if base == ATTENTION:
-        return f"all-reduce {shape[1]}", f"all-reduce {shape[1]}"
-    if base == "row":
-        return f"all-reduce {shape[0]}", ""
-    if base == "row_split_input":
-        return f"all-reduce {shape[0]}", f"all-gather {shape[1]}"
-    return "", ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.plan.kinds import ATTENTION, COLUMN
 from pipekernels.tensor_parallel.plan.providers import PlanProvider, ProvidedPlan
 from pipekernels.tensor_parallel.sharded import sharded_layers
 
@@ -19,10 +18,10 @@ class TorchLayers(PlanProvider):
         plan = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.MultiheadAttention):
-                plan[name] = ATTENTION
+                plan[name] = "attention"
             elif isinstance(module, _LAYERS):
                 prefix = f"{name}." if name else ""
-                plan |= {f"{prefix}linear1": COLUMN, f"{prefix}linear2": "row"}
+                plan |= {f"{prefix}linear1": "column", f"{prefix}linear2": "row"}
         return ProvidedPlan(plan) if plan else None
 
     def prepare(self, model: nn.Module) -> None:
