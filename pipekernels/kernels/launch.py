@@ -86,7 +86,7 @@ def launch(
         programs = min(items, sms * _residents(blocks, a.element_size(), generation))
     tma = generation >= 90
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
-    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma, is_weight=True)
+    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
     c_via, c_operand = "pointers", out
     c_strides: tuple[int, ...] = out.stride()
     # The barrier and the release that announce a tile do not order TMA stores before them.
@@ -95,13 +95,12 @@ def launch(
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
     # A barrier in the flattened loop would prevent pipelining.
     flatten = blocks.flatten and split_k == 1 and ready is None
-    added = (bias, residual, scale_a, scale_b, partials, arrivals, ready)
     kernel = _key(product, blocks, split_k > 1, ready is not None)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         gemm_kernel[(programs,)](
-            a_operand, b_operand, c_operand, *added, *out.shape, a.shape[1], group_m, split_k,
-            *a_strides, *b_strides, *c_strides,
-            0 if bias is None else bias.stride(0),
+            a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b,
+            partials, arrivals, ready, *out.shape, a.shape[1], group_m, split_k,
+            *a_strides, *b_strides, *c_strides, 0 if bias is None else bias.stride(0),
             *((0, 0) if residual is None else residual.stride()),
             *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
             BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
@@ -128,7 +127,7 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
     # A descriptor knows where the tensor ends, not where a slab does.
     tma = generation >= 90 and depth % blocks.k == 0
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
-    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma, is_weight=True)
+    b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
     kernel = _key(product, slabs, a.shape[1])
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         slab_kernel[(rows * columns,)](
@@ -156,15 +155,13 @@ def _key(product: Product, *constants: Any) -> tuple[Any, ...]:
     return product.kind, constants, *signature(product[1:])
 
 
-def _access(
-    operand: Tensor, block: tuple[int, int], tma: bool, is_weight: bool = False
-) -> tuple[str, Any, tuple[int, ...]]:
+def _access(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
     """How the kernel reads ``operand``: its ``*_VIA``, the argument to pass, and strides."""
     if tma and has_rows(operand):
-        return "descriptor", _descriptor(operand, block, is_weight), (0, 0)
+        return "descriptor", _descriptor(operand, block), (0, 0)
     # The tensor cores cannot read transposed float8 tiles.
     if tma and operand.itemsize > 1 and has_rows(operand.t()):
-        return "descriptor_t", _descriptor(operand.t(), block[::-1], is_weight), (0, 0)
+        return "descriptor_t", _descriptor(operand.t(), block[::-1]), (0, 0)
     by_columns = operand.stride(0) == 1 != operand.stride(1)
     return "pointers_t" if by_columns else "pointers", operand, operand.stride()
 
@@ -179,22 +176,22 @@ class _Address(NamedTuple):
         return self.address
 
 
-def _descriptor(
-    tensor: Tensor, block: tuple[int, int], is_weight: bool = False
-) -> TensorDescriptor:
+def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     rows, columns = tensor.shape
     # The stride of a single row has no meaning, but a descriptor needs it aligned.
     stride = tensor.stride(0) if rows > 1 else ceil(columns / 16) * 16
-    if is_weight and not INTERPRETED:  # The interpreter reads the tensor itself.
-        return _of_weight(_Address(tensor.data_ptr(), tensor.dtype), rows, columns, stride, block)
-    return TensorDescriptor(tensor, [rows, columns], [stride, 1], list(block))
+    if INTERPRETED:  # The interpreter reads the tensor itself.
+        return TensorDescriptor(tensor, [rows, columns], [stride, 1], list(block))
+    base = _Address(tensor.data_ptr(), tensor.dtype)
+    return _descriptor_at(base, rows, columns, stride, block)
 
 
-@functools.lru_cache(maxsize=1024)
-def _of_weight(
+@functools.lru_cache(maxsize=4096)
+def _descriptor_at(
     base: _Address, rows: int, columns: int, stride: int, block: tuple[int, int]
 ) -> TensorDescriptor:
-    """A descriptor is no more than its arguments here, so an old one is as good as a new one."""
+    """A descriptor is no more than its arguments, so an old one is as good as a new one: weights
+    stay where they are, and torch's allocator uses addresses again."""
     return TensorDescriptor(base, [rows, columns], [stride, 1], list(block))
 
 

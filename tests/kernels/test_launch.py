@@ -31,7 +31,7 @@ def bf16(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-def test_the_descriptor_of_a_weight_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipekernels.kernels import launch as launching
 
     made = []
@@ -43,7 +43,7 @@ def test_the_descriptor_of_a_weight_is_made_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(launching, "gemm_kernel", kernel := Kernel())
     monkeypatch.setattr(launching, "TensorDescriptor", Counted)
-    launching._of_weight.cache_clear()
+    launching._descriptor_at.cache_clear()
 
     def launch(a: Tensor, b: Tensor, n: int = 32) -> tuple[Any, int]:
         """The descriptor of ``b``, and how many descriptors were made."""
@@ -53,20 +53,21 @@ def test_the_descriptor_of_a_weight_is_made_once(monkeypatch: pytest.MonkeyPatch
         launching.launch(product, config, generation=90, sms=2)
         return kernel.calls[-1][1], len(made) - before
 
-    weight = bf16(48, 64)
-    first, count = launch(bf16(16, 64), weight)
+    x, weight = bf16(16, 64), bf16(48, 64)
+    first, count = launch(x, weight)
     assert count == 3  # Of a, b and c.
     assert first.base.data_ptr() == weight.data_ptr() and first.base.dtype == torch.bfloat16
     assert (first.shape, first.strides, first.block_shape) == ([48, 64], [64, 1], [32, 64])
-    again, count = launch(bf16(32, 64), weight.detach())
-    assert again is first and count == 2
-    transposed, count = launch(bf16(16, 48), weight.t())
-    assert count == 3 and transposed.block_shape == [64, 32]
-    assert launch(bf16(16, 48), weight.t()) == (transposed, 2)
+    again, count = launch(x, weight.detach())
+    assert again is first and count <= 1  # Of c, unless it is where the first one was.
+    grad = bf16(16, 48)
+    transposed, _ = launch(grad, weight.t())
+    assert transposed.block_shape == [64, 32]
+    assert launch(grad, weight.t())[0] is transposed
     others = [(weight, 16), (weight[:40], 32), (weight[:, :56], 32), (weight[8:], 32)]
-    found = [launch(bf16(16, b.shape[1]), b, n) for b, n in others]
-    assert [count for _, count in found] == [3] * len(others)
-    assert launching._of_weight.cache_info().maxsize is not None
+    found = {id(launch(bf16(16, b.shape[1]), b, n)[0]) for b, n in others}
+    assert len(found | {id(first), id(transposed)}) == len(others) + 2
+    assert launching._descriptor_at.cache_info().maxsize is not None
     memory = weakref.ref(weight)
     del weight, others
     assert memory() is None  # What is cached does not keep the weight.
