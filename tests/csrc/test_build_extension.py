@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +16,8 @@ import pytest
 
 pytestmark = pytest.mark.native
 
-SCRIPT = Path(__file__).parents[2] / "csrc" / "cmake" / "build_extension.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "csrc" / "cmake" / "build_extension.py"
 
 
 @pytest.fixture
@@ -35,6 +36,17 @@ def tool(folder: Path, name: str = "sometool", script: str = "") -> str:
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
     return str(folder / name)
+
+
+def configure(
+    script: ModuleType, folder: Path, *options: str, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Run CMake in ``folder``, as for the code without Python."""
+    return subprocess.run(
+        [script.find_tool("cmake"), "-S", ROOT / "csrc", "-B", folder, "-G", "Ninja",
+         f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}", "-DPIPEKERNELS_PYTHON=OFF", *options],
+        check=False, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
 
 
 def test_the_order_in_which_tools_are_searched(
@@ -81,11 +93,7 @@ def test_a_build_folder_of_another_path_or_compiler_is_cleared(
 
 
 def test_other_systems_than_linux_are_refused(script: ModuleType, tmp_path: Path) -> None:
-    configured = subprocess.run(
-        [script.find_tool("cmake"), "-S", SCRIPT.parent.parent, "-B", tmp_path, "-G", "Ninja",
-         f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}", "-DCMAKE_SYSTEM_NAME=FreeBSD"],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
+    configured = configure(script, tmp_path, "-DCMAKE_SYSTEM_NAME=FreeBSD")
     assert configured.returncode != 0
     assert "pipekernels needs Linux" in configured.stderr
 
@@ -110,12 +118,8 @@ def decide(
 
     def decision(cuda: str, nvidia_smi: str, **environment: str) -> str:
         tool(tmp_path / "path", "nvidia-smi", nvidia_smi)
-        subprocess.run(
-            [script.find_tool("cmake"), "-S", SCRIPT.parent.parent, "-B", tmp_path / "build",
-             "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}",
-             f"-DPIPEKERNELS_CUDA={cuda}", "-DPIPEKERNELS_PYTHON=OFF"],
-            check=False, capture_output=True, env=os.environ | environment,
-        )  # fmt: skip
+        option = f"-DPIPEKERNELS_CUDA={cuda}"
+        configure(script, tmp_path / "build", option, environment=os.environ | environment)
         text = (tmp_path / "build" / "cuda.txt").read_text().strip()
         return text.replace(str(toolkit.resolve()), "TOOLKIT")
 
@@ -155,12 +159,8 @@ def test_a_compiler_cache_is_used_unless_there_is_a_launcher(
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
 
     def commands(folder: str, *options: str) -> str:
-        subprocess.run(
-            [script.find_tool("cmake"), "-S", SCRIPT.parent.parent, "-B", tmp_path / folder,
-             "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}",
-             "-DPIPEKERNELS_CUDA=0", "-DPIPEKERNELS_PYTHON=OFF", *options],
-            check=True, capture_output=True,
-        )  # fmt: skip
+        configured = configure(script, tmp_path / folder, "-DPIPEKERNELS_CUDA=0", *options)
+        assert configured.returncode == 0, configured.stderr
         return (tmp_path / folder / "build.ninja").read_text()
 
     assert f"{ccache} " in commands("cached")
@@ -173,12 +173,11 @@ def test_a_compiler_cache_is_used_unless_there_is_a_launcher(
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what an installation reads."""
-    root = SCRIPT.parent.parent.parent
     unread = shutil.ignore_patterns("__pycache__", "*.so", "tests", "model")
     for name in ("csrc", "pipekernels"):
-        shutil.copytree(root / name, tmp_path / name, ignore=unread)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=unread)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pipekernels_autoload.py"):
-        shutil.copy(root / name, tmp_path)
+        shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
 
@@ -239,23 +238,22 @@ def test_a_toolkit_that_cannot_compile_is_named_last(
 
 def test_a_source_distribution_has_all_files_for_builds_and_contributors(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
-    root = SCRIPT.parent.parent.parent
     subprocess.run(
         [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path],
-        cwd=root, check=True, capture_output=True,
+        cwd=ROOT, check=True, capture_output=True,
     )  # fmt: skip
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
-    sources = {str(path.relative_to(root)) for path in (root / "csrc").rglob("*.*")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
     assert {"setup.py", "pyproject.toml"} <= names
     assert {name for name in sources if "__pycache__" not in name} <= names
     pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"}
     assert pages | {".ci/run", "docs/index.md", "tests/conftest.py", "bench/harness.py"} <= names
     unwanted = ("build/", ".venv")
     assert not [name for name in names if name.startswith(unwanted) or name.endswith(".pyc")]
-    git = ["git", "-C", root, "ls-files", "-z", "--cached"]
+    git = ["git", "-C", ROOT, "ls-files", "-z", "--cached"]
     listed = subprocess.run(git, check=False, capture_output=True, text=True)
-    if (root / ".git").exists() and listed.returncode == 0:
-        tracked = {name for name in listed.stdout.split("\0") if (root / name).is_file()}
+    if (ROOT / ".git").exists() and listed.returncode == 0:
+        tracked = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
         assert tracked - names == {".gitignore"}
