@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.function_layer import FunctionLayer
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -25,17 +26,6 @@ WIDTH = 5
 
 def chunked(module: nn.Module, chunks: int) -> nn.Module:
     return parallelize_pipeline(module, {"": "cpu"}, chunks=chunks)
-
-
-class Function(nn.Module):
-    """A module whose forward is the given function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 @dataclass
@@ -100,7 +90,7 @@ def test_equals_the_unwrapped_model(batch: int, chunks: int, seed: int) -> None:
 @pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8), (0, 3)])
 def test_sizes_of_micro_batches(batch: int, chunks: int) -> None:
     sizes: list[int] = []
-    model = chunked(Function(lambda x: (sizes.append(len(x)), x + 1)[1]), chunks)
+    model = chunked(FunctionLayer(lambda x: (sizes.append(len(x)), x + 1)[1]), chunks)
     assert torch.equal(model(torch.zeros(batch, 2)), torch.ones(batch, 2))
     assert sizes == micro_batch_sizes(batch, chunks)
 
@@ -128,83 +118,33 @@ def test_devices_can_work_at_the_same_time() -> None:
 
 def test_a_tensor_passed_twice_is_one_object_in_each_micro_batch() -> None:
     seen: list[bool] = []
-    model = chunked(Function(lambda q, k: (seen.append(q is k), q)[1]), 2)
+    model = chunked(FunctionLayer(lambda q, k: (seen.append(q is k), q)[1]), 2)
     x = torch.ones(4, 1)
     model(x, x)
     assert seen == [True, True]
 
 
 def test_arguments_without_the_batch_dimension_are_not_split() -> None:
+    """They are the same objects in every call, so the model can append to the caller's list."""
     seen: list[tuple[Any, ...]] = []
-    model = chunked(Function(lambda scalar, x, *rest: (seen.append((scalar, *rest)), x)[1]), 2)
+    model = chunked(FunctionLayer(lambda scalar, x, *rest: (seen.append((scalar, *rest)), x)[1]), 2)
     rest = (torch.tensor(2.0), torch.ones(3, 4), torch.ones(1, 4, 4), [1], "text", None)
     model(rest[0], torch.ones(4, 1), *rest[1:])
     assert len(seen) == 2
     assert all(a is b for args in seen for a, b in zip(args, rest, strict=True))
 
 
-def test_the_model_can_append_to_the_callers_list() -> None:
-    log: list[int] = []
-    chunked(Function(lambda x, log: (log.append(len(x)), x)[1]), 2)(torch.ones(3, 1), log)
-    assert log == [2, 1]
-
-
-def test_without_a_batch_the_model_is_called_once() -> None:
-    model = chunked(Function(lambda *args: args), 4)
-    assert model() == ()
-    assert model(torch.tensor(1.0), 2) == (torch.tensor(1.0), 2)
-
-
-def test_a_single_micro_batch_may_return_anything() -> None:
-    model = chunked(Function(lambda x: (x.mean(), object)), 4)
-    assert model(torch.ones(1, 2)) == (torch.tensor(1.0), object)
+@pytest.mark.parametrize("args", [(), (torch.tensor(1.0), 2), (torch.ones(1, 2), object)])
+def test_one_call_may_take_and_return_anything(args: tuple[Any, ...]) -> None:
+    assert chunked(FunctionLayer(lambda *args: args), 4)(*args) == args
 
 
 def test_an_object_that_all_micro_batches_return_is_returned_once() -> None:
     table = nn.Parameter(torch.ones(6, 2))
-    model = chunked(Function(lambda x: {"x": x, "table": table, "kind": ("k", 1.5)}), 3)
+    model = chunked(FunctionLayer(lambda x: {"x": x, "table": table, "kind": ("k", 1.5)}), 3)
     output = model(torch.zeros(6, 2))
     assert output["table"] is table and output["kind"] == ("k", 1.5)
     assert output["x"].shape == (6, 2)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: x.mean(), r"shapes \[\[\], \[\]\].*sizes \[3, 2\].*loss"),
-        (lambda x: x[:1], r"shapes \[\[1, 4\], \[1, 4\]\]"),
-        (lambda x: x[:, : len(x)], r"shapes \[\[3, 3\], \[2, 2\]\]"),
-        (lambda x: len(x), "type int at the same place"),
-        (lambda x: {"a": object()}, "type object at the same place"),
-        (lambda x: {len(x)}, "type set at the same place"),
-        (lambda x: x if len(x) == 3 else None, "type NoneType, Tensor"),
-        (lambda x: None if len(x) == 3 else x, "type NoneType, Tensor"),
-        (lambda x: [x] * len(x), "mismatch"),
-        (lambda x: {str(len(x)): x}, "mismatch"),
-    ],
-)
-def test_results_that_cannot_be_joined(function: Callable[..., Any], message: str) -> None:
-    model = chunked(Function(function), 2)
-    with pytest.raises(ValueError, match=message):
-        model(torch.ones(5, 4))
-
-
-def test_an_argument_that_cannot_be_split() -> None:
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    model = chunked(Function(lambda x, packed: x), 2)
-    with pytest.raises(TypeError, match="PackedSequence cannot be split.*chunks=1"):
-        model(torch.ones(2, 1), packed)
-
-
-class Columns(dict):
-    """A subclass of dict, as data loaders return."""
-
-
-def test_dicts_of_any_class_are_split_and_joined() -> None:
-    model = chunked(Function(lambda columns: Columns(y=columns["x"] * columns["w"])), 2)
-    x, w = torch.randn(5, 2), torch.randn(5, 1)
-    output = model(Columns(x=x, w=w))
-    assert type(output) is Columns and torch.equal(output["y"], x * w)
 
 
 class Layer:
@@ -224,21 +164,50 @@ class Cache:
         return layer.keys.sum(1)
 
 
-@pytest.mark.parametrize("filled", [False, True])
-def test_a_cache_cannot_be_split(filled: bool) -> None:
-    model = chunked(Function(lambda x, cache: cache.update(x)), 2)
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.mean(), r"shapes \[\[\], \[\]\].*sizes \[3, 2\].*loss"),
+        (lambda x: x[:1], r"shapes \[\[1, 4\], \[1, 4\]\]"),
+        (lambda x: x[:, : len(x)], r"shapes \[\[3, 3\], \[2, 2\]\]"),
+        (lambda x: len(x), "type int at the same place"),
+        (lambda x: (x, Cache()), "type Cache at the same place.*use_cache=False"),
+        (lambda x: {"a": object()}, "type object at the same place"),
+        (lambda x: {len(x)}, "type set at the same place"),
+        (lambda x: x if len(x) == 3 else None, "type NoneType, Tensor"),
+        (lambda x: None if len(x) == 3 else x, "type NoneType, Tensor"),
+        (lambda x: [x] * len(x), "mismatch"),
+        (lambda x: {str(len(x)): x}, "mismatch"),
+    ],
+)
+def test_results_that_cannot_be_joined(function: Callable[..., Any], message: str) -> None:
+    model = chunked(FunctionLayer(function), 2)
+    with pytest.raises(ValueError, match=message):
+        model(torch.ones(5, 4))
+
+
+class Columns(dict):
+    """A subclass of dict, as data loaders return."""
+
+
+def test_dicts_of_any_class_are_split_and_joined() -> None:
+    model = chunked(FunctionLayer(lambda columns: Columns(y=columns["x"] * columns["w"])), 2)
+    x, w = torch.randn(5, 2), torch.randn(5, 1)
+    output = model(Columns(x=x, w=w))
+    assert type(output) is Columns and torch.equal(output["y"], x * w)
+
+
+@pytest.mark.parametrize("kind", ["empty Cache", "filled Cache", "PackedSequence"])
+def test_an_argument_that_cannot_be_split(kind: str) -> None:
+    model = chunked(FunctionLayer(lambda x, cache: cache.update(x)), 2)
     cache, x = Cache(), torch.ones(4, 3)
-    if filled:
+    if kind == "filled Cache":
         cache.update(x)
-    with pytest.raises(TypeError, match="type Cache cannot be split into micro-batches.*chunks=1"):
-        model(x, cache=cache)
+    given = pack_sequence([x[0], x[1]]) if kind == "PackedSequence" else cache
+    message = f"type {kind.split()[-1]} cannot be split into micro-batches.*chunks=1"
+    with pytest.raises(TypeError, match=message):
+        model(x, cache=given)
     assert torch.equal(model(x[:1], cache=Cache()), x[:1].sum(1))
-
-
-def test_a_cache_that_the_model_returns_is_refused() -> None:
-    model = chunked(Function(lambda x: (x, Cache())), 2)
-    with pytest.raises(ValueError, match="type Cache at the same place.*use_cache=False"):
-        model(torch.ones(4, 3))
 
 
 def test_objects_without_tensors_are_passed_to_every_micro_batch() -> None:
@@ -249,21 +218,23 @@ def test_objects_without_tensors_are_passed_to_every_micro_batch() -> None:
             self.function, self.kind, self.itself = len, Cache, self
 
     options = Options()
-    model = chunked(Function(lambda x, o: x * o.scale), 2)
+    model = chunked(FunctionLayer(lambda x, o: x * o.scale), 2)
     assert torch.equal(model(torch.ones(4, 3), options), torch.full((4, 3), 2.0))
-
-
-class Masked(nn.Module):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x * mask
 
 
 def test_keyword_arguments_are_ordered_as_the_parameters() -> None:
     """The first tensor defines the batch, which must not depend on the order of the caller."""
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x * mask
+
     x, mask = torch.randn(4, 3), torch.randn(3)
     model = chunked(Masked(), 2)
     assert torch.equal(model(mask=mask, x=x), x * mask)
-    named = chunked(Function(lambda **named: named["x"] * named["mask"]), 2)  # They have no order.
+    named = chunked(
+        FunctionLayer(lambda **named: named["x"] * named["mask"]), 2
+    )  # They have no order.
     assert torch.equal(named(x=x, mask=mask), x * mask)
 
 
@@ -305,25 +276,21 @@ def test_deferred_batch_norm_commits_once_per_call(chunks: int) -> None:
 
 
 def test_an_exception_of_a_micro_batch_is_raised_and_the_model_stays_usable() -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
+    def check(x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise KeyError("the second micro-batch")
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.isnan().any():
-                raise KeyError("the second micro-batch")
-            return self.norm(x)
-
-    model = chunked(convert_deferred_batch_norm(Failing()), 2)
+    layers = nn.Sequential(FunctionLayer(check), nn.BatchNorm1d(2))
+    model = chunked(convert_deferred_batch_norm(layers), 2)
     bad = torch.ones(4, 2)
     bad[3] = torch.nan
     with pytest.raises(KeyError, match="second micro-batch"):
         model(bad)
-    assert model.norm.num_batches_tracked == 0
+    assert model[1].num_batches_tracked == 0
     model(torch.ones(4, 2))
-    assert model.norm.num_batches_tracked == 1
-    torch.testing.assert_close(model.norm.running_mean, torch.full((2,), 0.1))
+    assert model[1].num_batches_tracked == 1
+    torch.testing.assert_close(model[1].running_mean, torch.full((2,), 0.1))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -350,12 +317,7 @@ def test_compiles_as_one_graph() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_tensor_in_no_chunk_stays_whole(chunks: int) -> None:
-    class Weighted(nn.Module):
-        def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            assert weights.shape == (6,)
-            return x * weights.sum()
-
-    model = Weighted()
+    model = FunctionLayer(lambda x, weights: x * weights.sum())
     x, weights = torch.randn(6, 2), torch.rand(6)
     expected = model(x, weights)
     parallelize_pipeline(model, {"": "cpu"}, chunks=chunks)
@@ -365,37 +327,30 @@ def test_a_tensor_in_no_chunk_stays_whole(chunks: int) -> None:
 
 @pytest.mark.parametrize("kind", ["encoder", "lstm"])
 def test_sequence_first_models(kind: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner: nn.Module = nn.LSTM(8, 8)
-            if kind == "encoder":
-                self.inner = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-            self.out = nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.inner(x)
-            return self.out(y[0] if isinstance(y, tuple) else y)
+    def build() -> nn.Module:
+        inner = (
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+            if kind == "encoder"
+            else nn.LSTM(8, 8)
+        )
+        first = FunctionLayer(lambda y: y[0] if isinstance(y, tuple) else y)
+        return nn.Sequential(inner, first, nn.Linear(8, 3))
 
     torch.manual_seed(0)
-    model = Model().double()
+    model = build().double()
     x = torch.randn(6, 4, 8, dtype=torch.float64)  # [time, batch, features]
     expected = model(x)
-    parallelize_pipeline(model, {"": "cpu", "inner": "cpu"}, chunks=2, batch_dim=1)
+    parallelize_pipeline(model, {"": "cpu", "0": "cpu"}, chunks=2, batch_dim=1)
     torch.testing.assert_close(model(x), expected)
     with pytest.warns(UserWarning, match=r"batch_first=False.*give batch_dim=1"):
-        parallelize_pipeline(Model(), {"": "cpu"}, chunks=2)
+        chunked(build(), 2)
     with pytest.warns(UserWarning, match="LSTM has batch_first=False"):
         Pipe(nn.Sequential(nn.LSTM(8, 8)), [1], devices=["cpu"], chunks=2)
 
 
 @pytest.mark.parametrize("piped", [False, True])
 def test_tensors_of_no_rows_are_refused(piped: bool) -> None:
-    class Anchors(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x, torch.arange(8.0)
-
-    model: nn.Module = Anchors()
+    model: nn.Module = FunctionLayer(lambda x: (x, torch.arange(8.0)))
     if piped:
         model = Pipe(nn.Sequential(model), [1], devices=["cpu"], chunks=4)
     else:

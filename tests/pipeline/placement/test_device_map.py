@@ -75,23 +75,21 @@ def received(module: nn.Module) -> list[str]:
 # ---- one module ----
 
 
-def test_parallelize_module_and_back() -> None:
+@pytest.mark.parametrize(
+    ("processing", "output", "expected"), [("meta", None, META), ("cpu", "meta", META)]
+)
+def test_parallelize_module_and_back(
+    processing: str, output: str | None, expected: torch.device
+) -> None:
     module = nn.Linear(4, 2)
-    assert parallelize_module(module, "meta") is module
-    assert module.weight.device == META
-    assert module(torch.ones(3, 4)).device == META
+    assert parallelize_module(module, processing, output) is module
+    assert module.weight.device.type == processing
+    assert module(torch.ones(3, 4)).device == expected
     assert unparallelize_module(module) is module
-    assert module.weight.device == META
+    assert module.weight.device.type == processing
+    assert unparallelize_module(module, "meta").weight.device == META
     with pytest.raises(RuntimeError):
         module(torch.ones(3, 4))
-
-
-def test_parallelize_module_with_an_output_device() -> None:
-    module = parallelize_module(nn.Linear(4, 2), "cpu", "meta")
-    assert module.weight.device == CPU
-    assert module(torch.ones(3, 4)).device == META
-    unparallelize_module(module, "cpu")
-    assert module(torch.ones(3, 4)).device == CPU
 
 
 # ---- a model ----
@@ -119,20 +117,14 @@ def test_modules_without_an_entry_stay_where_they_are() -> None:
     assert devices_of(model)["encoder.first.weight"] == "meta"
 
 
-def test_arguments_and_results_are_moved() -> None:
+@pytest.mark.parametrize("pair", [("cpu", "meta"), ["cpu", "meta"]])
+def test_arguments_and_results_are_moved(pair: Any) -> None:
     model = Model()
     calls = {name: received(model.get_submodule(name)) for name in ("blocks.0", "blocks.1", "head")}
-    parallelize_pipeline(model, {"": ["cpu", "meta"], "blocks.1": "meta", "head": "meta"})
+    parallelize_pipeline(model, {"": pair, "blocks.1": "meta", "head": "meta"})
     output = model(torch.ones(2, 4), bias=torch.ones(3))
     assert calls == {"blocks.0": ["cpu"], "blocks.1": ["meta"], "head": ["meta"]}
     assert output["logits"].device == META and output["name"] == "head"
-
-
-@pytest.mark.parametrize("pair", [("cpu", "meta"), ["cpu", "meta"]])
-def test_a_pair_is_processing_and_output_device(pair: Any) -> None:
-    model = parallelize_pipeline(Model(), {"": pair})
-    assert set(devices_of(model).values()) == {"cpu"}
-    assert model(torch.ones(2, 4))["logits"].device == META
 
 
 def test_an_entry_of_a_list_or_dict_is_for_each_of_its_modules() -> None:

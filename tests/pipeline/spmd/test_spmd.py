@@ -7,11 +7,14 @@ The interface is that of xlstm-jax's ``execute_pipeline``, ``execute_pipeline_st
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.function_layer import FunctionLayer
 from support.ranks import run_processes
 from support.spmd_cases import (
     LIMIT,
@@ -34,16 +37,9 @@ from pipekernels.batchnorm import convert_deferred_batch_norm
 pytestmark = pytest.mark.processes
 
 
-class Detach(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
-
-
-class Tokens(nn.Module):
+def flattened() -> nn.Module:
     """``[batch, tokens, WIDTH]`` to ``[batch * tokens, WIDTH]``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)
+    return FunctionLayer(lambda x: x.flatten(0, 1))
 
 
 def reshaping(index: int) -> nn.Module:
@@ -51,29 +47,18 @@ def reshaping(index: int) -> nn.Module:
     made = [
         nn.Embedding(10, WIDTH),
         nn.Linear(WIDTH, 2 * WIDTH),
-        nn.Sequential(nn.Linear(2 * WIDTH, 4), Tokens()),
+        nn.Sequential(nn.Linear(2 * WIDTH, 4), flattened()),
     ]
     return made[index].double()
 
 
-def frozen_first(index: int) -> nn.Module:
-    return mlp().requires_grad_(index > 0)
-
-
-def frozen_last(index: int) -> nn.Module:
-    return mlp().requires_grad_(index == 0)
-
-
-def detached_in_between(index: int) -> nn.Module:
-    return nn.Sequential(Detach(), mlp()) if index == 1 else mlp()
-
-
-def without_parameters(index: int) -> nn.Module:
-    return nn.Tanh() if index == 1 else mlp()
-
-
-def in_place(index: int) -> nn.Module:
-    return nn.Sequential(nn.ReLU(inplace=True), mlp())
+STAGES: list[Callable[[int], nn.Module]] = [
+    lambda index: mlp().requires_grad_(index > 0),
+    lambda index: mlp().requires_grad_(index == 0),
+    lambda index: nn.Sequential(FunctionLayer(Tensor.detach), mlp()) if index == 1 else mlp(),
+    lambda index: nn.Tanh() if index == 1 else mlp(),
+    lambda index: nn.Sequential(nn.ReLU(inplace=True), mlp()),
+]
 
 
 def equals_sequential(comm: Communicator) -> None:
@@ -81,7 +66,7 @@ def equals_sequential(comm: Communicator) -> None:
     for m in (1, 2, 3, 6):
         x = randn(12, WIDTH).requires_grad_(m % 2 == 0)
         assert_equals_sequential(comm, mesh, stages(world_size), x, m)
-    for make in (frozen_first, frozen_last, detached_in_between, without_parameters, in_place):
+    for make in STAGES:
         assert_equals_sequential(comm, mesh, stages(world_size, make), randn(6, WIDTH), 3)
     if world_size == 3:
         ids = torch.arange(8).reshape(4, 2)
@@ -101,24 +86,10 @@ def test_equals_the_sequential_model(world_size: int) -> None:
     run_processes(world_size, equals_sequential, limit=LIMIT)
 
 
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(x)
-
-
-class Scaled(nn.Module):
-    def forward(self, x: Tensor, factor: Tensor, *, shift: dict[str, Tensor]) -> Tensor:
-        return x * factor + shift["by"]
-
-
 def arguments(comm: Communicator) -> None:
     """Unsplit arguments, an enclosing mesh, no ``x`` on the last stage, unusual tensors."""
     with line(comm):
-        module = Scaled()
+        module = FunctionLayer(lambda x, factor, *, shift: x * factor + shift["by"])
         x = randn(4, WIDTH).requires_grad_()
         factor, by = randn(WIDTH, seed=2).requires_grad_(), randn(WIDTH, seed=3).requires_grad_()
         output = execute_pipeline(
@@ -134,9 +105,8 @@ def arguments(comm: Communicator) -> None:
         if comm.rank == 1:
             torch.testing.assert_close(output, expected, **exactly)
         # Each rank has the gradients of its own use of the arguments; all uses are their sum.
-        grads = [torch.zeros_like(factor), torch.zeros_like(by)]
-        for total, tensor in zip(grads, (factor, by), strict=True):
-            total += tensor.grad
+        grads = [factor.grad.clone(), by.grad.clone()]
+        for total in grads:
             dist.all_reduce(total)
         wanted = torch.autograd.grad(expected, [x, factor, by], randn(4, WIDTH, seed=4))
         torch.testing.assert_close(grads, list(wanted[1:]), **exactly)
@@ -148,7 +118,7 @@ def arguments(comm: Communicator) -> None:
     (wanted,) = torch.autograd.grad(z.abs().sum(), z)
     for function in (torch.conj, torch.adjoint, lambda t: t.transpose(1, 2)):
         z.grad = None
-        output = run(Apply(function), z, line(comm), 2)
+        output = run(FunctionLayer(function), z, line(comm), 2)
         output.abs().sum().backward()
         if comm.rank == 0:
             torch.testing.assert_close(z.grad, wanted, **exactly)
@@ -166,7 +136,7 @@ def batch_norm(comm: Communicator) -> None:
     plain = nn.BatchNorm1d(WIDTH).double()
     norm = convert_deferred_batch_norm(copy.deepcopy(plain))
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-        run(norm if comm.rank == 0 else Apply(lambda t: t + 1 / 0), x, mesh, 3)
+        run(norm if comm.rank == 0 else FunctionLayer(lambda t: t + 1 / 0), x, mesh, 3)
     run(norm, x, mesh, 3)
     plain(x)
     if comm.rank == 0:
@@ -177,21 +147,6 @@ def batch_norm(comm: Communicator) -> None:
 
 def test_deferred_batch_norm_is_committed_once() -> None:
     run_processes(2, batch_norm, limit=LIMIT)
-
-
-class Ordered(nn.Module):
-    """Records the order of backwards; micro-batches are numbered in the order of forwards."""
-
-    def __init__(self, order: list[int]) -> None:
-        super().__init__()
-        self._order = order
-        self._count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, m = x.clone(), self._count
-        self._count += 1
-        y.register_hook(lambda _: self._order.append(m))
-        return y
 
 
 class Dropped(nn.Module):
@@ -246,8 +201,15 @@ def autograd(comm: Communicator) -> None:
         torch.autograd.grad(run(module, x, mesh, 3).square().sum(), x, create_graph=True)
 
     # Backwards go from the last micro-batch to the first.
-    order: list[int] = []
-    run(nn.Sequential(module, Ordered(order)), x, mesh, 3).sum().backward()
+    count, order = itertools.count(), []
+
+    def note(layer: nn.Module, args: Any, y: Tensor) -> None:
+        m = next(count)
+        y.register_hook(lambda _: order.append(m))
+
+    noted = nn.Sequential(module, nn.Tanh())
+    noted[1].register_forward_hook(note)
+    run(noted, x, mesh, 3).sum().backward()
     assert order == [2, 1, 0]
 
     # Checkpointing in the module: the recomputation has the same dropout masks.
@@ -306,7 +268,9 @@ def loop_of_steps(comm: Communicator) -> None:
     with pytest.raises(
         ValueError, match=r"returned torch.float64 \[2, 6\].* not torch.float64 \[1, 2, 6\]"
     ):
-        execute_pipeline_step(Tokens(), state[None], state[None], model_axis_name="pipe", mesh=mesh)
+        execute_pipeline_step(
+            flattened(), state[None], state[None], model_axis_name="pipe", mesh=mesh
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -112,41 +112,45 @@ def test_a_killed_stage_is_an_error_on_the_others() -> None:
     run_processes(3, death, limit=LIMIT, killed=(1,))
 
 
+@pytest.mark.parametrize("count", [True, False, 0, -1, 1.5, "2"])
+def test_numbers_of_micro_batches_are_refused_before_any_communication(count: Any) -> None:
+    message = f"num_microbatches is {count!r}; it must be an integer"
+    with pytest.raises(ValueError, match=message):
+        execute_pipeline(nn.Tanh(), None, num_microbatches=count, model_axis_name="pipe")
+    with pytest.raises(ValueError, match=message):
+        PipelineModule("pipe", count, nn.Tanh)
+
+
 def bad_arguments(comm: Communicator) -> None:
-    mesh = line(comm)
-    module = nn.Tanh()
-    x = randn(5, 2)
+    mesh, module, x = line(comm), nn.Tanh(), randn(5, 2)
+
+    def refused(error: type[Exception], message: str, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(error, match=message):
+            run(*args, **kwargs)
+
     # The beginning of this message is that of xlstm-jax.
     message = "^Batch size 5 must be divisible by number of microbatches 3;"
-    with pytest.raises(ValueError, match=message):
-        run(module, x, mesh, 3)
-    with pytest.raises(ValueError, match="x has no dimension"):
-        run(module, x[0, 0], mesh, 1)
-    for m in (0, -1, 1.5, "2"):
-        with pytest.raises(ValueError, match=f"num_microbatches is {m!r}"):
-            run(module, x, mesh, m)
-        with pytest.raises(ValueError, match=f"num_microbatches is {m!r}"):
-            PipelineModule("pipe", m, nn.Tanh, mesh=mesh)
-    with pytest.raises(TypeError, match="module must be an nn.Module, got builtin_function"):
-        run(torch.tanh, x, mesh, 1)
+    refused(ValueError, message, module, x, mesh, 3)
+    refused(ValueError, "x has no dimension", module, x[0, 0], mesh, 1)
+    refused(TypeError, "module must be an nn.Module, got builtin", torch.tanh, x, mesh, 1)
     with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, got int"):
         PipelineModule("pipe", 1, int, mesh=mesh)
-    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got str"):
-        run(module, x, "pipe", 1)
-    with pytest.raises(ValueError, match="there is no device mesh; pass mesh="):
-        execute_pipeline(module, x, num_microbatches=1, model_axis_name="pipe")
-    with pytest.raises(ValueError, match=r"no dimension 'model'; its dimensions are \['pipe'\]"):
-        execute_pipeline(module, x, num_microbatches=1, model_axis_name="model", mesh=mesh)
-    with pytest.raises(ValueError, match="no dimension 'tensor'"):
-        run(module, x, mesh, 1, replicated_axis_names=["tensor"])
-    with pytest.raises(ValueError, match="whose ranks hold different stages"):
-        run(module, x, mesh, 1, replicated_axis_names=["pipe"])
-    with pytest.raises(ValueError, match="no dimension 'pipe'"):
-        run(module, x, init_device_mesh("cpu", (2,)), 1)
+    refused(TypeError, "mesh must be a DeviceMesh, got str", module, x, "pipe", 1)
+    refused(ValueError, "there is no device mesh; pass mesh=", module, x, None, 1)
+    unnamed, other = (
+        init_device_mesh("cpu", (2,), mesh_dim_names=names) for names in (None, ("data",))
+    )
+    refused(ValueError, r"no dimension 'pipe'; its dimensions are \[\]", module, x, unnamed, 1)
+    refused(ValueError, r"no dimension 'pipe'; .* \['data'\]", module, x, other, 1)
+    for names, message in (("tensor", "no dimension 'tensor'"), ("pipe", "hold different stages")):
+        refused(ValueError, message, module, x, mesh, 1, replicated_axis_names=[names])
     elsewhere = DeviceMesh("cpu", [0], mesh_dim_names=("pipe",))
     if comm.rank == 1:
-        with pytest.raises(ValueError, match="rank 1 is not in the mesh"):
-            run(module, x, elsewhere, 1)
+        refused(ValueError, "rank 1 is not in the mesh", module, x, elsewhere, 1)
+
+
+def test_bad_arguments() -> None:
+    run_processes(2, bad_arguments, limit=LIMIT)
 
 
 def threads_of_gloo() -> list[str]:
@@ -154,57 +158,38 @@ def threads_of_gloo() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def destroy_group(comm: Communicator, fails: bool) -> None:
-    """Gloo's threads end with the group, although output, module and exception are still alive.
-
-    They must have ended before the interpreter does (pytorch#190489).
-    """
+def destroy_group(comm: Communicator, left: str) -> None:
+    """Gloo's threads end with the group, although output, module and exception are still alive, and
+    at exit if it is in a reference cycle: they must end before the interpreter (pytorch#190489)."""
     import torch._dynamo  # noqa: F401 - leaves the frames of its callers in a reference cycle.
 
     gc.collect()
     gc.disable()
-    mesh = line(comm)
+    mesh, x = line(comm), randn(6, WIDTH).requires_grad_()
     stage = PipelineModule("pipe", 3, nn.Tanh, mesh=mesh)
-    output = None
-    if fails:
+    kept: list[Any] = []
+    if left == "exception":
         with contextlib.suppress(KeyError, RuntimeError):
-            run(Failing(1) if comm.rank == 1 else nn.Tanh(), randn(6, WIDTH), mesh, 3)
+            run(Failing(1) if comm.rank == 1 else nn.Tanh(), x, mesh, 3)
     else:
-        output = stage(randn(6, WIDTH).requires_grad_())
-        output.sum().backward()
+        kept.append(stage(x))
+        kept[0].sum().backward()
+    if left == "cycle":
+        kept = [mesh]
+        kept.append(kept)
+        del kept
     del mesh
     assert threads_of_gloo()
     dist.destroy_process_group()
+    if left == "cycle":
+        assert threads_of_gloo()
+        atexit._run_exitfuncs()
     assert not threads_of_gloo()
-    if not fails:
-        with pytest.raises(RuntimeError, match="process group"):
-            stage(randn(6, WIDTH))
-
-
-def exit_with_a_cycle(comm: Communicator) -> None:
-    """At exit, reference cycles are collected before the interpreter is torn down."""
-    gc.disable()
-    mesh = line(comm)
-    run(nn.Tanh(), randn(6, WIDTH), mesh, 3)
-    cycle: list[Any] = [mesh]
-    cycle.append(cycle)
-    del mesh, cycle
-    dist.destroy_process_group()
-    assert threads_of_gloo()
-    atexit._run_exitfuncs()
-    assert not threads_of_gloo()
+    with pytest.raises(RuntimeError, match="process group"):
+        stage(x)
 
 
 @leaves_the_group
-def test_a_group_in_a_reference_cycle_ends_before_the_interpreter() -> None:
-    run_processes(2, exit_with_a_cycle, limit=LIMIT)
-
-
-@leaves_the_group
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_pipeline_does_not_keep_its_group_alive(fails: bool) -> None:
-    run_processes(3, destroy_group, fails, limit=LIMIT)
-
-
-def test_bad_arguments() -> None:
-    run_processes(2, bad_arguments, limit=LIMIT)
+@pytest.mark.parametrize("left", ["output", "exception", "cycle"])
+def test_a_pipeline_does_not_keep_its_group_alive(left: str) -> None:
+    run_processes(3, destroy_group, left, limit=LIMIT)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.function_layer import FunctionLayer
 from support.pipes import Pipe
 from torch import nn
 from torch.nn.utils.rnn import (
@@ -54,14 +55,24 @@ class Decode(nn.Module):
         return {"y": y, "rest": (value["inner"].index, value["name"], len(y))}
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Encode(), Decode()).double()
+closely = {"rtol": 0, "atol": 1e-10}
+
+
+def assert_same_grads(module: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, **closely)
+
+
+def pipe_of(*layers: nn.Module, chunks: int = 2, **options: Any) -> Pipe:
+    """A stage for each layer, on the CPU."""
+    places = {"balance": [1] * len(layers), "devices": ["cpu"] * len(layers)}
+    return Pipe(nn.Sequential(*layers), chunks=chunks, **places, **options)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_nested_values_and_several_arguments(checkpoint: str, place: torch.device) -> None:
-    plain, piped = model(), model()
+    plain = nn.Sequential(Encode(), Decode()).double()
+    piped = copy.deepcopy(plain)
     pipe = Pipe(piped, [1, 1], devices=[place] * 2, chunks=3, checkpoint=checkpoint)
     x, a, b = torch.randn(3, 7, 4, dtype=torch.float64).unbind()
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
@@ -75,11 +86,10 @@ def test_nested_values_and_several_arguments(checkpoint: str, place: torch.devic
         out["y"].square().sum().backward()
         if module is pipe:
             ours, grads = out, [t.grad for t in given]
-    torch.testing.assert_close(ours["y"], out["y"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(ours["y"], out["y"], **closely)
     for grad, tensor in zip(grads, given, strict=True):
-        torch.testing.assert_close(grad, tensor.grad, rtol=0, atol=1e-10)
-    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(grad, tensor.grad, **closely)
+    assert_same_grads(piped, plain)
     index, (name, nothing), lengths = ours["rest"]
     assert index.tolist() == [0, 1, 2, 0, 1, 0, 1]  # Each micro-batch counts its own rows.
     assert name == ["n"] * 3 and nothing is None and lengths == [3, 2, 2]
@@ -90,11 +100,9 @@ def test_only_a_keyword_argument_and_a_list(place: torch.device) -> None:
     x = torch.randn(4, 4)
     assert torch.equal(pipe(input=x), pipe(x))
 
-    class Sum(nn.Module):
-        def forward(self, tensors):
-            return sum(tensors)
-
-    pipe = Pipe(nn.Sequential(Sum(), nn.Identity()), [1, 1], devices=[place] * 2, chunks=2)
+    pipe = Pipe(
+        nn.Sequential(FunctionLayer(sum), nn.Identity()), [1, 1], devices=[place] * 2, chunks=2
+    )
     assert torch.equal(pipe([x, x, x]), 3 * x)
 
 
@@ -113,20 +121,18 @@ def test_another_batch_dimension(dim: int, checkpoint: str, place: torch.device)
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
     (output * weights).sum().backward()
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-    torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
-    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    torch.testing.assert_close(output, expected, **closely)
+    torch.testing.assert_close(b.grad, a.grad, **closely)
+    assert_same_grads(piped, plain)
 
     piped.zero_grad()
     pipe.train_step(a.detach(), weights, lambda y, w: (y * w).sum(), loss_reduction="sum")
-    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    assert_same_grads(piped, plain)
 
 
 def test_bad_values() -> None:
     x = torch.zeros(4, 4)
-    pipe = Pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = pipe_of(nn.Identity(), nn.Identity())
     with pytest.raises(ValueError, match=r"input 1 has batch size 3 and input 0 has 4.*NoChunk"):
         pipe((x, torch.zeros(3)))
     with pytest.raises(ValueError, match="requires no gradient"):
@@ -135,9 +141,9 @@ def test_bad_values() -> None:
         NoChunk(3)  # type: ignore[arg-type]
     for bad in (-1, 1.5, True):
         with pytest.raises(ValueError, match="batch_dim"):
-            Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batch_dim=bad)
+            pipe_of(nn.Identity(), batch_dim=bad)
     with pytest.raises(ValueError, match="batch dimension 2 is needed"):
-        Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batch_dim=2)(x)
+        pipe_of(nn.Identity(), batch_dim=2)(x)
 
 
 class Batch(dict):
@@ -147,50 +153,59 @@ class Batch(dict):
 def test_tensors_in_containers_that_pytree_does_not_know() -> None:
     """Every micro-batch would get them whole, and their graphs would not be cut between stages."""
 
-    class Out(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return x, Batch(x=x * 2)
-
-    pipe = Pipe(nn.Sequential(nn.Identity(), Out()), [2], devices=["cpu"], chunks=2)
+    pipe = pipe_of(nn.Identity(), FunctionLayer(lambda x: (x, Batch(x=x * 2))))
     x = torch.randn(4, 2, requires_grad=True)
     with pytest.raises(TypeError, match=r"input has tensors in a Batch, which.*register"):
         pipe(x, Batch(x=x))
-    with pytest.raises(TypeError, match="the output of stage 0 has tensors in a Batch"):
+    with pytest.raises(TypeError, match="the output of stage 1 has tensors in a Batch"):
         pipe(x)
 
 
 def test_micro_batches_with_outputs_of_different_structure(place: torch.device) -> None:
-    class Odd(nn.Module):
-        def forward(self, x):
-            return (x, x) if x[0, 0] else {"x": x}
-
-    pipe = Pipe(nn.Sequential(nn.Identity(), Odd()), [1, 1], devices=[place] * 2, chunks=2)
+    odd = FunctionLayer(lambda x: (x, x) if x[0, 0] else {"x": x})
+    pipe = Pipe(nn.Sequential(nn.Identity(), odd), [1, 1], devices=[place] * 2, chunks=2)
     with pytest.raises(ValueError, match="all micro-batches must be alike"):
         pipe(torch.tensor([[0.0], [1.0]]))
 
 
 def test_one_micro_batch_returns_lists_of_other_values_too() -> None:
-    class Name(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
-            return x, "name", None
-
-    pipe = Pipe(nn.Sequential(Name()), [1], devices=["cpu"], chunks=1)
+    pipe = pipe_of(FunctionLayer(lambda x: (x, "name", None)), chunks=1)
     assert pipe(torch.zeros(2, 2))[1:] == (["name"], None)
 
 
 def test_several_arguments_and_a_layer_that_occurs_twice(place: torch.device) -> None:
-    class Difference(nn.Module):
-        def forward(self, a, b):
-            return a - b
-
+    difference, minus = FunctionLayer(lambda a, b: a - b), FunctionLayer(lambda x: -x)
     relu, a, b = nn.ReLU(), torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]])
-    pipe = Pipe(nn.Sequential(Difference(), relu, Minus(), relu), [4], devices=[place], chunks=2)
+    pipe = Pipe(nn.Sequential(difference, relu, minus, relu), [4], devices=[place], chunks=2)
     assert torch.equal(pipe(a, b), torch.tensor([[0.0], [0.0]]))
 
 
-class Minus(nn.Module):
-    def forward(self, x):
-        return -x
+def test_the_state_of_an_lstm_is_not_joined_along_its_layers() -> None:
+    lstm, x = nn.LSTM(8, 32, batch_first=True), torch.randn(16, 5, 8)
+    with pytest.raises(ValueError, match=r"\(1, 4, 32\) for micro-batch 0, of 4 rows"):
+        pipe_of(lstm, chunks=4)(x)
+    torch.testing.assert_close(pipe_of(lstm, chunks=1)(x), lstm(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("batch", [8, 7])
+def test_a_multiple_of_the_rows_is_joined(batch: int) -> None:
+    x = torch.randn(batch, 3, 2)
+    assert torch.equal(pipe_of(nn.Flatten(0, 1), chunks=4)(x), x.flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.mean(0, keepdim=True),
+        lambda x: x[x[:, 0] > 0],
+        lambda x: x[:, : int(x[0, 1])],
+    ],
+    ids=["reduced", "filtered", "other features"],
+)
+def test_other_rows_or_features_are_refused(function: Callable[[Any], Any]) -> None:
+    x = torch.tensor([[1.0, 1.0], [1.0, 1.0], [-1.0, 2.0], [1.0, 2.0]])
+    with pytest.raises(ValueError, match="joined along dimension 0"):
+        pipe_of(FunctionLayer(function))(x)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "jagged"])
@@ -201,11 +216,8 @@ def test_rows_that_cannot_be_cut(kind: str) -> None:
             [torch.ones(n + 1, 4) for n in range(4)], layout=torch.jagged
         )
 
-    class Dense(nn.Module):
-        def forward(self, value: Any) -> torch.Tensor:
-            return value.to_dense() if kind == "sparse" else value.to_padded_tensor(0.0)
-
-    pipe = Pipe(nn.Sequential(Dense()), [1], devices=["cpu"], chunks=2)
+    dense = torch.Tensor.to_dense if kind == "sparse" else lambda x: x.to_padded_tensor(0.0)
+    pipe = pipe_of(FunctionLayer(dense))
     with pytest.raises(TypeError, match=rf"input 0.*{kind}.*NoChunk\(tensor\)\), or use chunks=1"):
         pipe(x)
     with pytest.raises(TypeError, match=f"target 0.*{kind}"):
@@ -215,12 +227,8 @@ def test_rows_that_cannot_be_cut(kind: str) -> None:
 
 
 def test_packed_sequences_are_not_cut() -> None:
-    class First(nn.Module):
-        def forward(self, packed: Any) -> torch.Tensor:
-            return pad_packed_sequence(packed, batch_first=True)[0]
-
     packed = pack_sequence([torch.ones(2, 3), torch.ones(2, 3)])
-    pipe = Pipe(nn.Sequential(First()), [1], devices=["cpu"], chunks=2)
+    pipe = pipe_of(FunctionLayer(lambda packed: pad_packed_sequence(packed, batch_first=True)[0]))
     with pytest.raises(TypeError, match="input has a PackedSequence.*padded tensor"):
         pipe(packed)
 
@@ -283,7 +291,7 @@ def test_values_of_registered_classes_are_cut(execution: str) -> None:
 @pytest.mark.usefixtures("registered")
 def test_what_is_cut_into_another_number_of_parts() -> None:
     register_split(Images, lambda value, sizes: [value])
-    pipe = Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], chunks=2)
+    pipe = pipe_of(nn.Identity())
     with pytest.raises(ValueError, match=r"cuts a Images returned 1 parts for 2 micro-batches"):
         pipe((torch.ones(4, 1), Images()))
     for kind in (list, torch.Tensor, nn.Parameter, 3):
