@@ -33,15 +33,12 @@ PAST_THE_OUTPUT = (
 
 
 class Leaf:
-    """An input of a stage's graph, and the gradient that arrives there.
+    """An input of a stage's graph, which shares the memory of ``tensor``, and the gradient that
+    arrives there. ``foreign`` is called if it is of another backward than one of the stage.
 
     The gradient is taken on its way to ``tensor.grad``: there autograd would lay it out like the
     tensor, and with other strides earlier stages would take other kernels, with other bits, than in
     one graph of all stages.
-
-    Args:
-        tensor: the input; the leaf shares its memory.
-        foreign: called before the error if another backward than one of the stage gets here.
     """
 
     def __init__(self, tensor: torch.Tensor, foreign: Callable[[], None]) -> None:
@@ -60,11 +57,7 @@ class Leaf:
         return self._grads.pop()
 
 
-def _keep(
-    place: list[torch.Tensor | None],
-    foreign: Callable[[], None],
-    grads: tuple[torch.Tensor | None, ...],
-) -> tuple[None]:
+def _keep(place: list[Any], foreign: Callable[[], None], grads: tuple[Any, ...]) -> tuple[None]:
     if not place:
         foreign()
         raise RuntimeError(PAST_THE_OUTPUT)

@@ -14,8 +14,8 @@ Stages = Sequence[tuple[int, nn.Sequential]]
 def note_layer(
     error: Exception, stages: Stages, micro_batch: int, what: Literal["forward", "recomputation"]
 ) -> None:
-    """Add a note to ``error``, which ``stages`` have just raised, that names the layer. An error
-    that no layer raised gets none: it names the stage itself."""
+    """Name in a note the layer that has raised ``error``. An error that no layer raised gets no
+    note: it names the stage itself."""
     found = _layer(error, stages)
     if found is not None:
         _add(error, f"raised in the {what} of {found}, micro-batch {micro_batch} of a pipe")

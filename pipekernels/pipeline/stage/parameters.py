@@ -98,10 +98,7 @@ class StageParameters:
 def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
     """Put the aliases of all ``stages`` into the layers in the body. Afterwards the layers get back
     what they had: parameters, aliases of another run, or what the user has put there since.
-
-    Raises:
-        RuntimeError: in ``torch.nn.utils.parametrize.cached()``, whose values belong to one graph.
-    """
+    RuntimeError in ``parametrize.cached()``, whose values belong to one graph."""
     if are_parametrizations_cached():
         raise RuntimeError(
             "torch.nn.utils.parametrize.cached() would give every micro-batch the graph of the "

@@ -148,12 +148,9 @@ class BackwardWatch(DrawWatch):
 
 class LaneRandom(HookWatch):
     """Seeds the random functions of one task, on the calling thread, by ``seed``. Notes in ``drew``
-    whether there were any.
-
-    With ``audit``, :meth:`saw_everything` tells whether the default generator was also used by
-    functions that the mode does not see (in C++ or compiled code). If so, the task must not run on
-    a lane.
-    """
+    whether there were any. With ``audit``, :meth:`saw_everything` tells whether the default
+    generator was also used where the mode does not see it (in C++ or compiled code): then the task
+    must not run on a lane."""
 
     def __init__(self, seed: int, states: States, *, audit: bool = False) -> None:
         super().__init__(states)
@@ -163,8 +160,7 @@ class LaneRandom(HookWatch):
         self._audit = audit
         self._hidden = False
         if audit:
-            torch.default_generator.manual_seed(seed)
-            self._state = torch.default_generator.get_state()
+            self._state = torch.default_generator.manual_seed(seed).get_state()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,8 +181,8 @@ class LaneRandom(HookWatch):
         return result
 
     def _check(self) -> None:
-        now = torch.default_generator.get_state()
-        self._hidden |= self._state is not None and not torch.equal(now, self._state)
+        assert self._state is not None
+        self._hidden |= not torch.equal(self._state, torch.default_generator.get_state())
 
     def saw_everything(self) -> bool:
         """Whether only known random functions used the default generator. Needs ``audit``."""

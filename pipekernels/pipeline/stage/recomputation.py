@@ -37,14 +37,23 @@ class BufferSnapshot:
     """A copy, or None if the buffer itself still has the value."""
 
 
+Entry = tuple[dict[str, Any], str, torch.Tensor]
+"""A buffer: the ``_buffers`` of its layer, its name there, and itself."""
+
+
+def _without_grad(stages: Sequence[nn.Module]) -> Iterator[Entry]:
+    """The buffers that require no gradient: graphs must use the others themselves, not copies."""
+    for layer in (layer for stage in stages for layer in stage.modules()):
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and not buffer.requires_grad:
+                yield layer._buffers, name, buffer
+
+
 def snapshot_buffers(stages: Sequence[nn.Module]) -> list[BufferSnapshot]:
     """The buffers of ``stages``, with copies of all: any of them may be changed by the forward."""
     return [
-        BufferSnapshot(layer._buffers, name, buffer, versions([buffer])[0], buffer.clone())
-        for stage in stages
-        for layer in stage.modules()
-        for name, buffer in layer._buffers.items()
-        if buffer is not None and not buffer.requires_grad
+        BufferSnapshot(owner, name, buffer, versions([buffer])[0], buffer.clone())
+        for owner, name, buffer in _without_grad(stages)
     ]
 
 
@@ -77,16 +86,8 @@ def buffers_of_forward(
     # through .data, which changes no version counter: graphs of other micro-batches may have saved
     # the buffers, which have their values back when the body ends.
     changed = [(e.buffer.data, e.value, e.buffer.clone()) for e in found if e.value is not None]
-    buffers = {
-        (id(layer._buffers), name): (layer._buffers, name, buffer)
-        for stage in stages
-        for layer in stage.modules()
-        for name, buffer in layer._buffers.items()
-        # The graph must use a buffer that requires a gradient itself, not a copy.
-        if buffer is not None and not buffer.requires_grad
-    }
-    of_forward = {(id(e.owner), e.name): (e.owner, e.name, e.buffer) for e in found}
-    buffers |= {key: entry for key, entry in of_forward.items() if entry[1] in entry[0]}
+    entries = [*_without_grad(stages), *((e.owner, e.name, e.buffer) for e in found)]
+    buffers = {(id(owner), name): (owner, name, b) for owner, name, b in entries if name in owner}
 
     def put_back() -> None:
         for data, _, now in changed:
