@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
+from support.pipes import Pipe, on_cpus
 from torch import nn
 
-from pipekernels import Pipe
 from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 
 
@@ -51,10 +51,9 @@ def test_layers_may_be_converted_before_and_after_the_pipe_is_made() -> None:
 
 
 def test_training_normalises_by_micro_batch_and_evaluation_by_statistics() -> None:
-    pipe = Pipe(
-        nn.Sequential(nn.BatchNorm1d(4)).double(), [1], devices=["cpu"], chunks=2,
-        deferred_batch_norm=True,
-    )  # fmt: skip
+    pipe = on_cpus(
+        nn.Sequential(nn.BatchNorm1d(4)).double(), [1], chunks=2, deferred_batch_norm=True
+    )
     reference = nn.BatchNorm1d(4).double()
     x = torch.randn(6, 4, dtype=torch.float64)
     output = pipe(x)
@@ -74,10 +73,12 @@ def test_a_failed_mini_batch_does_not_change_the_statistics() -> None:
                 raise ArithmeticError
             return x
 
-    pipe = Pipe(
-        nn.Sequential(nn.BatchNorm1d(2), FailsOnce()).double(), [1, 1], devices=["cpu"] * 2,
-        chunks=2, deferred_batch_norm=True,
-    )  # fmt: skip
+    pipe = on_cpus(
+        nn.Sequential(nn.BatchNorm1d(2), FailsOnce()).double(),
+        [1, 1],
+        chunks=2,
+        deferred_batch_norm=True,
+    )
     reference = nn.BatchNorm1d(2).double()
     x = torch.randn(4, 2, dtype=torch.float64)
     with pytest.raises(ArithmeticError):
@@ -131,7 +132,7 @@ def test_conversion_refuses_layers_that_would_lose_behaviour(which: str) -> None
 def test_a_pipe_refuses_such_layers_too() -> None:
     layers = nn.Sequential(nn.BatchNorm1d(2), NormAndRelu(2))
     with pytest.raises(TypeError, match=r"^1\.1 is a NormAndRelu, which does more"):
-        Pipe(layers, [1, 1], devices=["cpu"] * 2, deferred_batch_norm=True)
+        on_cpus(layers, [1, 1], deferred_batch_norm=True)
 
 
 def test_conversion_keeps_hooks_attributes_and_sharing() -> None:
@@ -148,7 +149,7 @@ def test_conversion_keeps_hooks_attributes_and_sharing() -> None:
 @pytest.mark.slow
 def test_another_thread_waits_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
-    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
+    pipe = on_cpus(module, [1, 1], chunks=2, deferred_batch_norm=True)
     x = torch.randn(4, 2)
     begun = threading.Event()
     pipe[1].register_forward_hook(
@@ -208,7 +209,7 @@ def test_a_layer_without_statistics_tracks_none() -> None:
 def test_a_pipe_commits_whatever_the_chunks_of_its_layers() -> None:
     norm = nn.BatchNorm1d(3)
     module = nn.Sequential(convert_deferred_batch_norm(copy.deepcopy(norm), chunks=2))
-    pipe = Pipe(module, [1], devices=["cpu"], chunks=3)
+    pipe = on_cpus(module, [1], chunks=3)
     x = torch.randn(9, 3)
     norm(x), pipe(x)
     assert_same_statistics(norm, pipe[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import on_cpus
 from support.sweeps.pipes import differs
 from torch import nn
 
@@ -67,7 +67,7 @@ def test_a_pipe_has_the_bits_of_the_loop(
     torch.manual_seed(0)
     model, x = make(), data()
     loop = copy.deepcopy(model)
-    pipe = Pipe(model, balance, devices=["cpu"] * len(balance), chunks=4, checkpoint=checkpoint)
+    pipe = on_cpus(model, balance, chunks=4, checkpoint=checkpoint)
     a, b = x.detach().requires_grad_(), x.detach().requires_grad_()
     output = pipe(a)
     expected = torch.cat([loop(part) for part in b.tensor_split(4)])
@@ -89,9 +89,9 @@ def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: str, execut
         return hidden * torch.from_numpy(mask.numpy().copy())  # Refused if it required one.
 
     layers = [nn.Linear(4, 4), Apply(lambda x: (x.relu(), (x[:, :1] > 0).float())), Apply(read)]
-    pipe = Pipe(
+    pipe = on_cpus(
         nn.Sequential(*layers, Apply(lambda x: (x, (x > 0).float()))),
-        [2, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint,
+        [2, 1, 1], chunks=4, checkpoint=checkpoint,
     )  # fmt: skip
     output, mask = pipe(torch.randn(8, 4))
     assert output.requires_grad and not mask.requires_grad
@@ -106,7 +106,7 @@ def test_a_recomputation_with_another_graph_is_an_error(execution: str) -> None:
         return x.tanh() if len(calls) <= 4 else x.sigmoid()
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Apply(alternate))
-    pipe = Pipe(model, [1, 2], devices=["cpu"] * 2, chunks=4, checkpoint="always")
+    pipe = on_cpus(model, [1, 2], chunks=4, checkpoint="always")
     output = pipe(torch.randn(8, 4))
     with pytest.raises(RuntimeError, match=r"recomputation of stages? .* made a graph .* differs"):
         output.sum().backward()

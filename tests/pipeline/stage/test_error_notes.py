@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import Pipe, on_cpus
 from torch import nn
 
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
@@ -111,7 +111,7 @@ def test_notes_are_added_once(execution: str) -> None:
 
 
 def test_a_pipe_in_a_pipe(execution: str) -> None:
-    inner = Pipe(nn.Sequential(Fails("forward")), [1], devices=["cpu"])
+    inner = on_cpus(nn.Sequential(Fails("forward")), [1])
     error = failed(pipe_with(inner))
     assert error.__notes__ == [
         "raised in the forward of layer '0' (Fails), stage 0, micro-batch 0 of a pipe",
@@ -121,7 +121,7 @@ def test_a_pipe_in_a_pipe(execution: str) -> None:
 
 def test_a_layer_that_occurs_twice(execution: str) -> None:
     layer = Fails("forward")
-    pipe = Pipe(nn.Sequential(layer, nn.Identity(), layer), [3], devices=["cpu"], chunks=4)
+    pipe = on_cpus(nn.Sequential(layer, nn.Identity(), layer), [3], chunks=4)
     (note,) = failed(pipe).__notes__
     where = "layer '0' or '2' (Fails), stage 0, micro-batch 2 of a pipe"
     assert note == f"raised in the forward of {where}"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import on_cpus
 from torch import nn
 
 from pipekernels import is_recomputing
@@ -67,7 +67,7 @@ def test_a_recomputation_draws_what_its_forward_drew(
     execution: str, source: str, mode: str
 ) -> None:
     layers = [MAKERS[source]() for _ in range(4)]
-    pipe = Pipe(nn.Sequential(*layers), [1, 2, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+    pipe = on_cpus(nn.Sequential(*layers), [1, 2, 1], chunks=4, checkpoint=mode)
     for _ in range(3):
         for layer in layers:
             layer.drawn.clear()
@@ -82,7 +82,7 @@ def test_a_recomputation_draws_what_its_forward_drew(
 
 def test_the_default_execution_keeps_to_one_thread() -> None:
     layers = nn.Sequential(Scale(random.random), Scale(random.random))
-    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution="auto")
+    pipe = on_cpus(layers, [1, 1], chunks=4, checkpoint="never", execution="auto")
     pipe(torch.ones(4, requires_grad=True))
     assert pipe._engine.stages.observed.needs_one_thread()
 
@@ -110,10 +110,9 @@ def test_stages_that_begin_to_draw_at_the_same_time() -> None:
 
     # Stage 0 has its second micro-batch while stage 1 has its first.
     threads = [1, 2]
-    pipe = Pipe(
-        nn.Sequential(Late(2), Late(1)), [1, 1], devices=["cpu"] * 2, chunks=2,
-        checkpoint="always", execution="threads",
-    )  # fmt: skip
+    pipe = on_cpus(
+        nn.Sequential(Late(2), Late(1)), [1, 1], chunks=2, checkpoint="always", execution="threads"
+    )
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     output = pipe(x)
     with pytest.raises(RuntimeError, match="at the same time"):
@@ -126,7 +125,7 @@ def test_stages_that_begin_to_draw_at_the_same_time() -> None:
 def test_halves_of_normal_pairs_are_replayed(execution: str) -> None:
     """NumPy's global generator keeps the second of two normal numbers, beside its own state."""
     layers = [Scale(lambda: float(numpy.random.randn())) for _ in range(3)]
-    pipe = Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    pipe = on_cpus(nn.Sequential(*layers), [1, 2], chunks=3, checkpoint="always")
     for kept in (0, 1):
         numpy.random.seed(5)
         numpy.random.randn(kept)

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pipes import Pipe
+from support.pipes import Pipe, on_cpus
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,7 +106,7 @@ def test_forward_and_recomputation_have_one_mask_for_any_alignment(
 
 def test_stages_and_micro_batches_have_different_masks() -> None:
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, execution="threads")
+    pipe = on_cpus(layers, [1, 1], chunks=4, execution="threads")
     output = pipe(torch.ones(64, 32))
     parts = output.ne(0).chunk(4)
     assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
@@ -146,7 +146,7 @@ def test_randomness_inside_cpp_stays_on_one_thread(begins: str) -> None:
     """An LSTM draws its dropout masks in C++, where lanes cannot intercept it."""
     torch.manual_seed(0)
     layers = [Recurrent(0.0 if begins == "with a probability" else 0.5) for _ in range(2)]
-    pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = on_cpus(nn.Sequential(*layers), [1, 1], chunks=2)
     if begins != "at once":
         pipe.train(begins == "with a probability")
         pipe(torch.ones(4, 3, 6))
@@ -173,7 +173,7 @@ def test_randomness_that_begins_in_training_mode_is_detected_then() -> None:
             return checkpoint(lambda x: F.dropout(forward(x)), x, use_reentrant=False)
 
     layers = [Sometimes(6, 6), Sometimes(6, 6)]
-    pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2).eval()
+    pipe = on_cpus(nn.Sequential(*layers), [1, 1], chunks=2).eval()
     pipe(torch.ones(4, 6)).sum().backward()
     assert not needs_one_thread(pipe)
     layers[1].train()
@@ -182,7 +182,7 @@ def test_randomness_that_begins_in_training_mode_is_detected_then() -> None:
 
 
 def test_visible_randomness_may_use_lanes() -> None:
-    pipe = Pipe(build(), [2, 3], devices=["cpu"] * 2, chunks=4)
+    pipe = on_cpus(build(), [2, 3], chunks=4)
     pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
     assert not needs_one_thread(pipe)
 
@@ -219,7 +219,7 @@ class Recomputed(nn.Module):
 def test_layers_that_recompute_themselves_have_the_same_masks(use_reentrant: bool) -> None:
     """They get and set the state of the global generator, so they need one thread."""
     module = nn.Sequential(nn.Linear(8, 8), Recomputed(use_reentrant), Recomputed(use_reentrant))
-    pipe = Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+    pipe = on_cpus(module, [2, 1], chunks=4, checkpoint="never")
 
     def gradients() -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -258,7 +258,7 @@ def test_layers_that_recompute_themselves_beside_random_numbers(
 ) -> None:
     """To recompute, they set the state of the global generator, from which lanes draw."""
     module = nn.Sequential(*[Between(use_reentrant, p) for _ in range(4)])
-    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+    pipe = on_cpus(module, [2, 2], chunks=4, checkpoint="never")
     x = torch.randn(64, 256, requires_grad=True)
 
     def step() -> None:
@@ -298,9 +298,7 @@ def test_layers_that_begin_to_recompute_themselves(
 ) -> None:
     layers = [nn.Linear(8, 8), Recomputed(None), Recomputed(None)]
     module = nn.Sequential(*layers)
-    pipe = Pipe(
-        module, [2, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution="threads"
-    )
+    pipe = on_cpus(module, [2, 1], chunks=4, checkpoint="never", execution="threads")
     x = torch.linspace(-1, 1, 64).view(8, 8)
 
     def gradients() -> list[torch.Tensor]:
@@ -321,12 +319,11 @@ def test_layers_that_begin_to_recompute_themselves(
 
 def test_a_pipe_within_a_pipe() -> None:
     def work() -> None:
-        inner = Pipe(
-            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), [2, 1],
-            devices=["cpu"] * 2, chunks=2,
-        )  # fmt: skip
+        inner = on_cpus(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), [2, 1], chunks=2
+        )
         layers = nn.Sequential(nn.Dropout(0.5), inner, nn.Linear(8, 8)).double()
-        outer = Pipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2)
+        outer = on_cpus(layers, [1, 2], chunks=2)
         runs.extend(results(outer, 3) for _ in range(8))
         assert needs_one_thread(outer)
 
@@ -342,9 +339,7 @@ def test_a_pipe_within_a_pipe() -> None:
 @pytest.mark.processes
 def test_a_child_forked_while_a_lane_draws_has_random_numbers() -> None:
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    pipe = Pipe(
-        layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never", execution="threads"
-    )
+    pipe = on_cpus(layers, [1, 1], chunks=2, checkpoint="never", execution="threads")
     drawing, forked = threading.Event(), threading.Event()
 
     def draw() -> None:

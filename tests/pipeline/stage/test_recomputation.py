@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import Pipe, assert_same_gradients, on_cpus
 from torch import nn
 from torch.nn.utils import prune
 
@@ -34,7 +34,7 @@ def model() -> nn.Sequential:
 
 
 def piped(module: nn.Sequential, checkpoint: str) -> Pipe:
-    return Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    return on_cpus(module, [2, 2], chunks=3, checkpoint=checkpoint)
 
 
 @pytest.fixture
@@ -149,13 +149,12 @@ def test_layers_that_write_to_their_parameters(checkpoint: str, execution: str) 
     module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2)).double()
     reference = copy.deepcopy(module)
     x = torch.tensor([0, 1, 1, 3, 4])
-    pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    pipe = on_cpus(module, [1, 1], chunks=2, checkpoint=checkpoint)
     for net in (pipe, reference):
         loss = net(x).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-6)
+    assert_same_gradients(module, reference, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -250,8 +249,7 @@ def test_layers_that_change_their_buffers(
         for now, value, other in zip(buffers, values, reference.buffers(), strict=True):
             assert torch.equal(now, value) and torch.equal(now, other)
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(module, reference, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -267,8 +265,7 @@ def test_training_steps_of_layers_that_change_their_buffers(
         torch.cat([reference(part) for part in x.tensor_split(3)]).square().sum().backward()
         for now, other in zip(pipe.buffers(), reference.buffers(), strict=True):
             assert torch.equal(now, other)
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(module, reference, rtol=1e-10, atol=1e-10)
 
 
 class Overwriting(nn.Module):
@@ -285,10 +282,9 @@ def test_inputs_survive_recomputations(
     layers = nn.Linear(4, 4), nn.Flatten(0), nn.Unflatten(0, (-1, 4)), Overwriting(), nn.Tanh()
     module = nn.Sequential(*layers).double()
     reference = copy.deepcopy(module)
-    pipe = Pipe(module, [1, 2, 2], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint)
+    pipe = on_cpus(module, [1, 2, 2], chunks=3, checkpoint=checkpoint)
     for net in (pipe, reference):
         output = net(x)
         for _ in range(backwards):
             output.square().sum().backward(retain_graph=True)
-    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    assert_same_gradients(module, reference)

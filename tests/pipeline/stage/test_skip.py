@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import Pipe, assert_same_gradients, on_cpus
 from support.skip_layers import Pop, Stash
 from torch import nn
 
@@ -92,8 +92,7 @@ def test_equals_the_unwrapped_module(
     output.square().sum().backward()
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
-    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    assert_same_gradients(piped, plain)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -107,8 +106,7 @@ def test_under_every_schedule(name: str, schedule: str, place: torch.device) -> 
     plain(x).square().mean().backward()
     lanes = {"lanes": 2} if schedule == "interleaved" else {}
     pipe.train_step(x, None, lambda y: y.square().mean(), schedule=schedule, **lanes)
-    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    assert_same_gradients(piped, plain)
 
 
 def test_a_skip_does_not_pass_the_stages_in_between() -> None:
@@ -121,7 +119,7 @@ def test_a_skip_does_not_pass_the_stages_in_between() -> None:
             return args[0]
 
     layers = nn.Sequential(stashing(), Middle(), Pop())
-    pipe = Pipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, execution="threads")
+    pipe = on_cpus(layers, [1, 1, 1], chunks=2, execution="threads")
     task = pipe._engine.stages.tasks[1]
     call = task._call
 
@@ -213,7 +211,7 @@ def test_skips_that_do_not_match_are_refused() -> None:
         with pytest.raises(TypeError, match=message):
             verify_skippables(module)
         with pytest.raises(TypeError, match=message):
-            Pipe(module, [len(layers)], devices=["cpu"])
+            on_cpus(module, [len(layers)])
 
 
 def test_misuse_in_a_forward() -> None:
@@ -276,10 +274,9 @@ def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: str) -> Non
             return x
 
     layers = [nn.Linear(5, 5), StashWhatItReturns(), nn.ReLU(inplace=True), Pop()]
-    pipe = Pipe(
-        nn.Sequential(*layers), [2, 1, 1], devices=["cpu"] * 3,
-        chunks=2, checkpoint=checkpoint, execution="threads",
-    )  # fmt: skip
+    pipe = on_cpus(
+        nn.Sequential(*layers), [2, 1, 1], chunks=2, checkpoint=checkpoint, execution="threads"
+    )
     with pytest.raises(RuntimeError, match="the skip 'skip' was modified in place by a stage betw"):
         pipe(torch.randn(4, 5))
     with torch.no_grad():
@@ -289,7 +286,7 @@ def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: str) -> Non
 
 def test_layers_with_skips_may_be_replaced_but_not_added_or_removed(execution: str) -> None:
     layers = [stashing(), nn.Linear(5, 5), popping()]
-    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    pipe = on_cpus(nn.Sequential(*layers), [1, 1, 1], chunks=2)
     x = torch.randn(4, 5)
     pipe.partitions[2][0] = popping()
     assert pipe(x).shape == x.shape

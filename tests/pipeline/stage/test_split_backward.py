@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.pipes import on_cpus
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 
-from pipekernels import Pipe
 from pipekernels.pipeline.stage.entry import StageInput
 from pipekernels.pipeline.stage.split_backward import backward_of_inputs
 from pipekernels.pipeline.stage.task import Task
@@ -170,9 +170,7 @@ def test_a_stage_that_returns_its_parameter() -> None:
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
-    pipe = Pipe(
-        model, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint="never", execution="split"
-    )
+    pipe = on_cpus(model, [1, 1, 1], chunks=2, checkpoint="never", execution="split")
     pipe(x).sum().backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
@@ -201,9 +199,7 @@ def test_hooks_are_called_once(kind: str) -> None:
     for execution in ("auto", "inline", "threads", "split"):
         calls.clear()
         model.zero_grad()
-        pipe = Pipe(
-            model, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution=execution
-        )
+        pipe = on_cpus(model, [1, 1], chunks=4, checkpoint="never", execution=execution)
         if execution == "split":
             pipe(x).sum().backward()
         else:
@@ -219,7 +215,7 @@ def test_hooks_are_called_once(kind: str) -> None:
 
 def test_a_split_pass_has_both_parts_on_its_timeline() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never", execution="split")
+    pipe = on_cpus(model, [1, 1], chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
         pipe(torch.randn(6, 6)).sum().backward()
     kinds = [(e.action.stage, e.action.kind) for e in timeline.phases[1].events]
@@ -229,7 +225,7 @@ def test_a_split_pass_has_both_parts_on_its_timeline() -> None:
 
 def test_execution_does_not_change_a_named_schedule() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never", execution="split")
+    pipe = on_cpus(model, [1, 1], chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="gpipe", loss_reduction="sum")
     assert {e.action.kind for e in timeline.phases[0].events} == {"F", "B"}
@@ -246,7 +242,7 @@ def test_one_thread_splits_backwards_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Task, "backward_of_inputs", spying)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, execution="inline")
+    pipe = on_cpus(model, [1, 1], chunks=3, execution="inline")
     with pipe.timeline():  # Prevents that stages are fused.
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="zb-h1", loss_reduction="sum")
     assert parts == [True] * 3
