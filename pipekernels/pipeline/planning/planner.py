@@ -150,14 +150,8 @@ def plan_pipeline(
     optimizer state (``param_scale``), buffers, activations of all micro-batches in flight, the
     largest working memory of a layer, the mini-batch, and its output with a gradient. It is an
     upper estimate: stages of one device reach their peaks at the same time, gradients of parameters
-    exist from the start, and what two stages share counts twice. Not modelled:
-
-    * the loss, the optimizer's step, and the pipe's own cost per task;
-    * that lanes share a GPU, memory bandwidth, caches and the interpreter lock;
-    * that copies between devices overlap with computation;
-    * that on CPUs fewer chunks than stages leave threads idle, and that the pipe runs on one
-      thread, or splits the backward of ``pipe(x)``, if that is faster;
-    * memory of skips and of messages between lanes, and the allocator's rounding.
+    exist from the start, and what two stages share counts twice. The loss and the optimizer's step
+    are left out; the guide lists what else is.
 
     Layers with collectives cannot be measured, because ranks would run them a different number of
     times: plan first, then ``tensor_parallelize``.
@@ -220,8 +214,8 @@ def plan_pipeline(
 def possible_settings(
     lanes: int, layer_count: int, batch: int, max_chunks: int, schedules: Iterable[str]
 ) -> list[Setting]:
-    """All settings for a mini-batch of ``batch`` rows, without duplicates that recompute
-    the same micro-batches; a ValueError if there is none, or no schedule of a name."""
+    """All distinct settings for a mini-batch of ``batch`` rows; a ValueError if there is none, or
+    no schedule of a name."""
     found: list[Setting] = []
     for name in schedules:
         interleave = lanes if name == "interleaved" else None
@@ -229,11 +223,9 @@ def possible_settings(
         schedule = Schedule(name, interleave)
         for chunks in range(1, min(max_chunks, batch) + 1 if stages <= layer_count else 1):
             rows, program = micro_batch_sizes(batch, chunks), schedule.program(stages, chunks)
-            distinct: dict[tuple[bool, ...], Setting] = {}
             for checkpoint in reversed(MODES):
-                setting = Setting(name, program, rows, checkpoint)
-                distinct.setdefault(setting.recomputed, setting)
-            found += distinct.values()
+                if chunks > 1 or checkpoint != "except_last":  # Of one, that is "never".
+                    found.append(Setting(name, program, rows, checkpoint))
     if not found:
         raise ValueError(
             f"no schedule is left to choose from for {layer_count} layers on {lanes} lanes; take "
