@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from support.ranks import leakable_resources
+from support.ranks import in_group, leakable_resources
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -118,7 +118,8 @@ def test_same_results_as_gloo_over_hosts(run_group: Callable[..., list[Any]]) ->
     run_group(3, compare_with_gloo, hosts="aab")
 
 
-def delegate(rank: int) -> None:
+@in_group(2)
+def test_other_collectives_are_delegated_to_gloo(rank: int) -> None:
     x = torch.tensor([rank + 1.0, 2.0])
     product = x.clone()
     dist.all_reduce(product, dist.ReduceOp.PRODUCT)
@@ -156,11 +157,8 @@ def delegate(rank: int) -> None:
     assert objects == [{"rank": 0}, {"rank": 1}]
 
 
-def test_other_collectives_are_delegated_to_gloo(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, delegate)
-
-
-def use_works(rank: int) -> None:
+@in_group(2)
+def test_works(rank: int) -> None:
     x = torch.ones(4, requires_grad=True)
     with torch.no_grad():
         y = x * 2
@@ -183,11 +181,8 @@ def use_works(rank: int) -> None:
     assert all(work.is_completed() for work in works)
 
 
-def test_works(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, use_works)
-
-
-def call_in_callbacks(rank: int) -> None:
+@in_group(2)
+def test_callbacks_may_call_collectives(rank: int) -> None:
     def add_again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
 
@@ -197,10 +192,6 @@ def call_in_callbacks(rank: int) -> None:
         futures.append(work.get_future().then(add_again))
     for count, future in enumerate(futures):
         assert future.wait().tolist() == [4.0] * count
-
-
-def test_callbacks_may_call_collectives(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, call_in_callbacks)
 
 
 def form_subgroups(rank: int) -> list[float]:
@@ -301,7 +292,8 @@ def test_works_of_a_destroyed_group_fail(
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def call_differently(rank: int) -> None:
+@in_group(2)
+def test_different_calls_raise_on_all_ranks(rank: int) -> None:
     with pytest.raises(ValueError, match="the ranks call different collectives"):
         dist.all_reduce(torch.ones(3 + rank))
     work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
@@ -318,11 +310,8 @@ def call_differently(rank: int) -> None:
     assert x.item() == 2
 
 
-def test_different_calls_raise_on_all_ranks(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, call_differently)
-
-
-def lose_a_rank(rank: int) -> None:
+@in_group(2, killed=(1,))
+def test_a_lost_rank_is_an_error_everywhere(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))
     loss = model(torch.ones(2, 3)).sum()
     if rank == 1:
@@ -333,10 +322,6 @@ def lose_a_rank(rank: int) -> None:
         with pytest.raises(PeerError, match="rank 1 has died") as caught:
             (dist.all_reduce(torch.ones(1), async_op=async_op) or dist).wait()
         assert caught.value.rank == 1
-
-
-def test_a_lost_rank_is_an_error_everywhere(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, lose_a_rank, killed=(1,))
 
 
 def fail_and_leave(rank: int, how: str) -> None:
@@ -374,7 +359,8 @@ def test_a_failed_call_keeps_neither_group_nor_tensors(
     run_group(2, fail_and_leave, how)
 
 
-def wait_with_timeout(rank: int) -> None:
+@in_group(2)
+def test_a_wait_can_have_a_timeout(rank: int) -> None:
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         with pytest.raises(TimeoutError, match=r"has not ended within 0:00:00\.3"):
@@ -385,10 +371,6 @@ def wait_with_timeout(rank: int) -> None:
     else:
         dist.recv(torch.ones(1), 0)
         dist.all_reduce(torch.ones(1))
-
-
-def test_a_wait_can_have_a_timeout(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, wait_with_timeout)
 
 
 def call_without_options(rank: int, backend: str) -> None:
@@ -433,7 +415,8 @@ def test_methods_of_groups_without_options(
     run_group(2, call_without_options, backend)
 
 
-def use_wrong_sizes(rank: int) -> None:
+@in_group(2)
+def test_wrong_sizes(rank: int) -> None:
     x = torch.ones(2)
     with pytest.raises(ValueError, match="all_gather needs a list of 2 tensors.*got 1"):
         dist.all_gather([torch.empty(2)], x)
@@ -446,7 +429,3 @@ def use_wrong_sizes(rank: int) -> None:
     with pytest.raises(ValueError, match="needs an input of 2 x 2 elements, got.* \\(3,\\) beside"):
         dist.reduce_scatter_tensor(x, torch.empty(3))
     dist.barrier()
-
-
-def test_wrong_sizes(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, use_wrong_sizes)

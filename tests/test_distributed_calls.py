@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import in_group
 
 pytestmark = pytest.mark.processes
 
@@ -22,7 +20,8 @@ def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return whole[:, 0]
 
 
-def pass_columns(rank: int) -> None:
+@in_group(3)
+def test_strided_tensors(rank: int) -> None:
     size, op, base = dist.get_world_size(), dist.ReduceOp, torch.arange(1.0, 4.0)
     touched = []
 
@@ -72,11 +71,8 @@ def pass_columns(rank: int) -> None:
         assert (beside == torch.tensor(9).to(beside.dtype)).all()
 
 
-def test_strided_tensors(run_group: Callable[..., list[Any]]) -> None:
-    run_group(3, pass_columns)
-
-
-def coalesce(rank: int) -> None:
+@in_group(2)
+def test_coalesced_calls(rank: int) -> None:
     tensors = [torch.full((i + 1,), rank + 1.0) for i in range(3)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for tensor in tensors:
@@ -85,11 +81,8 @@ def coalesce(rank: int) -> None:
     assert [t.tolist() for t in tensors] == [[3.0], [3.0] * 2, [3.0] * 3]
 
 
-def test_coalesced_calls(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, coalesce)
-
-
-def disagree(rank: int) -> None:
+@in_group(2)
+def test_ranks_that_disagree_are_named_at_once(rank: int) -> None:
     """What one rank would once have sent to Gloo and the other to the communicator."""
     x, op = torch.ones(4), dist.ReduceOp
     for ours, theirs in (
@@ -99,7 +92,3 @@ def disagree(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match="different collectives: rank 0 all_reduce.*rank 1"):
             (theirs if rank else ours)()
-
-
-def test_ranks_that_disagree_are_named_at_once(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, disagree)

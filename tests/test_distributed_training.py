@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.ranks import in_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,18 +40,16 @@ def train(rank: int, group: Any) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def train_twice(rank: int) -> None:
+@in_group(2)
+def test_ddp_trains_as_with_gloo(rank: int) -> None:
     expected = train(rank, dist.new_group(backend="gloo"))
     dist.group.WORLD._gloo = None
     for value, other in zip(train(rank, dist.group.WORLD), expected, strict=True):
         assert value.equal(other)  # The sum of two terms does not depend on their order.
 
 
-def test_ddp_trains_as_with_gloo(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, train_twice)
-
-
-def multiply_sharded(rank: int) -> None:
+@in_group(2)
+def test_dtensor_matmul(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     a, b = torch.randn(6, 8).double(), torch.randn(8, 5).double()
@@ -66,11 +64,8 @@ def multiply_sharded(rank: int) -> None:
     torch.testing.assert_close(w.grad.full_tensor(), a.t() @ torch.ones(6, 5).double())
 
 
-def test_dtensor_matmul(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, multiply_sharded)
-
-
-def shard_fully(rank: int) -> None:
+@in_group(2)
+def test_fsdp(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)).double()
     sharded = copy.deepcopy(model)
@@ -83,11 +78,8 @@ def shard_fully(rank: int) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), whole.grad)
 
 
-def test_fsdp(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, shard_fully)
-
-
-def use_functional(rank: int) -> None:
+@in_group(2)
+def test_functional_collectives(rank: int) -> None:
     group = dist.group.WORLD
     x = torch.arange(4.0) + rank
     assert functional.all_reduce(x, "sum", group).tolist() == [1.0, 3.0, 5.0, 7.0]
@@ -103,16 +95,9 @@ def use_functional(rank: int) -> None:
     assert [y.tolist() for y in several] == [[1.0, 2.0, 3.0, 4.0], [1.0]]
 
 
-def test_functional_collectives(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, use_functional)
-
-
-def join_uneven_inputs(rank: int) -> None:
+@in_group(2)
+def test_ranks_with_unevenly_many_inputs_join(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(3, 3), find_unused_parameters=True)
     with model.join():
         for _ in range(3 + 2 * rank):
             model(torch.randn(2, 3)).sum().backward()
-
-
-def test_ranks_with_unevenly_many_inputs_join(run_group: Callable[..., list[Any]]) -> None:
-    run_group(2, join_uneven_inputs)

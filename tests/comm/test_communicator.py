@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import on, own_stream
-from support.ranks import leakable_resources, run_processes, run_threads
+from support.ranks import leakable_resources, on_ranks, run_processes, run_threads
 
 from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
 from pipekernels.comm.join import bootstrap
@@ -118,12 +118,10 @@ def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
 def test_the_first_use_after_close_raises(device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
     comm.close()
-    for call in (
-        lambda: comm.all_reduce(torch.ones(1, device=device)),
-        lambda: comm.empty(3, device=device),
-    ):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
+    with pytest.raises(RuntimeError, match="closed"):
+        comm.all_reduce(torch.ones(1, device=device))
+    with pytest.raises(RuntimeError, match="closed"):
+        comm.empty(3, device=device)
 
 
 def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) -> None:
@@ -144,19 +142,12 @@ def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) ->
 
 def test_close_ends_a_call_in_another_thread() -> None:
     comm, _absent = Communicator.threads(2)
-    errors = []
-
-    def wait() -> None:
-        with pytest.raises(RuntimeError, match="closed during the call") as caught:
-            comm.barrier()
-        errors.append(caught.value)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.1)
-    comm.close()
-    thread.join(5)
-    assert len(errors) == 1
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(comm.barrier)
+        time.sleep(0.1)
+        comm.close()
+        with pytest.raises(RuntimeError, match="closed during the call"):
+            waiting.result(5)
 
 
 def subgroups(comm: Communicator, device: torch.device) -> list[int]:
@@ -182,18 +173,26 @@ def test_communicators_of_subgroups(device: torch.device) -> None:
     assert sums == [[11, 101], [11, 110], [110, 101]]
 
 
-def fail_to_open_a_pidfd(comm: Communicator, problem: Exception) -> str:
+def fail_to_join() -> str:
+    """The error, after which nothing has leaked."""
     before = leakable_resources()
-    if comm.rank == 1:
-
-        def refuse(pid: int) -> int:
-            raise problem
-
-        _backend.load().open_pidfd = refuse
     with pytest.raises(RuntimeError) as caught:
         Communicator.from_process_group()
     assert leakable_resources() == before
     return str(caught.value)
+
+
+def refusal(problem: Exception) -> Callable[..., int]:
+    def refuse(*arguments: object) -> int:
+        raise problem
+
+    return refuse
+
+
+def fail_to_open_a_pidfd(comm: Communicator, problem: Exception) -> str:
+    if comm.rank == 1:
+        _backend.load().open_pidfd = refusal(problem)
+    return fail_to_join()
 
 
 @pytest.mark.processes
@@ -232,17 +231,9 @@ def test_a_join_without_file_descriptors_on_one_rank_fails_on_all(left: int) -> 
 
 
 def fail_before_the_segment_exists(comm: Communicator) -> str:
-    before = leakable_resources()
     if comm.rank == 0:
-
-        def refuse(world_size: int) -> int:
-            raise OSError("no memory")
-
-        bootstrap.all_reduce_limits.one_shot_bytes = refuse
-    with pytest.raises(RuntimeError) as caught:
-        Communicator.from_process_group()
-    assert leakable_resources() == before
-    return str(caught.value)
+        bootstrap.all_reduce_limits.one_shot_bytes = refusal(OSError("no memory"))
+    return fail_to_join()
 
 
 @pytest.mark.processes
@@ -283,7 +274,10 @@ def test_bad_arguments() -> None:
         pickle.dumps(Communicator.threads(1)[0])
 
 
-def use_in_a_forked_child(comm: Communicator, device: torch.device) -> None:
+@on_ranks(2)
+def test_a_forked_child_can_neither_use_nor_disturb_the_communicator(
+    comm: Communicator, device: torch.device
+) -> None:
     tensor = comm.empty(3, device=device).fill_(5)
     pid = os.fork()
     if pid == 0:
@@ -303,15 +297,11 @@ def use_in_a_forked_child(comm: Communicator, device: torch.device) -> None:
     assert comm.all_reduce(tensor).tolist() == [5.0 * comm.world_size] * 3
 
 
-@pytest.mark.processes
-def test_a_forked_child_can_neither_use_nor_disturb_the_communicator(device: torch.device) -> None:
-    run_processes(2, on(device, use_in_a_forked_child, device))
-
-
 # ---- threads -------------------------------------------------------------------------------------
 
 
-def use_from_threads(comm: Communicator, device: torch.device) -> None:
+@on_ranks(2)
+def test_several_threads_share_a_communicator(comm: Communicator, device: torch.device) -> None:
     """All threads make the same calls, as their order may differ by rank."""
 
     def work() -> None:
@@ -322,11 +312,6 @@ def use_from_threads(comm: Communicator, device: torch.device) -> None:
     with ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(work) for _ in range(3)]:
             done.result()
-
-
-@pytest.mark.processes
-def test_several_threads_share_a_communicator(device: torch.device) -> None:
-    run_processes(2, on(device, use_from_threads, device))
 
 
 def longest_pause_beside_waiting_threads(comm: Communicator, size: int) -> float:
@@ -358,19 +343,10 @@ def test_a_waiting_thread_releases_the_gil(size: int) -> None:
 
 def test_waiting_for_another_threads_call_is_bounded() -> None:
     comm, _absent = Communicator.threads(2, timeout=0.5)
-    errors: list[str] = []
-
-    def work() -> None:
-        with pytest.raises((TimeoutError, RuntimeError)) as caught:
-            comm.barrier()  # Rank 1 never comes.
-        errors.append(str(caught.value))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(5)
-    assert len(errors) == 3
+    with ThreadPoolExecutor(3) as threads:
+        for waiting in [threads.submit(comm.barrier) for _ in range(3)]:  # Rank 1 never comes.
+            with pytest.raises((TimeoutError, RuntimeError)):
+                waiting.result(5)
 
 
 def test_collective_barrier() -> None:
@@ -382,19 +358,14 @@ def test_collective_barrier() -> None:
         with pytest.raises(ValueError, match=rf"rank must be in 0..2, got {rank}"):
             barrier.communicator(rank)
     arrived: list[int] = []
-    threads = []
-    for rank in range(3):
 
-        def meet(rank: int = rank) -> None:
-            arrived.append(rank)
-            barrier.wait(rank)
-            assert len(arrived) == 3
+    def meet(rank: int) -> None:
+        arrived.append(rank)
+        barrier.wait(rank)
+        assert len(arrived) == 3
 
-        threads.append(threading.Thread(target=meet))
-        threads[-1].start()
-    for thread in threads:
-        thread.join(5)
-    assert sorted(arrived) == [0, 1, 2]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(meet, range(3))) == [None] * 3
 
 
 # ---- symmetric tensors ---------------------------------------------------------------------------
@@ -436,7 +407,8 @@ def test_symmetric_memory_is_not_in_core_dumps() -> None:
     assert all("dd" in each.split() for each in flags)
 
 
-def hold_results(comm: Communicator, device: torch.device) -> None:
+@on_ranks(3, run_threads, run_processes)
+def test_live_tensors_keep_their_contents(comm: Communicator, device: torch.device) -> None:
     """The memory of a live tensor is never reused, on any rank."""
     generator = random.Random(comm.rank)
     held = []
@@ -451,12 +423,6 @@ def hold_results(comm: Communicator, device: torch.device) -> None:
             for then, tensor, view in held:
                 assert tensor.eq(then).all()
                 assert view.eq(then * comm.world_size).all()
-
-
-@pytest.mark.processes
-def test_live_tensors_keep_their_contents(device: torch.device) -> None:
-    run_processes(2, on(device, hold_results, device))
-    run_threads(3, on(device, hold_results, device))
 
 
 def measure_resident_bytes(comm: Communicator) -> list[int]:

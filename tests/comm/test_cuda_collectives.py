@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.devices import on, own_stream
-from support.ranks import run_processes, run_threads
+from support.ranks import on_ranks, run_processes, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
@@ -81,15 +80,15 @@ def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             cuda.symmetric_bytes()
 
 
+def pretend_cuda(shape: tuple[int, ...], strided: bool = False) -> Any:
+    return SimpleNamespace(
+        is_cuda=True, shape=shape, dtype=torch.int32, device=torch.device("cpu"),
+        dim=lambda: len(shape), stride=tuple, is_contiguous=lambda: not strided,
+    )  # fmt: skip
+
+
 def test_counters_that_do_not_fit_are_refused() -> None:
-    cpu = torch.device("cpu")
-
-    def like(shape: tuple[int, ...], strided: bool = False) -> Any:
-        return SimpleNamespace(
-            is_cuda=True, shape=shape, dtype=torch.int32, device=cpu, dim=lambda: len(shape),
-            stride=tuple, is_contiguous=lambda: not strided,
-        )  # fmt: skip
-
+    like = pretend_cuda
     ready = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"ready must be int32, got torch\.int64"):
         tensors.check_ready(torch.ones(9, 2), ReadyCounters(ready.long(), 1, 3), 1)
@@ -102,11 +101,8 @@ def test_counters_that_do_not_fit_are_refused() -> None:
     for target in (1 << 31, -(1 << 31) - 1):
         with pytest.raises(ValueError, match=f"target must be an int32, .* got {target}"):
             tensors.check_ready(like((9, 2)), ReadyCounters(ready, target, 3), 1)
-    for rows, bad in (
-        (10, ready),
-        (9, ready[:, None]),
-        (3, torch.zeros(6, dtype=torch.int32)[::2]),
-    ):
+    strided = torch.zeros(6, dtype=torch.int32)[::2]
+    for rows, bad in ((10, ready), (9, ready[:, None]), (3, strided)):
         with pytest.raises(ValueError, match=rf"{rows} rows in blocks of 3 need .* shape \(\d,\)"):
             tensors.check_ready(like((rows, 2)), ReadyCounters(bad, 1, 3), 1)
 
@@ -114,11 +110,8 @@ def test_counters_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("shape", [(9, 2), (9,), (9, 0), (0, 4), (9, 2, 3)])
 def test_elements_per_counter(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
-    fitting = SimpleNamespace(
-        is_cuda=True, shape=x.shape, device=x.device, dim=x.dim, is_contiguous=x.is_contiguous
-    )  # fmt: skip
     ready = ReadyCounters(torch.zeros(-(-shape[0] // 4), dtype=torch.int32), 3, 4)
-    tensors.check_ready(fitting, ready, 1)
+    tensors.check_ready(pretend_cuda(shape), ready, 1)
     assert ready.block_elements(x) == 4 * torch.Size(shape[1:]).numel()
 
 
@@ -144,35 +137,55 @@ def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
 
 
 def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
-
-    class Core:
-        pass
-
-    class Own:
-        check = synchronize = lambda self: None
-
-        def __init__(self, core: Core, device: int, symmetric_bytes: int, blocks: int) -> None:
-            self.device = device
-
-        def close(self, abort: bool) -> None:
-            closed.append((self.device, abort))
-
-    module = SimpleNamespace(Communicator=Core, CudaCommunicator=Own)
-    monkeypatch.setattr(_backend, "require_cuda", lambda device: None)
-    monkeypatch.setattr(_backend, "load", lambda: module)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    device = cuda.CudaBackend(SimpleNamespace(core=Core()), torch.device("cuda:3"))
-    assert closed == []
-    del device
+    made = pretend_native(monkeypatch)
+    backend = cuda.CudaBackend(SimpleNamespace(core=None), torch.device("cuda:3"))
+    assert made == [(3, 64)]
+    del backend
     gc.collect()
-    assert closed == [(3, False)]
+    assert made == [(3, 64), "closed"]
+
+
+def pretend_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces communicators of the extension on CUDA; returns their devices and thread blocks."""
+    made: list[Any] = []
+
+    def native(core: object, device: int, symmetric_bytes: int, blocks: int) -> SimpleNamespace:
+        made.append((device, blocks))
+        return SimpleNamespace(
+            close=lambda abort: made.append("aborted" if abort else "closed"),
+            check=None, synchronize=None,
+        )  # fmt: skip
+
+    monkeypatch.setattr(_backend.load(), "CudaCommunicator", native, raising=False)
+    monkeypatch.setattr(_backend, "require_cuda", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"), [(0, "at least 1"), (65, "at most 64, got 65"), (2.5, "integer")]
+)
+def test_invalid_device_blocks(blocks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"device_blocks .*{message}"):
+        Communicator.threads(1, device_blocks=blocks)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
+    made = pretend_native(monkeypatch)
+    (comm,) = Communicator.threads(1, device_blocks=5)
+    own = comm.split(0) if split else comm
+    assert own is not None
+    own._device_backend(torch.device("cuda:0"))
+    assert made == [(0, 5)]
 
 
 # ---- set-up and streams --------------------------------------------------------------------------
 
 
-def use_and_close_a_child(comm: Communicator, gpu: torch.device) -> None:
+@on_gpu
+@on_ranks(2, run_threads, run_processes)
+def test_using_and_closing_a_child(comm: Communicator, gpu: torch.device) -> None:
     child = comm.split(0)
     assert child is not None
     x = child.empty(1000, device=gpu)
@@ -186,12 +199,6 @@ def use_and_close_a_child(comm: Communicator, gpu: torch.device) -> None:
     child.synchronize()
     child.close()
     assert x.eq(comm.world_size).all()  # Its memory stays valid after close().
-
-
-@on_gpu
-@both
-def test_using_and_closing_a_child(run: Callable[..., Any], gpu: torch.device) -> None:
-    run(2, on(gpu, use_and_close_a_child, gpu))
 
 
 def use_expandable_segments(comm: Communicator, gpu: torch.device) -> None:
@@ -217,14 +224,12 @@ def test_expandable_segments(gpu: torch.device) -> None:
 @on_gpu
 def test_threads_in_one_stream_raise(gpu: torch.device) -> None:
     shared = torch.cuda.Stream(gpu)
+    message = "ranks 0 and 1 .* same CUDA stream"
 
     def on_rank(comm: Communicator) -> None:
         x = torch.ones(5, device=gpu)
         for stream in (torch.cuda.default_stream(gpu), shared):
-            with (
-                torch.cuda.stream(stream),
-                pytest.raises(ValueError, match="ranks 0 and 1 .* same CUDA stream"),
-            ):
+            with torch.cuda.stream(stream), pytest.raises(ValueError, match=message):
                 comm.all_reduce(x)
         own = torch.cuda.Stream(gpu)
         own.wait_stream(torch.cuda.default_stream(gpu))
@@ -234,7 +239,9 @@ def test_threads_in_one_stream_raise(gpu: torch.device) -> None:
     run_threads(3, on_rank)
 
 
-def change_streams(comm: Communicator, gpu: torch.device) -> None:
+@on_gpu
+@on_ranks(2, run_threads, run_processes)
+def test_a_rank_may_change_its_stream(comm: Communicator, gpu: torch.device) -> None:
     """The collectives of a rank stay in order, in whichever stream each of them is."""
     streams = [torch.cuda.Stream(gpu) for _ in range(3)]
     generator = random.Random(5)
@@ -248,16 +255,12 @@ def change_streams(comm: Communicator, gpu: torch.device) -> None:
     assert x.eq(1).all()
 
 
-@on_gpu
-@both
-def test_a_rank_may_change_its_stream(run: Callable[..., Any], gpu: torch.device) -> None:
-    run(2, on(gpu, change_streams, gpu))
-
-
 # ---- graphs --------------------------------------------------------------------------------------
 
 
-def replay(comm: Communicator, gpu: torch.device) -> None:
+@on_gpu
+@on_ranks(2)
+def test_captured_and_replayed(comm: Communicator, gpu: torch.device) -> None:
     """A graph of collectives of several kinds, between calls that are not captured."""
     me, n = comm.rank, comm.world_size
     x, symmetric = torch.empty(70_001, device=gpu), comm.empty(5000, device=gpu)
@@ -301,12 +304,6 @@ def replay(comm: Communicator, gpu: torch.device) -> None:
     comm.barrier()
 
 
-@pytest.mark.processes
-@on_gpu
-def test_captured_and_replayed(gpu: torch.device) -> None:
-    run_processes(2, on(gpu, replay, gpu))
-
-
 @on_gpu
 def test_the_first_call_cannot_be_captured(gpu: torch.device) -> None:
     (comm,) = Communicator.threads(1)
@@ -330,7 +327,11 @@ def is_usable(gpu: torch.device) -> bool:
     return int(torch.arange(1000, device=gpu).sum()) == 499_500
 
 
-def survive_a_late_rank(comm: Communicator, gpu: torch.device) -> None:
+@on_gpu
+@on_ranks(2)
+def test_a_late_process_is_named_and_the_context_stays_usable(
+    comm: Communicator, gpu: torch.device
+) -> None:
     x = torch.ones(1 << 18, device=gpu)
     comm.all_reduce(x)  # Initializes CUDA on all ranks, which may take more than 3 s.
     comm.synchronize()
@@ -339,21 +340,13 @@ def survive_a_late_rank(comm: Communicator, gpu: torch.device) -> None:
         hasty.synchronize()
         if hasty.rank == 0:
             hasty.all_reduce(x)
-            with pytest.raises(
-                TimeoutError, match="rank 1 of 2 did not arrive at all_reduce.*in 3 s"
-            ):
+            with pytest.raises(TimeoutError, match="rank 1 of 2 did not arrive at .*in 3 s"):
                 hasty.synchronize()
             assert x.isnan().all()
             with pytest.raises(RuntimeError, match="cannot be used after a failure"):
                 hasty.all_reduce(x)
         comm.barrier()
     assert comm.all_reduce(x.fill_(1)).eq(2).all()
-
-
-@pytest.mark.processes
-@on_gpu
-def test_a_late_process_is_named_and_the_context_stays_usable(gpu: torch.device) -> None:
-    run_processes(2, on(gpu, survive_a_late_rank, gpu))
 
 
 def call_differently(comm: Communicator, gpu: torch.device) -> None:
@@ -402,7 +395,9 @@ def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:
 # ---- gates ---------------------------------------------------------------------------------------
 
 
-def reduce_when_ready(comm: Communicator, gpu: torch.device) -> None:
+@on_gpu
+@on_ranks(2, run_threads, run_processes)
+def test_reduces_rows_while_they_are_written(comm: Communicator, gpu: torch.device) -> None:
     """Another stream writes the rows, and increments a counter after each block of rows."""
     generator = torch.Generator().manual_seed(comm.rank)
     writer = torch.cuda.Stream(gpu)
@@ -425,12 +420,6 @@ def reduce_when_ready(comm: Communicator, gpu: torch.device) -> None:
                 assert torch.equal(x, expected)
                 writer.synchronize()
     comm.barrier()
-
-
-@on_gpu
-@both
-def test_reduces_rows_while_they_are_written(run: Callable[..., Any], gpu: torch.device) -> None:
-    run(2, on(gpu, reduce_when_ready, gpu))
 
 
 @on_gpu

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import on
-from support.ranks import leakable_resources, run_processes, run_threads
+from support.ranks import leakable_resources, on_ranks, run_processes, run_threads
 
 from pipekernels import Communicator, PeerError
 
@@ -193,54 +193,42 @@ def test_a_late_rank_is_named(run: Callable[..., list[str]]) -> None:
         assert re.search(expected, message)
 
 
-def survive_a_stopped_rank(comm: Communicator) -> str:
+@on_ranks(2, timeout=1.0)
+def test_a_stopped_rank_is_named(comm: Communicator) -> None:
     pids = [int(pid) for pid in comm.all_gather(torch.tensor([os.getpid()]))]
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # Until rank 0 sends SIGCONT.
         with pytest.raises(TimeoutError, match="rank 1 did not arrive in time"):
             comm.barrier()
-        return ""
-    with pytest.raises(TimeoutError) as caught:
+        return
+    with pytest.raises(TimeoutError, match=r"1 of 2 did not arrive at barrier\(\)"):
         comm.barrier()
     os.kill(pids[1], signal.SIGCONT)
-    return str(caught.value)
 
 
-@pytest.mark.processes
-def test_a_stopped_rank_is_named() -> None:
-    assert (
-        "1 of 2 did not arrive at barrier()"
-        in run_processes(2, survive_a_stopped_rank, timeout=1.0)[0]
-    )
-
-
-def interrupt(comm: Communicator) -> float:
+@on_ranks(2)
+def test_control_c_ends_a_wait(comm: Communicator) -> None:
     comm.barrier()
     if comm.rank == 0:
         kill_self_soon(0.2, signal.SIGINT)
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             comm.barrier()
-        waited = time.monotonic() - started
+        assert 0.1 < time.monotonic() - started < 10
         with pytest.raises(RuntimeError, match="a call was interrupted"):
             comm.barrier()
-        return waited
+        return
     time.sleep(0.5)
     with pytest.raises(PeerError, match="rank 0 gave up"):
         comm.barrier()
-    return 0.0
-
-
-@pytest.mark.processes
-def test_control_c_ends_a_wait() -> None:
-    assert 0.1 < run_processes(2, interrupt)[0] < 10
 
 
 # ---- signal handlers, and threads that never end -------------------------------------------------
 
 
-def close_in_a_handler(comm: Communicator) -> None:
+@on_ranks(2, limit=30.0)
+def test_close_in_a_signal_handler_ends_the_call_that_it_interrupts(comm: Communicator) -> None:
     comm.barrier()
     if comm.rank == 1:
         dist.barrier()  # Until rank 0 has left.
@@ -266,11 +254,6 @@ def close_in_a_handler(comm: Communicator) -> None:
     comm.close()
     assert not re.search("mapping|pidfd", str(leakable_resources()))
     dist.barrier()
-
-
-@pytest.mark.processes
-def test_close_in_a_signal_handler_ends_the_call_that_it_interrupts() -> None:
-    run_processes(2, close_in_a_handler, limit=30.0)
 
 
 ENDLESS = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import on, own_stream
-from support.ranks import leakable_resources, leaves_the_group, run_processes, run_threads
+from support.ranks import leakable_resources, leaves_the_group, on_ranks, run_processes, run_threads
 
 from pipekernels import Communicator, PeerError
 
@@ -85,7 +85,8 @@ def test_parent_and_children_are_independent(run: Callable[..., Any], device: to
     run(4, functools.partial(fail_apart, device))
 
 
-def refuse_colors(comm: Communicator) -> None:
+@on_ranks(2, run_threads)
+def test_bad_arguments(comm: Communicator) -> None:
     for color, key, name in [("a", None, "color"), (0.5, None, "color"), (0, 1.5, "key")]:
         with pytest.raises(TypeError, match=f"{name} must be an int or None, got"):
             comm.split(color, key)
@@ -93,11 +94,8 @@ def refuse_colors(comm: Communicator) -> None:
         comm.split(0) if comm.rank == 0 else comm.barrier()
 
 
-def test_bad_arguments() -> None:
-    run_threads(2, refuse_colors)
-
-
-def split_without_room(comm: Communicator) -> float:
+@on_ranks(4, run_threads, run_processes)
+def test_no_room_is_an_error_on_all_ranks(comm: Communicator) -> None:
     if comm.rank == 0:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -111,27 +109,19 @@ def split_without_room(comm: Communicator) -> float:
     comm.barrier()
     child = comm.split(comm.rank % 2)
     assert child is not None
-    return child.all_reduce(torch.tensor([comm.rank])).item()
+    assert child.all_reduce(torch.tensor([comm.rank])).item() == 2 + 2 * (comm.rank % 2)
 
 
-@both
-def test_no_room_is_an_error_on_all_ranks(run: Callable[..., Any]) -> None:
-    assert run(4, split_without_room) == [2, 4, 2, 4]
-
-
-def split_after_the_group(comm: Communicator) -> int:
+@leaves_the_group
+@on_ranks(2)
+def test_split_needs_no_group(comm: Communicator) -> None:
     dist.destroy_process_group()
     with comm.split(0) as child:
-        return int(child.all_reduce(torch.tensor([comm.rank])))
+        assert child.all_reduce(torch.tensor([comm.rank])).item() == 1
 
 
-@pytest.mark.processes
-@leaves_the_group
-def test_split_needs_no_group() -> None:
-    assert run_processes(2, split_after_the_group) == [1, 1]
-
-
-def make_many(comm: Communicator) -> None:
+@on_ranks(2)
+def test_many_at_once_leak_nothing(comm: Communicator) -> None:
     """50 communicators at once, used out of order; half are closed, half garbage-collected."""
     before = leakable_resources()
     comms = [comm.split(0) for _ in range(50)]
@@ -146,11 +136,6 @@ def make_many(comm: Communicator) -> None:
     del comms, each, held
     comm.barrier()
     assert leakable_resources() == before
-
-
-@pytest.mark.processes
-def test_many_at_once_leak_nothing() -> None:
-    run_processes(2, make_many)
 
 
 @pytest.mark.slow

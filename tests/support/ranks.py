@@ -7,6 +7,9 @@ so that a new one takes some 50 ms. The server has not initialized CUDA, so its 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import re
@@ -25,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pipekernels import Communicator, PeerError
+from support.devices import on
 
 leaves_the_group = pytest.mark.skipif(
     torch.__version__.startswith("2.6."),
@@ -216,6 +220,62 @@ def _collect(receivers: list[Connection], deadline: float) -> list[tuple[Any, An
                 answers[receiver] = None
             waiting.remove(receiver)
     return [answers.get(receiver) for receiver in receivers]
+
+
+def body_of(module: str, name: str, *args: Any) -> Any:
+    """Run the body of a test that :func:`in_group` or :func:`on_ranks` has made."""
+    return getattr(importlib.import_module(module), name).body(*args)
+
+
+def picklable(body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body``, though its name stands for the test that is made of it."""
+    return functools.partial(body_of, body.__module__, body.__name__)
+
+
+def as_test(test: Any, body: Callable[..., Any]) -> Callable[..., None]:
+    """``test``, to stand in the place of ``body``."""
+    test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+    test.body = body
+    made: Callable[..., None] = test
+    return made
+
+
+def in_group(
+    world_size: int, **options: Any
+) -> Callable[[Callable[[int], object]], Callable[..., None]]:
+    """Make a test of a function of the rank: runs it as the fixture ``run_group`` does."""
+
+    def make(body: Callable[[int], object]) -> Callable[..., None]:
+        def test(run_group: Callable[..., list[Any]]) -> None:
+            run_group(world_size, picklable(body), **options)
+
+        return as_test(test, body)
+
+    return make
+
+
+def on_ranks(
+    world_size: int, *runs: Callable[..., Any], **options: Any
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Make a test of ``body(communicator)``, or of ``body(communicator, device)``, which also runs
+    it on CUDA: on ranks that each of ``runs`` starts, processes if there is none."""
+    runs = runs or (run_processes,)
+    marks = {run_processes: pytest.mark.processes}
+    params = [pytest.param(run, marks=marks.get(run, ()), id=run.__name__) for run in runs]
+
+    def make(body: Callable[..., object]) -> Callable[..., None]:
+        def test(run: Callable[..., Any]) -> None:
+            run(world_size, picklable(body), **options)
+
+        def test_on(run: Callable[..., Any], device: torch.device) -> None:
+            run(world_size, on(device, picklable(body), device), **options)
+
+        takes_device = len(inspect.signature(body).parameters) > 1
+        return pytest.mark.parametrize("run", params)(
+            as_test(test_on if takes_device else test, body)
+        )
+
+    return make
 
 
 def leakable_resources() -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import in_group
 
 from pipekernels import Communicator, _backend
 from pipekernels.comm.hosts import cuda
@@ -17,7 +15,8 @@ pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
 
 
-def use_group(rank: int) -> None:
+@in_group(3, hosts="aab")
+def test_collectives(rank: int) -> None:
     """The backend's collectives, and where a communicator takes it from."""
     size = dist.get_world_size()
     _backend.require_cuda = lambda device=None: None
@@ -61,10 +60,6 @@ def use_group(rank: int) -> None:
         assert half is not None
         with pytest.raises(RuntimeError, match="there is no group; make the communicator by"):
             half._device_backend(torch.device("cuda", 0))
-
-
-def test_collectives(run_group: Callable[..., list[Any]]) -> None:
-    run_group(3, use_group, hosts="aab")
 
 
 def test_groups_without_a_backend_for_cuda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.levels import in_gate
-from support.ranks import leakable_resources, leaves_the_group, run_processes
+from support.ranks import as_test, leakable_resources, leaves_the_group, picklable, run_processes
 from torch import nn
 
 from pipekernels import Communicator, PeerError, RowParallelLinear, ops
@@ -33,6 +33,11 @@ LAYOUTS = ["aabb", "abab", "aaab", "abcc"]
 def run_hosts(layout: str, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """Run ``body(communicator, *args)`` on a process per letter of ``layout``, its host."""
     return run_processes(len(layout), on_host, layout, body, args, **options)
+
+
+def on_hosts(layout: str) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Make a test of ``body(communicator)``, see :func:`run_hosts`."""
+    return lambda body: as_test(lambda: run_hosts(layout, picklable(body)), body)
 
 
 def on_host(alone: Communicator, layout: str, body: Callable[..., Any], args: Any) -> Any:
@@ -156,7 +161,8 @@ def check_sums(sums: list[list[list[float]]], dtype: torch.dtype) -> None:
 # ---- other functions of a communicator -----------------------------------------------------------
 
 
-def use_everything(comm: Communicator) -> None:
+@on_hosts("abab")
+def test_symmetric_tensors_layers_and_operations(comm: Communicator) -> None:
     assert Communicator.from_handle(comm.handle) is comm
     assert (comm.world_size, comm.timeout) == (4, 30.0)
     x = torch.ones(3)
@@ -183,10 +189,6 @@ def use_everything(comm: Communicator) -> None:
     leaf = torch.ones(3, requires_grad=True)
     (ops.all_reduce(leaf, comm) * (comm.rank + 1)).sum().backward()
     assert leaf.grad.tolist() == [10.0] * 3
-
-
-def test_symmetric_tensors_layers_and_operations() -> None:
-    run_hosts("abab", use_everything)
 
 
 def split_further(comm: Communicator) -> list[Any]:
@@ -216,7 +218,8 @@ def test_split() -> None:
     ]
 
 
-def check_no_leak(comm: Communicator) -> None:
+@on_hosts("aabb")
+def test_close_leaks_nothing(comm: Communicator) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -237,14 +240,13 @@ def check_no_leak(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_close_leaks_nothing() -> None:
-    run_hosts("aabb", check_no_leak)
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def call_differently(comm: Communicator) -> None:
+@on_hosts("aabb")
+def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable(
+    comm: Communicator,
+) -> None:
     odd, x = comm.rank == 3, torch.ones(8)
     for call, message in [
         (lambda: comm.all_reduce(x[: 7 + odd]),
@@ -260,10 +262,6 @@ def call_differently(comm: Communicator) -> None:
         with pytest.raises(ValueError, match=f"the ranks call different collectives: .*{message}"):
             call()
         assert comm.all_reduce(torch.ones(2)).tolist() == [4.0, 4.0]
-
-
-def test_different_calls_raise_on_all_ranks_and_the_communicator_stays_usable() -> None:
-    run_hosts("aabb", call_differently)
 
 
 def shared_store() -> dist.Store:
@@ -368,7 +366,8 @@ def test_a_wait_for_another_host_can_be_interrupted(by_signal: bool) -> None:
     assert run_hosts("aabb", interrupt_a_wait, by_signal)[0] < 20  # Not the timeout of 30 s.
 
 
-def use_from_threads(comm: Communicator) -> None:
+@on_hosts("ab")
+def test_calls_from_several_threads_take_turns(comm: Communicator) -> None:
     """All threads make the same calls, as their order may differ by rank."""
 
     def work() -> None:
@@ -378,10 +377,6 @@ def use_from_threads(comm: Communicator) -> None:
     with ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(work) for _ in range(3)]:
             done.result()
-
-
-def test_calls_from_several_threads_take_turns() -> None:
-    run_hosts("ab", use_from_threads)
 
 
 # ---- network namespaces as hosts -----------------------------------------------------------------
