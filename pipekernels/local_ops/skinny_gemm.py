@@ -64,15 +64,9 @@ def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
         return None
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-    return out if skinny_partial_into(out, x, weight, slabs) else None
-
-
-def skinny_partial_into(out: Tensor, x: Tensor, weight: Tensor, slabs: int) -> bool:
-    """:func:`skinny_partial` into ``out``; whether the kernel applied."""
-    done: bool = _backend.load().few_rows_partial_product(
-        out, x, weight, slabs, torch.get_num_threads()
-    )
-    return done
+    threads = torch.get_num_threads()
+    done = _backend.load().few_rows_partial_product(out, x, weight, slabs, threads)
+    return out if done else None
 
 
 def _may_apply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -81,8 +75,5 @@ def _may_apply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         return False
     if x.numel() > _backend.load().FEW_ROWS * weight.shape[-1] or torch.is_autocast_enabled("cpu"):
         return False
-    if not torch.is_grad_enabled():
-        return True
-    return not (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
+    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return not (trained and torch.is_grad_enabled())

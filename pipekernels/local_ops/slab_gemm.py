@@ -35,33 +35,25 @@ def slab_gemm(
     Raises:
         RuntimeError: the kernel is not loaded yet, and a CUDA graph is being captured.
     """
-    kind = _kind(a)
+    kind = _kind_on_gpu(a)
     if kind is None or 0 in (*a.shape, len(b)):
         return None
     from pipekernels.kernels.launch import Product, are_slabs_loaded, launch_slabs
 
     out = a.new_empty((len(a), len(b)), dtype=out_dtype or a.dtype)
     product = Product(kind, a, b, out, bias)
-    if _is_capturing() and not are_slabs_loaded(product, slabs):
+    if torch.cuda.is_current_stream_capturing() and not are_slabs_loaded(product, slabs):
         raise RuntimeError(
             f"the kernel for {tuple(a.shape)} times {tuple(b.t().shape)} in {slabs} slabs is not "
             "loaded yet, which a graph capture forbids; run the layer once before the capture"
         )
-    launch_slabs(product, slabs, generation=_generation(a))
+    launch_slabs(product, slabs, generation=gpu_of(a.device).generation)
     return out
 
 
-def _kind(a: Tensor) -> str | None:
+def _kind_on_gpu(a: Tensor) -> str | None:
     """The kind of operands, if Triton can multiply them here."""
     if not a.is_cuda or not has_triton() or gpu_of(a.device).capability < (8, 0):
         return None
     kind = kind_of(a.dtype, tf32_allowed())
     return kind if kind in SLAB_BLOCKS else None
-
-
-def _generation(a: Tensor) -> int:
-    return gpu_of(a.device).generation
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -8,12 +8,8 @@ from support.ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
-from pipekernels.local_ops.skinny_gemm import (
-    skinny_linear,
-    skinny_partial,
-    skinny_partial_into,
-)
+from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, _backend
+from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 
 ERRORS = {  # Relative to the sum of absolute products.
     torch.float64: 1e-14,
@@ -101,10 +97,11 @@ def test_partial_products_into_a_given_tensor() -> None:
     expected = skinny_partial(x, weight, 4)
     out = torch.zeros(2, 1, 5)
     version = out._version
-    assert skinny_partial_into(out, x, weight, 4) and out._version > version
+    multiply = _backend.load().few_rows_partial_product
+    assert multiply(out, x, weight, 4, 1) and out._version > version
     assert expected is not None and torch.equal(out, expected)
     for bad in (torch.zeros(2, 5).bfloat16(), torch.zeros(2, 5).double(), torch.zeros(2, 4)):
-        assert not skinny_partial_into(bad, x, weight, 4)
+        assert not multiply(bad, x, weight, 4, 1)
         assert not bad.any()
 
 

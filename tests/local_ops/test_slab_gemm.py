@@ -27,7 +27,7 @@ def test_where_triton_computes_it(
 ) -> None:
     def kind(dtype: torch.dtype, is_cuda: bool = True) -> str | None:
         a = SimpleNamespace(dtype=dtype, is_cuda=is_cuda, device=None)
-        return module._kind(a)  # type: ignore[arg-type]
+        return module._kind_on_gpu(a)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "gpu_of", lambda device: SimpleNamespace(capability=capability))
     monkeypatch.setattr(module, "has_triton", lambda: True)
@@ -50,9 +50,9 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
 
     launched: list[Tensor] = []
     monkeypatch.setattr(launch, "launch_slabs", lambda product, *_, **__: launched.append(product))
-    monkeypatch.setattr(module, "_kind", lambda a: "float32")
-    monkeypatch.setattr(module, "_generation", lambda a: 90)
-    monkeypatch.setattr(module, "_is_capturing", lambda: True)
+    monkeypatch.setattr(module, "_kind_on_gpu", lambda a: "float32")
+    monkeypatch.setattr(module, "gpu_of", lambda device: SimpleNamespace(generation=90))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     a, b = torch.ones(2, 16), torch.ones(3, 16)
     with pytest.raises(RuntimeError, match="run the layer once before the capture"):
         slab_gemm(a, b, slabs=2)
