@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.devices import on
-from support.ranks import run_processes, run_threads
+from support.ranks import run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -120,31 +117,6 @@ def test_the_full_state_of_wrapped_layers_has_the_unwrapped_keys() -> None:
             assert torch.equal(written[key], value) and not written[key].requires_grad
 
     run_threads(2, on_rank)
-
-
-def fsdp_on_rank(world: Communicator) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    with Communicator.from_process_group(mesh["shard"].get_group()) as comm:
-        torch.manual_seed(0)
-        full = nn.Sequential(nn.Linear(5, IN), nn.Linear(IN, 4), nn.LayerNorm(4))
-        model = nn.Sequential(
-            ColumnParallelLinear.from_linear(full[0], comm),
-            RowParallelLinear.from_linear(full[1], comm),
-            copy.deepcopy(full[2]),
-        )
-        fully_shard(model, mesh=mesh["replica"])
-        written = full_state_dict(model)
-        assert list(written) == list(full.state_dict())
-        assert all(torch.equal(written[key], value) for key, value in full.state_dict().items())
-        world.barrier()
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on CPUs"
-)
-def test_the_full_state_of_layers_that_fsdp_shards_again() -> None:
-    run_processes(4, fsdp_on_rank)
 
 
 def test_from_linear_keeps_dtype_mode_and_frozen_parameters() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -49,12 +49,8 @@ class _Part(NamedTuple):
     spans: Sequence[tuple[int, int]] | None = None
 
 
-class _Found(NamedTuple):
-    """What one rank has computed, by name and in the order of computation."""
-
-    rank: int
-    outputs: dict[str, _Part]
-    gradients: dict[str, _Part]
+Parts = dict[tuple[str, str], _Part]
+"""What one rank has computed: by ``'output'`` or ``'gradient'`` and name, in that order."""
 
 
 def check_invariance(
@@ -85,15 +81,13 @@ def check_invariance(
     check_kind("model", model, nn.Module, "an nn.Module")
     [expected] = _run(model, inputs, plan, 1, loss)
     for world_size in world_sizes:
-        for found in _run(model, inputs, plan, world_size, loss):
-            for what in ("output", "gradient"):
-                full, parts = getattr(expected, f"{what}s"), getattr(found, f"{what}s")
-                for name, part in parts.items():
-                    tensor = _part_of(full[name].tensor, part, found.rank)
-                    if tensor is not None and not same_bits(tensor, part.tensor):
-                        differs = (tensor != part.tensor).sum().item()
-                        largest = (tensor.double() - part.tensor.double()).abs().max().item()
-                        return Difference(world_size, what, name, int(differs), largest)
+        for rank, parts in enumerate(_run(model, inputs, plan, world_size, loss)):
+            for (what, name), part in parts.items():
+                own = _part_of(expected[what, name].tensor, part, rank)
+                if own is not None and not same_bits(own, part.tensor):
+                    differs = int((own != part.tensor).sum().item())
+                    largest = (own.double() - part.tensor.double()).abs().max().item()
+                    return Difference(world_size, what, name, differs, largest)
     return None
 
 
@@ -122,22 +116,30 @@ def _run(
     plan: Mapping[str, str] | Literal["auto"],
     world_size: int,
     loss: Callable[[Any], Tensor] | None,
-) -> list[_Found]:
+) -> list[Parts]:
     copies = [copy.deepcopy(model) for _ in range(world_size)]
     threads = torch.get_num_threads()
 
-    def body(comm: Communicator) -> _Found:
+    def body(comm: Communicator) -> Parts:
         torch.set_num_threads(threads)
         with comm:
             sharded = tensor_parallelize(copies[comm.rank], plan, comm, invariant=True)
-            outputs: dict[str, _Part] = {}
+            parts: Parts = {}
             for name, module in sharded.named_modules():
-                module.register_forward_hook(_recorder(outputs, name))
+                module.register_forward_hook(_recorder(parts, name or "the model"))
             with torch.set_grad_enabled(loss is not None):
                 result = sharded(**inputs)
                 if loss is not None:
                     loss(result).backward()
-            return _Found(comm.rank, outputs, dict(_full_gradients(sharded)))
+            shards = sharded_parameters(sharded)
+            for name, parameter in sharded.named_parameters():
+                grad = parameter.grad
+                if grad is not None and parameter in shards:
+                    layer, own = shards[parameter]
+                    grad = layer.gather(own, grad)
+                if grad is not None:
+                    parts["gradient", name] = _Part(grad)
+            return parts
 
     with ThreadPoolExecutor(world_size) as pool:
         ranks = [pool.submit(body, comm) for comm in Communicator.threads(world_size)]
@@ -147,26 +149,13 @@ def _run(
     return [rank.result() for rank in ranks]
 
 
-def _recorder(outputs: dict[str, _Part], name: str) -> Callable[..., None]:
+def _recorder(parts: Parts, name: str) -> Callable[..., None]:
     def record(module: nn.Module, args: object, output: Any) -> None:
         values = output.values() if isinstance(output, Mapping) else output
         tensors = [output] if isinstance(output, Tensor) else list(values)
         first = next((t for t in tensors if isinstance(t, Tensor)), None)
-        if first is None:
-            return
-        spans = module.spans("weight") if isinstance(module, ColumnParallelLinear) else None
-        outputs.setdefault(name or "the model", _Part(first.detach().clone(), spans))
+        if first is not None:
+            spans = module.spans("weight") if isinstance(module, ColumnParallelLinear) else None
+            parts.setdefault(("output", name), _Part(first.detach().clone(), spans))
 
     return record
-
-
-def _full_gradients(model: nn.Module) -> Iterator[tuple[str, _Part]]:
-    shards = sharded_parameters(model)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        grad = parameter.grad
-        if parameter in shards:
-            layer, own = shards[parameter]
-            grad = layer.gather(own, grad)
-        yield name, _Part(grad)
