@@ -15,7 +15,7 @@ from pipekernels.pipeline.values.nested import leaves, map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
 DEPTH = 4
-"""Depth of attributes searched for tensors in an object that is no container, such as a cache."""
+"""How deep the attributes of other objects than containers, as of caches, are searched."""
 
 
 def forward_in_chunks(
@@ -132,10 +132,10 @@ def _concatenated(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int
         if not rows or list(piece.shape) != shape:
             raise ValueError(
                 f"the module returned tensors of shapes {[list(p.shape) for p in pieces]} for "
-                f"micro-batches of sizes {list(sizes)}; they are joined along dimension {dim}, so "
-                "each must have there as many rows as its micro-batch, or a multiple of them, and "
-                "the others' shape otherwise (take the mean over the batch, as in a loss, outside "
-                "the module)"
+                f"micro-batches of sizes {list(sizes)}; they are joined along dimension {dim}, "
+                "which must equal the micro-batch's rows or a common multiple of them, and the "
+                "other dimensions must be equal (take the mean over the batch, as in a loss, "
+                "outside the module)"
             )
     deny_constant(pieces, sizes, dim)
     return torch.cat(list(pieces), dim)

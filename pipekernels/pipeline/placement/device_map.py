@@ -34,7 +34,7 @@ def get_device(device: DeviceLike) -> torch.device:
     ``"cuda"`` without an index is the current CUDA device where there is one.
 
     Raises:
-        TypeError: it is no device, name of one, or index.
+        TypeError: it is neither a device, nor a string, nor an index.
         RuntimeError: torch knows no device of that name.
     """
     return with_index(device)
@@ -52,7 +52,7 @@ def move_to_device(data: Any, device: DeviceLike) -> Any:
     computation on both devices; the caller waits for copies to the CPU and from pinned memory.
 
     Raises:
-        TypeError: ``device`` is none; see :func:`get_device`.
+        TypeError: ``device`` is not one; see :func:`get_device`.
         RuntimeError: torch knows no device of that name, or cannot use it.
     """
     return map_leaves(partial(_moved, usable(device)), data)
@@ -109,7 +109,7 @@ def parallelize_pipeline(
             chunks=4,
         )
 
-    Give the root (``""``) a device too: modules that no name covers are not moved. An entry for an
+    Give the root (``""``) a device, as modules that no name covers are not moved. An entry for an
     ``nn.ModuleList`` or ``nn.ModuleDict``, which is never called, applies to each of its modules.
     Weights are moved directly to their device, so no device needs memory for the whole model. Make
     optimizers afterwards.
@@ -124,7 +124,7 @@ def parallelize_pipeline(
     alone, where ``Pipe`` has lanes.
 
     The first tensor among the arguments, and every other tensor of the same size in dimension
-    ``batch_dim``, nested ones too, is split along it; each micro-batch gets the other arguments
+    ``batch_dim``, also nested ones, is split along it; each micro-batch gets the other arguments
     unchanged. Keyword arguments are considered in the order of the forward's parameters. Pass a
     tensor of that size that must not be split, such as a square mask, as ``NoChunk(tensor)``, or
     with a leading dimension of 1.
@@ -150,9 +150,9 @@ def parallelize_pipeline(
 
     Raises:
         ValueError: a name that the model does not have, or two names of one module with different
-            places; a tuple or list that is no pair; a parameter or buffer shared by modules on
-            different devices; ``chunks`` is no integer of at least 1.
-        TypeError: ``model`` is no ``nn.Module``, a module to be placed a ``ScriptModule``, or a
+            places; a tuple or list that is not a pair; a parameter or buffer shared by modules on
+            different devices; ``chunks`` is not an integer of at least 1.
+        TypeError: ``model`` is not an ``nn.Module``, a module to be placed a ``ScriptModule``, or a
             value neither a device nor a pair of them.
         RuntimeError: ``model`` or a module in it is parallelized already, or torch knows no device
             of a name, or cannot use it.
@@ -218,7 +218,7 @@ def unparallelize_pipeline(model: nn.Module, common_device: DeviceLike | None = 
 
 
 class _Devices(NamedTuple):
-    """Where a module computes, and where its results go; with its hooks."""
+    """Where a module computes, and where its results go, with the hooks that move them."""
 
     processing: torch.device
     output: torch.device

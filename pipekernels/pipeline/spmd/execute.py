@@ -60,7 +60,7 @@ def execute_pipeline(
     its gradient on the first stage and zeros on the others. The activations of all micro-batches
     are kept for the backward; ``torch.utils.checkpoint`` inside the module works unchanged.
 
-    Every micro-batch has random numbers of its own: they depend on this rank, the micro-batch's
+    Every micro-batch has its own random numbers: they depend on this rank, the micro-batch's
     index, and one number that each call draws from the rank's default CPU generator.
 
     Args:
@@ -81,14 +81,14 @@ def execute_pipeline(
         of the same shape and dtype on all other stages.
 
     Raises:
-        ValueError: ``num_microbatches`` does not divide the batch, is no integer of at least 1, or
-            differs between stages; there is no mesh, or it lacks a dimension or this rank; or
+        ValueError: ``num_microbatches`` does not divide the batch, is not an integer of at least 1,
+            or differs between stages; there is no mesh, or it lacks a dimension or this rank; or
             results of two micro-batches differ in shape or dtype.
-        TypeError: ``module`` is no ``nn.Module``, ``mesh`` no ``DeviceMesh``, or ``x`` or a result
-            no tensor.
+        TypeError: ``module`` is not an ``nn.Module``, ``mesh`` not a ``DeviceMesh``, or ``x`` or a
+            result not a tensor.
         RuntimeError: another stage raised an exception in its forward.
 
-    ``torch.compile`` leaves a pipeline as it is, in a compiled program too: compile the stage.
+    ``torch.compile`` leaves a pipeline as it is, also in a compiled program: compile the stage.
 
     After an exception in a forward, which all ranks raise, the mesh is usable. A rank that raises
     in its backward leaves the others waiting until its process ends or the group's timeout is over.
@@ -177,8 +177,8 @@ def execute_pipeline_step(
     Raises:
         ValueError: the result's shape or dtype is not that of ``state``; or there is no mesh, or it
             lacks the dimension or this rank.
-        TypeError: ``module`` is no ``nn.Module``, ``mesh`` no ``DeviceMesh``, or the result no
-            tensor.
+        TypeError: ``module`` is not an ``nn.Module``, ``mesh`` not a ``DeviceMesh``, or the result
+            not a tensor.
 
     An exception on one rank leaves the others waiting, until its process ends or the group's
     timeout is over.
@@ -216,9 +216,9 @@ class PipelineModule(nn.Module):
         module: what ``module_fn`` returned.
 
     Raises:
-        ValueError: ``num_microbatches`` is no integer of at least 1; or there is no mesh, or it
+        ValueError: ``num_microbatches`` is not an integer of at least 1; or there is no mesh, or it
             lacks a dimension or this rank.
-        TypeError: ``module_fn`` returned no ``nn.Module``, or ``mesh`` is no ``DeviceMesh``.
+        TypeError: ``module_fn`` did not return an ``nn.Module``, or ``mesh`` is no ``DeviceMesh``.
     """
 
     def __init__(

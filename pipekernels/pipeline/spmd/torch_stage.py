@@ -48,7 +48,7 @@ class _Layers(nn.Sequential):
 
     Args:
         partition: the layers.
-        spread: whether its first layer takes them so, too, as in a pipe; else it takes a tuple.
+        spread: whether its first layer takes them so, as in a pipe; else it takes a tuple.
     """
 
     def __init__(self, partition: nn.Sequential, spread: bool) -> None:

@@ -30,16 +30,8 @@ class Batch:
 
 
 def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
-    """The common batch size of ``tensors``, in dimension ``dim``.
-
-    Args:
-        tensors: at least one.
-        dim: the batch dimension, at least 0.
-        what: the word for a tensor in errors.
-
-    Raises:
-        ValueError: a tensor has no such dimension, or the batch sizes differ.
-    """
+    """The common batch size of one or more ``tensors``, in dimension ``dim``, from 0. ValueError
+    if one, called ``what``, has no such dimension, or batch sizes differ."""
     for i, tensor in enumerate(tensors):
         if tensor.dim() <= dim:
             raise ValueError(
@@ -153,22 +145,15 @@ def shares(sizes: Sequence[int]) -> list[float]:
 
 
 class Average:
-    """A scalar of every micro-batch, such as an auxiliary loss, joined to the weighted sum of all.
-
-    Args:
-        weights: one per micro-batch.
-    """
+    """A scalar of every micro-batch, such as an auxiliary loss, joined to the sum of all, each
+    times its micro-batch's weight."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
         self._parts: list[torch.Tensor | None] = [None] * len(weights)
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Keep the scalar of micro-batch ``m``.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Keep the scalar of micro-batch ``m``. ValueError if it is not a scalar."""
         if part.dim() > 0:
             raise ValueError(
                 f"a tensor of shape {tuple(part.shape)} was returned for micro-batch {m} where a "
@@ -265,7 +250,7 @@ class Gather:
 
 def deny_constant(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> None:
     """Raise a ValueError if ``parts``, of micro-batches of ``sizes`` rows, have a multiple of these
-    and are equal: then they are no rows but one tensor for all of the batch."""
+    and are equal: then they are not rows, but one tensor for all of the batch."""
     if len(parts) < 2 or (rows := parts[0].size(dim) // sizes[0]) < 2:
         return
     first, *others = parts

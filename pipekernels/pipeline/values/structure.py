@@ -23,7 +23,7 @@ class NoChunk:
         tensor: must not require a gradient.
 
     Raises:
-        TypeError: ``tensor`` is no tensor.
+        TypeError: ``tensor`` is not a tensor.
         ValueError: it requires a gradient.
     """
 
@@ -45,16 +45,16 @@ _splits: dict[type, Split] = {}
 def register_split(kind: type, split: Split) -> None:
     """Let pipes cut values of a class, among their inputs and targets, into micro-batches.
 
-    For what is no tensor of rows: a ``PackedSequence``, a graph, a list of images of different
-    sizes in a class of its own. Beside it there must be a tensor, whose rows give the sizes. Such a
-    value gets no gradients.
+    For values that are not tensors of rows: a ``PackedSequence``, a graph, a list of images of
+    different sizes in its own class. Beside it there must be a tensor, whose rows give the sizes.
+    Such a value gets no gradients.
 
     Args:
-        kind: the class itself; subclasses are others.
+        kind: the class; not its subclasses.
         split: ``split(value, sizes)`` returns one value for each micro-batch, of so many rows.
 
     Raises:
-        TypeError: ``kind`` is no class, or one of tensors, tuples, lists or dicts.
+        TypeError: ``kind`` is not a class, or one of tensors, tuples, lists or dicts.
     """
     if not isinstance(kind, type) or kind in (tuple, list, dict) or issubclass(kind, torch.Tensor):
         raise TypeError(
@@ -102,7 +102,7 @@ class Structure:
 
     Args:
         layout: its containers.
-        others: the leaves that are no tensors, in order; of a :class:`NoChunk`, its tensor.
+        others: all other leaves, in order; of a :class:`NoChunk`, its tensor.
     """
 
     def __init__(self, layout: Layout | bool, others: Sequence[Any]) -> None:
@@ -148,7 +148,7 @@ SINGLE_TENSOR = Structure(True, ())
 
 def merged(structures: Sequence[Structure]) -> Structure:
     """The structure of a mini-batch's value from those of its micro-batches, of the same layout: a
-    leaf that is no tensor becomes a list with an entry per micro-batch, but None stays None."""
+    leaf that is not a tensor becomes a list with an entry per micro-batch, but None stays None."""
     columns = zip(*(structure._others for structure in structures), strict=True)
     others = [None if all(leaf is None for leaf in column) else list(column) for column in columns]
     return Structure(structures[0]._layout, others)
