@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import Pipe, pipe_of
 from torch import nn
 from torch.nn import functional
 
@@ -47,8 +47,7 @@ class Returns(nn.Module):
 
 def make(kind: type[nn.Module], **options: Any) -> Pipe:
     torch.manual_seed(0)
-    module = nn.Sequential(kind(), kind(), kind()).double()
-    return Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=CHUNKS, **options)
+    return pipe_of(*(kind().double() for _ in range(3)), chunks=CHUNKS, **options)
 
 
 def rows() -> torch.Tensor:
@@ -91,15 +90,6 @@ def test_a_loss_inside_the_pipe_of_an_attribute_is_refused(
     pipe.train_step(rows(), rows(), functional.mse_loss, schedule=schedule)
 
 
-def test_parameters_may_be_in_a_loss_inside_the_pipe() -> None:
-    pipe = make(Leaves)
-
-    def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
-        return output.square().mean() + pipe[0].linear.weight.square().sum()
-
-    pipe.train_step(rows(), rows(), loss)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_scalars_are_averaged(execution: str, mode: str) -> None:
     pipe = make(Returns, checkpoint=mode)
@@ -126,7 +116,7 @@ def test_scalars_of_integers_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return x, torch.tensor(len(x))
 
-    pipe = Pipe(nn.Sequential(Count()), [1], devices=["cpu"], chunks=2)
+    pipe = pipe_of(Count())
     with pytest.raises(ValueError, match=r"int64.*only scalars of a floating-point dtype"):
         pipe(torch.ones(4, 2))
 
@@ -177,9 +167,7 @@ class OneOfTwo(nn.Module):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_step_takes_what_the_forward_takes(named: bool) -> None:
     torch.manual_seed(0)
-    pipe = Pipe(
-        nn.Sequential(Several(), nn.Linear(4, 4)).double(), [1, 1], devices=["cpu"] * 2, chunks=3
-    )
+    pipe = pipe_of(Several().double(), nn.Linear(4, 4).double(), chunks=3)
     mask = torch.linspace(0, 1, ROWS, dtype=torch.float64).view(ROWS, 1)
     value: Any = {"x": rows(), "mask": mask, "scale": 2.0} if named else (rows(), mask)
     loss = pipe.train_step(value, rows(), functional.mse_loss)
@@ -188,7 +176,7 @@ def test_a_step_takes_what_the_forward_takes(named: bool) -> None:
 
 
 def test_a_step_of_a_layer_with_one_argument() -> None:
-    pipe = Pipe(nn.Sequential(OneOfTwo(), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = pipe_of(OneOfTwo(), nn.Linear(4, 4))
     x = torch.ones(4, 4)
     pipe.train_step((x, x), x, functional.mse_loss)
     with pytest.raises(KeyError):
@@ -222,7 +210,7 @@ class Step(nn.Module):
 def test_dataclasses_pass_between_stages(execution: str, mode: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Step(), Step(), Step()).double()
-    pipe = Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=CHUNKS, checkpoint=mode)
+    pipe = pipe_of(*module, chunks=CHUNKS, checkpoint=mode)
     got, want = pipe(rows()), module(rows())
     assert type(got) is State and got.steps == [3] * CHUNKS
     torch.testing.assert_close(got.hidden, want.hidden)

@@ -9,11 +9,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import Pipe, assert_same_gradients, pipe_of
 from support.ranks import run_processes
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -26,11 +25,6 @@ from pipekernels import Communicator
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)).double()
-
-
-def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
 
 
 @pytest.mark.compile
@@ -100,8 +94,7 @@ def test_a_thousand_pipes_leak_nothing(execution: str) -> None:
     alive = weakref.WeakSet()
     threads = 0
     for i in range(1000):
-        pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2,
-                    chunks=2, checkpoint="never")  # fmt: skip
+        pipe = pipe_of(nn.Linear(3, 3), nn.Linear(3, 3), checkpoint="never")
         alive.update([pipe, pipe._engine])
         pipe(torch.ones(2, 3)).sum().backward()
         if i == 10:
@@ -113,39 +106,23 @@ def test_a_thousand_pipes_leak_nothing(execution: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_backward_in_autocast(checkpoint: str) -> None:
-    """The backward is under autocast on every thread; the recomputed forward is not."""
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_autocast_of_one_direction(in_forward: bool, checkpoint: str) -> None:
+    """In the forward, micro-batches that shared the cast parameter would sum its gradients in
+    bfloat16. The backward is under autocast on every thread; the recomputed forward is not."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    options: dict[str, Any] = {"balance": [1, 1, 1], "devices": ["cpu"] * 3, "chunks": 4}
-    x, grads = torch.randn(8, 8), []
-    for execution in ("inline", "threads"):
-        for mode in ("never", checkpoint):
-            pipe = Pipe(module, checkpoint=mode, execution=execution, **options)
-            module.zero_grad()
-            loss = pipe(x).square().sum()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss.backward()
-            grads.append([p.grad for p in module.parameters()])
-    for other in grads[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_forward_in_autocast(checkpoint: str) -> None:
-    """Micro-batches that shared the cast parameter would sum its gradients in bfloat16."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    options: dict[str, Any] = {"balance": [1, 1, 1], "devices": ["cpu"] * 3, "chunks": 8}
     x, grads = torch.randn(64, 8), []
     for execution in ("inline", "threads", "split"):
-        pipe = Pipe(module, checkpoint=checkpoint, execution=execution, **options)
-        module.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = pipe(x).float().square().sum()
-            assert torch.is_autocast_cache_enabled()
-        loss.backward()
-        grads.append([p.grad for p in module.parameters()])
+        for mode in {checkpoint} if in_forward else {"never", checkpoint}:
+            pipe = pipe_of(*module, chunks=8, checkpoint=mode, execution=execution)
+            module.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_forward):
+                loss = pipe(x).float().square().sum()
+                assert torch.is_autocast_cache_enabled()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not in_forward):
+                loss.backward()
+            grads.append([p.grad for p in module.parameters()])
     for other in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
 
@@ -209,10 +186,7 @@ class MakesTensors(nn.Module):
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_the_default_device_is_that_of_the_caller(execution: str, checkpoint: str) -> None:
     made: list[torch.device] = []
-    layers = [MakesTensors(made), MakesTensors(made)]
-    pipe = Pipe(
-        nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint
-    )
+    pipe = pipe_of(MakesTensors(made), MakesTensors(made), checkpoint=checkpoint)
     x = torch.ones(4, 2, requires_grad=True)
 
     for device in (torch.device("meta"), torch.device("cpu")):
@@ -229,7 +203,7 @@ def test_lanes_flush_denormals_as_the_caller(execution: str) -> None:
             return x / 2
 
     x = torch.full((4, 2), 1e-38, requires_grad=True)
-    pipe = Pipe(nn.Sequential(Half(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = pipe_of(Half(), nn.Identity())
     for flush in (False, True, False):
         if not torch.set_flush_denormal(flush):
             pytest.skip("this processor does not flush denormal numbers")

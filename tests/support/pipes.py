@@ -32,3 +32,11 @@ def assert_same_gradients(module: nn.Module, other: nn.Module, **tolerances: flo
     """Of their parameters; default tolerances: absolute 1e-10, none relative."""
     for p, q in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, **{"rtol": 0, "atol": 1e-10, **tolerances})
+
+
+def pipe_of(*layers: nn.Module, device: Any = "cpu", chunks: int = 2, **options: Any) -> Pipe:
+    """A pipe with a stage for each layer."""
+    devices = [device] * len(layers)
+    return Pipe(
+        nn.Sequential(*layers), [1] * len(layers), devices=devices, chunks=chunks, **options
+    )

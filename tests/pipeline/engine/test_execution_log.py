@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.pipes import pipe_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,13 +26,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def run(*layers: nn.Module, times: int = 2, chunks: int = 2, **options: Any) -> Pipe:
-    pipe = Pipe(
-        nn.Sequential(*layers),
-        [1] * len(layers),
-        devices=["cpu"] * len(layers),
-        chunks=chunks,
-        **options,
-    )
+    pipe = pipe_of(*layers, chunks=chunks, **options)
     for _ in range(times):
         pipe(torch.ones(4, 4)).sum().backward()
     return pipe

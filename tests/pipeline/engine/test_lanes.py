@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.levels import in_gate
-from support.pipes import Pipe
+from support.pipes import Pipe, pipe_of
 from torch import nn
 
 from pipekernels.pipeline.engine import lanes, mini_batch, stages
@@ -62,8 +62,7 @@ class Calls(nn.Module):
 @pytest.mark.timeout(60)
 def test_a_layer_cannot_call_its_own_pipe(execution: str) -> None:
     calls = Calls()
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), calls), [1, 1], devices=["cpu"] * 2, chunks=2)
-    other = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe, other = pipe_of(nn.Linear(2, 2), calls), pipe_of(nn.Linear(2, 2), nn.Tanh())
     x = torch.ones(4, 2)
     calls.called = [pipe]
     for step in (pipe, lambda x: pipe.train_step(x, x, nn.functional.mse_loss)):
@@ -204,9 +203,7 @@ def test_a_forked_child_starts_lanes_of_its_own() -> None:
 
 
 def test_two_threads_may_use_one_pipe() -> None:
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=4
-    )
+    pipe = pipe_of(nn.Linear(4, 4), nn.Linear(4, 4), chunks=4)
     x, weight = torch.randn(8, 4), pipe[0].weight
     (expected,) = torch.autograd.grad(pipe(x).sum(), weight)
     right: list[bool] = []
@@ -226,8 +223,7 @@ def test_two_threads_may_use_one_pipe() -> None:
 
 def test_backwards_and_training_steps_at_the_same_time(place: torch.device) -> None:
     """On a CUDA device both need autograd's one thread for it."""
-    layers = [nn.Linear(4, 4) for _ in range(3)]
-    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], devices=[place] * 3, chunks=4)
+    pipe = pipe_of(*(nn.Linear(4, 4) for _ in range(3)), device=place, chunks=4)
     x, weight = torch.randn(8, 4), pipe[0].weight
     (expected,) = torch.autograd.grad(pipe(x).sum(), weight)
     right: list[bool] = []
@@ -258,7 +254,7 @@ def test_a_forward_during_a_training_step(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(stages, "has_streams", lambda device: True)
     monkeypatch.setattr(mini_batch, "Transport", WithoutStreams)
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = pipe_of(nn.Linear(4, 4), nn.Tanh())
     x, parameters = torch.randn(8, 4), list(pipe.parameters())
     expected = torch.autograd.grad(pipe(x).sum(), parameters)
     found: list[tuple[torch.Tensor, ...]] = []
@@ -291,8 +287,7 @@ def test_lanes_run_at_the_same_time() -> None:
             time.sleep(0.02)
             return x
 
-    layers = nn.Sequential(Sleep(), Sleep())
-    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=8, execution="threads")
+    pipe = pipe_of(Sleep(), Sleep(), chunks=8, execution="threads")
     with pipe.timeline() as timeline:
         pipe(torch.ones(8, 2))
     (phase,) = timeline.phases
@@ -322,8 +317,7 @@ def test_lanes_see_the_callers_context(execution: str) -> None:
             seen.append((variable.get(), torch.is_autocast_cache_enabled()))
             return x
 
-    layers = nn.Sequential(SeesContext(), SeesContext())
-    pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = pipe_of(SeesContext(), SeesContext())
     token = variable.set(5)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         pipe(torch.ones(2, 2))
@@ -341,9 +335,7 @@ def test_lanes_share_the_intra_op_threads(chunks: int, share: int, execution: st
             seen.append(torch.get_num_threads())
             return x
 
-    pipe = Pipe(
-        nn.Sequential(Count(), Count(), Count()), [1] * 3, devices=["cpu"] * 3, chunks=chunks
-    )
+    pipe = pipe_of(Count(), Count(), Count(), chunks=chunks)
     with intra_op_threads(6):
         pipe(torch.ones(8, 2))
     assert seen == [share] * 3 * chunks
@@ -359,8 +351,7 @@ def test_ctrl_c_while_work_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None
         submit(self, *args)
 
     monkeypatch.setattr(lanes._Worker, "submit", interrupted)
-    layers = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
-    pipe = Pipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, execution="threads")
+    pipe = pipe_of(*(nn.Linear(2, 2) for _ in range(3)), execution="threads")
     caught: list[BaseException] = []
 
     def work() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.pipes import Pipe, pipe_of
 from torch import nn
 
 from pipekernels.pipeline.engine import engine
@@ -65,7 +65,7 @@ class Held(nn.Module):
 )
 def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: torch.device) -> None:
     stages = [Held() for _ in limits]
-    pipe = Pipe(nn.Sequential(*stages), [1] * 3, devices=[place] * 3, chunks=9, checkpoint="never")
+    pipe = pipe_of(*stages, device=place, chunks=9, checkpoint="never")
     with pipe.timeline():  # Prevents that stages are fused.
         pipe.train_step(
             torch.randn(18, 4), None, torch.sum, schedule=schedule, loss_reduction="sum"
@@ -79,9 +79,7 @@ def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: to
 def peaks(checkpoint: str, place: torch.device) -> list[int]:
     """Per stage, the most micro-batches whose activations it held at once."""
     stages = [Held() for _ in range(3)]
-    pipe = Pipe(
-        nn.Sequential(*stages), [1] * 3, devices=[place] * 3, chunks=9, checkpoint=checkpoint
-    )
+    pipe = pipe_of(*stages, device=place, chunks=9, checkpoint=checkpoint)
     with pipe.timeline():
         pipe(torch.randn(18, 4)).sum().backward()
     assert all(stage.live.now == 0 for stage in stages)
@@ -99,7 +97,7 @@ def test_outputs_are_written_in_place(place: torch.device, monkeypatch: pytest.M
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("concatenated")
 
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=[place] * 2, chunks=4)
+    pipe = pipe_of(nn.Linear(4, 4), nn.Tanh(), device=place, chunks=4)
     for name in ("cat", "concat", "stack"):
         monkeypatch.setattr(torch, name, forbidden)
     pipe(torch.randn(9, 4, requires_grad=True)).sum().backward()
@@ -121,25 +119,20 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[MiniBatch
     gc.enable()
 
 
-def run_twice(schedule: str, place: torch.device) -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=[place] * 2, chunks=4)
-    pipe(torch.randn(8, 4)).sum().backward()
-    pipe.train_step(torch.randn(8, 4), None, torch.sum, schedule=schedule, loss_reduction="sum")
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_mini_batch_is_freed_at_once(
     schedule: str, place: torch.device, runs: list[weakref.ref[MiniBatch]]
 ) -> None:
     """It is in no reference cycle, which would be freed later."""
-    run_twice(schedule, place)
+    pipe = pipe_of(nn.Linear(4, 4), nn.Tanh(), device=place, chunks=4)
+    pipe(torch.randn(8, 4)).sum().backward()
+    pipe.train_step(torch.randn(8, 4), None, torch.sum, schedule=schedule, loss_reduction="sum")
     assert [run() for run in runs] == [None, None]
 
 
-def test_the_first_mini_batch_is_freed_at_once(runs: list[weakref.ref[MiniBatch]]) -> None:
-    """The first pass also looks for random numbers that need one thread."""
-    run_twice("1f1b", torch.device("cpu"))
-    assert [run() for run in runs] == [None, None]
+def test_an_audited_mini_batch_is_freed_at_once(runs: list[weakref.ref[MiniBatch]]) -> None:
+    pipe_of(nn.Linear(4, 4), nn.Tanh(), chunks=4)(torch.randn(8, 4)).sum().backward()
+    assert [run() for run in runs] == [None]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -168,10 +161,7 @@ def test_a_failed_mini_batch_is_freed_with_its_exception(
         tensors.append(weakref.ref(grad))
         raise error
 
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(4, 4), Fails()), [1, 1], devices=["cpu"] * 2, chunks=2,
-        checkpoint=checkpoint,
-    )  # fmt: skip
+    pipe = pipe_of(nn.Linear(4, 4), Fails(), checkpoint=checkpoint)
 
     def run() -> None:
         if "step" in when:
@@ -191,10 +181,7 @@ def test_an_output_keeps_nothing_else_after_its_backward(
     dim: int, checkpoint: str, execution: str
 ) -> None:
     """For example, if losses are summed over an epoch with their graphs."""
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2,
-        checkpoint=checkpoint, batch_dim=dim,
-    )  # fmt: skip
+    pipe = pipe_of(nn.Linear(4, 4), nn.Tanh(), checkpoint=checkpoint, batch_dim=dim)
     tensors: list[weakref.ref[torch.Tensor]] = []
     pipe[0].register_forward_pre_hook(lambda _, args: tensors.append(weakref.ref(args[0])))
     x = torch.randn(6, 6, 4, requires_grad=True)

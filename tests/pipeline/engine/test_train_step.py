@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.levels import pairwise
-from support.pipes import Pipe
+from support.pipes import Pipe, pipe_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,7 +27,7 @@ def model(seed: int = 0) -> nn.Sequential:
     ).double()
 
 
-def pipe_of(
+def by_twos(
     module: nn.Sequential, chunks: int = 4, checkpoint: str = "never", **options: Any
 ) -> Pipe:
     devices = [torch.get_default_device()] * 4
@@ -37,40 +36,6 @@ def pipe_of(
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in module.parameters()]  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    *pairwise(
-        schedule=list(SCHEDULES),
-        checkpoint=["never", "except_last", "always"],
-        chunks=[1, 2, 3, 5],
-        batch=[1, 5, 8, 11],
-    )
-)
-def test_equals_the_unwrapped_model(
-    schedule: str, checkpoint: str, chunks: int, batch: int, place: torch.device
-) -> None:
-    x, y = torch.randn(batch, 5, dtype=torch.float64), torch.randn(batch, 3, dtype=torch.float64)
-    plain = model()
-    expected = F.mse_loss(plain(x), y)
-    expected.backward()
-    piped = model()
-    loss = pipe_of(piped, chunks, checkpoint).train_step(x, y, F.mse_loss, **OPTIONS[schedule])
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(gradients(piped), gradients(plain), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bits_do_not_depend_on_the_execution(schedule: str) -> None:
-    x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
-    results = []
-    for execution in ("inline", "threads"):
-        piped = model()
-        pipe = pipe_of(piped, execution=execution)
-        loss = pipe.train_step(x, y, F.mse_loss, **OPTIONS[schedule])
-        results.append([loss, *gradients(piped)])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_a_mean_over_valid_tokens() -> None:
@@ -85,7 +50,7 @@ def test_a_mean_over_valid_tokens() -> None:
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output.mT, target, reduction="sum") / valid
 
-    loss = pipe_of(piped).train_step(x, y, loss_fn, loss_reduction="sum")
+    loss = by_twos(piped).train_step(x, y, loss_fn, loss_reduction="sum")
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
     torch.testing.assert_close(gradients(piped), gradients(plain), rtol=0, atol=1e-10)
 
@@ -99,7 +64,7 @@ def test_a_sum_needs_no_weights(place: torch.device) -> None:
 
     expected = loss_fn(plain(x), y)
     expected.backward()
-    loss = pipe_of(piped).train_step(x, y, loss_fn, loss_reduction="sum")
+    loss = by_twos(piped).train_step(x, y, loss_fn, loss_reduction="sum")
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradients(piped), gradients(plain), rtol=1e-10, atol=1e-10)
 
@@ -107,7 +72,7 @@ def test_a_sum_needs_no_weights(place: torch.device) -> None:
 def test_accumulates_into_grad_and_calls_hooks_once(place: torch.device) -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     module = model()
-    pipe = pipe_of(module)
+    pipe = by_twos(module)
     fired: list[int] = []
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
@@ -130,7 +95,7 @@ def test_gradients_are_not_copied(place: torch.device, monkeypatch: pytest.Monke
     monkeypatch.setattr(backward, "accumulated", noted)
     module = model()
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
-    pipe_of(module).train_step(x, y, F.mse_loss)
+    by_twos(module).train_step(x, y, F.mse_loss)
     assert [grad.data_ptr() for grad in gradients(module)] == made
 
 
@@ -138,7 +103,7 @@ def test_inputs_get_their_gradient(place: torch.device) -> None:
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
     plain_x, piped_x = x.clone().requires_grad_(), x.clone().requires_grad_()
     F.mse_loss(model()(plain_x), y).backward()
-    pipe_of(model()).train_step(piped_x, y, F.mse_loss, schedule="zb-h1")
+    by_twos(model()).train_step(piped_x, y, F.mse_loss, schedule="zb-h1")
     torch.testing.assert_close(piped_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
 
 
@@ -146,7 +111,7 @@ def test_an_empty_batch(place: torch.device) -> None:
     x, y = torch.empty(0, 5, dtype=torch.float64), torch.empty(0, 3, dtype=torch.float64)
     plain, piped = model(), model()
     F.mse_loss(plain(x), y).backward()
-    assert pipe_of(piped).train_step(x, y, F.mse_loss).isnan()
+    assert by_twos(piped).train_step(x, y, F.mse_loss).isnan()
     for a, b in zip(gradients(piped), gradients(plain), strict=True):
         assert torch.equal(a, b)
 
@@ -161,7 +126,7 @@ def test_micro_batches_whose_loss_has_no_gradient(place: torch.device) -> None:
     def loss_fn(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return (output if wanted.any() else output.detach()).sum()
 
-    pipe_of(piped, chunks=3).train_step(piped_x, wanted, loss_fn, loss_reduction="sum")
+    by_twos(piped, chunks=3).train_step(piped_x, wanted, loss_fn, loss_reduction="sum")
     torch.testing.assert_close(piped_x.grad, plain_x.grad, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradients(piped), gradients(plain), rtol=1e-10, atol=1e-10)
 
@@ -191,7 +156,7 @@ def test_a_loss_with_parameters_and_tuples_of_targets(place: torch.device) -> No
     mask = torch.arange(7)[:, None] % 2
     plain, plain_loss, piped, piped_loss = model(), Weighted(), model(), Weighted()
     plain_loss(plain(x), (y, mask)).backward()
-    pipe_of(piped).train_step(x, (y, mask), piped_loss)
+    by_twos(piped).train_step(x, (y, mask), piped_loss)
     torch.testing.assert_close(gradients(piped), gradients(plain), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradients(piped_loss), gradients(plain_loss), rtol=1e-10, atol=1e-10)
 
@@ -205,7 +170,7 @@ def test_dropout_depends_on_the_seed_and_not_on_the_execution() -> None:
             module[1] = nn.Dropout(0.4)
             module[3] = nn.Dropout(0.4)
             torch.manual_seed(3)
-            pipe = pipe_of(module, checkpoint=checkpoint, execution=execution)
+            pipe = by_twos(module, checkpoint=checkpoint, execution=execution)
             loss = pipe.train_step(x, y, F.mse_loss, schedule="zb-h1")
             results.append([loss, *gradients(module)])
     for other in results[1:]:
@@ -226,7 +191,7 @@ def test_random_numbers_of_the_loss_do_not_depend_on_the_execution(options: dict
     for execution in ("inline", "threads", "threads"):
         module = model()
         module[1] = nn.Dropout(0.4)
-        pipe = pipe_of(module, execution=execution)
+        pipe = by_twos(module, execution=execution)
         torch.manual_seed(3)
         losses = [pipe.train_step(x, y, loss_fn, **options) for _ in range(2)]
         results.append([*losses, *gradients(module)])
@@ -248,7 +213,7 @@ def test_deferred_batch_norm_is_committed_once(place: torch.device) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lanes_run_their_program_in_order(schedule: str) -> None:
-    with (pipe := pipe_of(model(), execution="threads")).timeline() as timeline:
+    with (pipe := by_twos(model(), execution="threads")).timeline() as timeline:
         pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **OPTIONS[schedule])
     (phase,) = timeline.phases
     assert phase.lanes == OPTIONS[schedule].get("lanes", 4)
@@ -261,7 +226,7 @@ def test_lanes_run_their_program_in_order(schedule: str) -> None:
 def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch.device) -> None:
     x, y = torch.randn(8, 5).double(), torch.randn(8, 3).double()
     module = model()
-    pipe = pipe_of(module)
+    pipe = by_twos(module)
     calls: list[int] = []
 
     def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -304,7 +269,7 @@ def test_bad_arguments(
     given: dict[str, Any] = {"target": torch.randn(4, 3).double(), "loss_fn": F.mse_loss}
     given.update(arguments)
     with pytest.raises(error, match=message):
-        pipe_of(model()).train_step(torch.randn(4, 5).double(), **given)
+        by_twos(model()).train_step(torch.randn(4, 5).double(), **given)
 
 
 class Precise(nn.Linear):
@@ -323,9 +288,7 @@ def test_backwards_are_not_in_the_callers_autocast() -> None:
     expected = gradients(module)
     for execution in ("inline", "threads"):
         module.zero_grad()
-        pipe = Pipe(
-            module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", execution=execution
-        )
+        pipe = pipe_of(*module, chunks=4, checkpoint="never", execution=execution)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             pipe.train_step(x, None, lambda y: y.square().sum(), loss_reduction="sum")
         for a, b in zip(gradients(module), expected, strict=True):
@@ -363,7 +326,7 @@ def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
         Late.seconds = seconds
         module = model().float()
         module[3] = Late()
-        late = pipe_of(module, execution=execution)
+        late = by_twos(module, execution=execution)
         late.train_step(x, y, partial(penalised, late), **OPTIONS[schedule])
         results.append(gradients(module))
     torch.testing.assert_close(results[0], gradients(plain))
@@ -383,7 +346,7 @@ def test_the_loss_of_one_micro_batch_uses_the_parameters(schedule: str, penalise
             own = own + sum(p.square().sum() for p in module.parameters())
         return own
 
-    plain, pipe = model(), pipe_of(model())
+    plain, pipe = model(), by_twos(model())
     loss(plain, plain(x), x).backward()
     pipe.train_step(x, x, partial(loss, pipe), loss_reduction="sum", **OPTIONS[schedule])
     torch.testing.assert_close(gradients(pipe), gradients(plain))
@@ -434,8 +397,7 @@ def test_forwards_and_losses_have_the_callers_autocast(place: torch.device) -> N
         seen.extend([output.dtype, (output.float() @ output.float().T).dtype])
         return output.float().sum()
 
-    layers = [nn.Linear(5, 5), nn.Linear(5, 5)]
-    pipe = Pipe(nn.Sequential(*layers), [1, 1], devices=[place] * 2, chunks=2)
+    pipe = pipe_of(nn.Linear(5, 5), nn.Linear(5, 5), device=place)
     with torch.autocast(place.type, dtype=torch.bfloat16):
         pipe.train_step(torch.randn(4, 5), None, loss_fn, loss_reduction="sum")
     assert seen == [torch.bfloat16] * 4
@@ -448,5 +410,5 @@ def test_a_loss_that_works_in_place(place: torch.device) -> None:
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     plain, piped = model(), model()
     loss_fn(plain(x) * 1, y).backward()
-    pipe_of(piped).train_step(x, y, loss_fn)
+    by_twos(piped).train_step(x, y, loss_fn)
     torch.testing.assert_close(gradients(piped), gradients(plain))
