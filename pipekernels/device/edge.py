@@ -46,19 +46,12 @@ SLOT_BYTES = 4 << 20
 
 
 class Arrival:
-    """Copies in flight.
+    """Copies in flight to ``device``; ``done`` is the point after them, None if they are done."""
 
-    Args:
-        device: their target.
-        index: the extension's number of it.
-        done: the point after the copies; None if they are done.
-    """
-
-    def __init__(self, device: torch.device, index: int, done: Ticket | None) -> None:
+    def __init__(self, device: torch.device, done: Ticket | None) -> None:
         self.users: list[int] = []
         """Handles of the streams that have waited for the copies and may use them."""
         self._device = device
-        self._index = index
         self._done = done
 
     def wait(self) -> None:
@@ -66,11 +59,11 @@ class Arrival:
         Call it before their first use. RuntimeError if the stream is being captured."""
         if self._done is None:
             return
-        if self._index < 0:
+        if not streams.has_streams(self._device):
             self._done.synchronize()
             return
         user = streams.current_handle(self._device)
-        if not self._done.wait(self._index, user):
+        if not self._done.wait(self._device.index, user):
             raise RuntimeError(
                 f"the current stream of {self._device} is being captured, and a CUDA graph cannot "
                 "wait for copies from another device; wait for them before the capture"
@@ -138,7 +131,7 @@ class Edge:
             The copies, detached, and the arrival to wait for before they are used.
         """
         if not self._overlaps:
-            arrival = Arrival(self.target, self._to, None)
+            arrival = Arrival(self.target, None)
             return [t.detach().to(self.target) for t in tensors], arrival
         with self._lock:
             origin = streams.current_handle(self.source)
@@ -155,7 +148,7 @@ class Edge:
             else:
                 copies = streams.empty_like(sources, self.target, self._arriving)
             done = p2p.new_ticket()
-            arrival = Arrival(self.target, self._to, done)
+            arrival = Arrival(self.target, done)
             # All memory is listed before a copy is issued, in case Ctrl-C comes right afterwards.
             # Until then the ticket is empty, and whoever asked it would drop the memory.
             self._issuing = True

@@ -7,9 +7,7 @@ promise. Streams are handles; that of default streams is 0, and so is the CPU's.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +21,9 @@ Ticket = Any
 """``P2PTicket``: points in streams; none in a new ticket."""
 
 
-@functools.cache
-def _tickets() -> Callable[[], Ticket]:
-    tickets: Callable[[], Ticket] = _backend.load().P2PTicket
-    return tickets
-
-
 def new_ticket() -> Ticket:
     """A ticket for ``send`` or ``mark``."""
-    return _tickets()()
+    return _backend.load().P2PTicket()
 
 
 def new_edge(source: torch.device, target: torch.device, slot_bytes: int) -> Any:

@@ -134,7 +134,7 @@ def external(device: torch.device, handle: int) -> Stream:
 
 
 def current_handle(device: torch.device) -> int:
-    """The number by which the extension knows :func:`current`; 0 for the CPU, too."""
+    """The number by which the extension knows :func:`current`; also 0 for the CPU."""
     if not has_streams(device):
         return 0
     assert current_raw_stream is not None

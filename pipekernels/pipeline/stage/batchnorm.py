@@ -146,8 +146,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
     Raises:
         ValueError: ``chunks`` is below 1.
-        TypeError: a BatchNorm has a forward of its own, is lazy or parametrized. Nothing is
-            replaced then.
+        TypeError: a BatchNorm overrides forward, is lazy or parametrized. Nothing is replaced then.
     """
     chunks = integer("chunks", whole(chunks))
     check_kind("module", module, nn.Module, "an nn.Module")

@@ -2,7 +2,7 @@
 
 torch has one CPU generator per process, so stages that run at the same time would draw from it in
 an order that changes from run to run, and a recomputation would see other dropout masks than its
-forward. Here every task has a seed of its own, derived from one number that each forward of the
+forward. Here every task has its own seed, derived from one number that each forward of the
 pipe draws from the default CPU generator:
 
 * on one thread the generators are simply seeded before each task;

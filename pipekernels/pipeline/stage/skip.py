@@ -100,7 +100,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
         pop: names that the forward pops, each exactly once.
 
     Raises:
-        TypeError: the decorated class is no ``nn.Module``.
+        TypeError: the decorated class is not an ``nn.Module``.
     """
     stashes, pops = frozenset(stash), frozenset(pop)
 
