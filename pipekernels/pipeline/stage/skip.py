@@ -131,11 +131,10 @@ def _isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> 
     """Put the layer's skips, or those named in ``only``, into ``ns``; returns the layer."""
     declared = self._stashes | self._pops
     names = set(only) if only is not None else declared
-    unknown = names - declared
-    if unknown:
+    if not names <= declared:
+        unknown, known = (", ".join(map(repr, sorted(n))) for n in (names - declared, declared))
         raise ValueError(
-            f"{type(self).__name__} has no skip {', '.join(map(repr, sorted(unknown)))}; "
-            f"its skips are {', '.join(map(repr, sorted(declared))) or 'none'}"
+            f"{type(self).__name__} has no skip {unknown}; its skips are {known or 'none'}"
         )
     self._skip_namespaces = {**_namespaces(self), **dict.fromkeys(names, ns)}
     return self

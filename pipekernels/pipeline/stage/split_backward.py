@@ -106,19 +106,16 @@ def _children_first(roots: Sequence[Node]) -> dict[Node, list[Node]] | None:
     """Every node of the graph of ``roots`` with its children, ordered children first; None if there
     are custom functions."""
     found: dict[Node, list[Node]] = {}
-    open_: dict[Node, list[Node]] = {}
-    stack = list(roots)
+    stack = [(root, False) for root in roots]
     while stack:
-        node = stack[-1]
+        node, are_children_found = stack.pop()
         if node in found:
-            stack.pop()
-        elif node in open_:
-            found[node] = open_.pop(node)
-            stack.pop()
+            continue
+        children = [child for child, _ in node.next_functions if child is not None]
+        if are_children_found:
+            found[node] = children
+        elif is_custom(node):
+            return None
         else:
-            if is_custom(node):
-                return None
-            children = [child for child, _ in node.next_functions if child is not None]
-            open_[node] = children
-            stack.extend(children)
+            stack += [(node, True), *((child, False) for child in children)]
     return found
