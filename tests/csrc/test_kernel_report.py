@@ -50,25 +50,28 @@ def report(log: Path, *lines: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def took(name: str, seconds: float, architectures: int) -> str:
-    return f"/csrc/cuda/{name} took {seconds} CPU-seconds for {architectures} architectures"
-
-
-def test_a_file_may_take_45_seconds_per_architecture(tmp_path: Path) -> None:
-    assert report(tmp_path / "log", took("slow.cu", 135.0, 3))[0] == 0
-    code, text = report(tmp_path / "log", took("slow.cu", 45.1, 1), took("b.cu", 130.0, 3))
-    assert code == 1
-    assert "cuda/slow.cu took 45.1 CPU-seconds per architecture to compile; the limit is 45" in text
-    assert "cuda/b.cu took" not in text
+@pytest.mark.parametrize(
+    ("within", "beyond", "told"),
+    [
+        (
+            ["135.0 3"],
+            "45.1 1",
+            "cuda/1.cu took 45.1 CPU-seconds per architecture to compile; the ",
+        ),
+        (["120.0 3"] * 5, "0.1 1", "all CUDA files took 200.1 CPU-seconds per architecture to "),
+    ],
+)
+def test_a_file_may_take_45_seconds_per_architecture_and_all_200(
+    within: list[str], beyond: str, told: str, tmp_path: Path
+) -> None:
+    lines = [
+        "/csrc/cuda/{}.cu took {} CPU-seconds for {} architectures".format(at, *each.split())
+        for at, each in enumerate([*within, beyond])
+    ]
+    assert report(tmp_path / "log", *lines[:-1])[0] == 0
+    code, text = report(tmp_path / "log", *lines)
+    assert code == 1 and told in text and "cuda/0.cu took" not in text
     assert "split the file" in text
-
-
-def test_all_files_may_take_200_seconds_per_architecture(tmp_path: Path) -> None:
-    files = [took(f"{number}.cu", 120.0, 3) for number in range(5)]
-    assert report(tmp_path / "log", *files)[0] == 0
-    code, text = report(tmp_path / "log", *files, took("last.cu", 0.1, 1))
-    assert code == 1
-    assert "all CUDA files took 200.1 CPU-seconds per architecture to compile; the limit" in text
 
 
 def test_a_log_without_times_fails(tmp_path: Path) -> None:

@@ -34,15 +34,6 @@ def test_the_product_is_linear(shape: tuple[int, ...], biased: bool, dtype: torc
     assert ((y.double() - exact).abs() <= ERRORS[dtype] * absolute).all()
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
-    x, weight = torch.randn(4, 300), torch.randn(17, 300)
-    together = skinny_linear(x, weight, None)
-    assert together is not None
-    for i in range(4):
-        alone = skinny_linear(x[i], weight, None)
-        assert alone is not None and torch.equal(alone, together[i])
-
-
 @pytest.mark.parametrize("dtype", ERRORS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("slab", [1, 7, 16, 43, 172, 333])
@@ -83,7 +74,7 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
     assert linear is not None and torch.equal(partial(0, inner, 1).to(dtype), linear)
 
 
-def test_partial_products_do_not_depend_on_threads_or_other_rows(one_thread: None) -> None:
+def test_rows_do_not_depend_on_threads_or_other_rows(one_thread: None) -> None:
     x, weight = torch.randn(4, 8 * 333), torch.randn(300, 8 * 333)
     alone = skinny_partial(x[2], weight, 8)
     torch.set_num_threads(3)
