@@ -39,12 +39,12 @@ def copy_micro_batches_cuda(
 # ---- products ----
 # Both return whether they apply; see local_ops/skinny_gemm.py.
 
-FEW_ROWS: int
+SKINNY_ROWS: int
 
-def few_rows_product(
+def skinny_gemm(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int, /
 ) -> bool: ...
-def few_rows_partial_product(
+def skinny_gemm_partial(
     out: Tensor, x: Tensor, weight: Tensor, slabs: int, threads: int, /
 ) -> bool: ...
 

@@ -10,7 +10,7 @@
 #include "gil.h"
 #include "pipekernels/host/dlpack.h"
 #include "pipekernels/host/dlpack_tensor.h"
-#include "pipekernels/products/few_rows.h"
+#include "pipekernels/products/skinny_gemm.h"
 #include "tensor.h"
 
 namespace pipekernels::python {
@@ -31,9 +31,9 @@ DType partial_dtype(DType dtype) {
 }
 
 // Reads `operands` = (out, x, weight). False unless all are contiguous CPU tensors of fitting
-// shapes, with 1 to kMaxFewRows rows, `x` and `weight` of one floating dtype, and `out` of the same
-// one, or of partial_dtype().
-bool describe_product(PyObject* const* operands, bool partial, FewRows& product) {
+// shapes, with 1 to kMaxSkinnyRows rows, `x` and `weight` of one floating dtype, and `out` of the
+// same one, or of partial_dtype().
+bool describe_product(PyObject* const* operands, bool partial, SkinnyGemm& product) {
   dlpack::Tensor out, x, weight;
   if (!describe_dense(operands[0], out) || !describe_dense(operands[1], x) ||
       !describe_dense(operands[2], weight)) {
@@ -56,7 +56,7 @@ bool describe_product(PyObject* const* operands, bool partial, FewRows& product)
   product.out = const_cast<std::byte*>(address_of(out));
   product.x = address_of(x);
   product.weight = address_of(weight);
-  return product.rows >= 1 && product.rows <= kMaxFewRows &&
+  return product.rows >= 1 && product.rows <= kMaxSkinnyRows &&
          dlpack::dense_elements(out) == product.rows * product.columns;
 }
 
@@ -72,7 +72,7 @@ PyObject* call_product(PyObject* const* arguments, Py_ssize_t count, bool partia
     return nullptr;
   }
   try {
-    FewRows product{};
+    SkinnyGemm product{};
     if (!describe_product(arguments, partial, product)) Py_RETURN_FALSE;
     const long threads = PyLong_AsLong(arguments[4]);
     if (threads == -1 && PyErr_Occurred()) return nullptr;
@@ -89,33 +89,34 @@ PyObject* call_product(PyObject* const* arguments, Py_ssize_t count, bool partia
   return nullptr;
 }
 
-// few_rows_product(out, x, weight, bias, threads) -> bool: out = x @ weight.T + bias, with `bias`
+// skinny_gemm(out, x, weight, bias, threads) -> bool: out = x @ weight.T + bias, with `bias`
 // a tensor of the same dtype or None.
-PyObject* few_rows_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return call_product(arguments, count, false, [](FewRows& product, PyObject* third, int threads) {
-    if (third != Py_None) {
-      dlpack::Tensor bias;
-      if (!describe_dense(third, bias) || dtype_of(bias) != static_cast<int>(product.dtype) ||
-          dlpack::dense_elements(bias) != product.columns) {
-        return false;
-      }
-      product.bias = address_of(bias);
-    }
-    const NoGil no_gil;
-    pipekernels::few_rows_product(product, threads);
-    return true;
-  });
+PyObject* skinny_gemm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return call_product(
+      arguments, count, false, [](SkinnyGemm& product, PyObject* third, int threads) {
+        if (third != Py_None) {
+          dlpack::Tensor bias;
+          if (!describe_dense(third, bias) || dtype_of(bias) != static_cast<int>(product.dtype) ||
+              dlpack::dense_elements(bias) != product.columns) {
+            return false;
+          }
+          product.bias = address_of(bias);
+        }
+        const NoGil no_gil;
+        pipekernels::skinny_gemm(product, threads);
+        return true;
+      });
 }
 
-// few_rows_partial_product(out, x, weight, slabs, threads) -> bool: out = x @ weight.T in the dtype
+// skinny_gemm_partial(out, x, weight, slabs, threads) -> bool: out = x @ weight.T in the dtype
 // that sums are taken in.
-PyObject* few_rows_partial_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* skinny_gemm_partial(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return call_product(arguments, count, true,
-                      [](const FewRows& product, PyObject* third, int threads) {
+                      [](const SkinnyGemm& product, PyObject* third, int threads) {
                         const long long slabs = PyLong_AsLongLong(third);
                         if (slabs == -1 && PyErr_Occurred()) throw py::error_already_set();
                         const NoGil no_gil;
-                        pipekernels::few_rows_partial_product(product, slabs, threads);
+                        pipekernels::skinny_gemm_partial(product, slabs, threads);
                         return true;
                       });
 }
@@ -135,9 +136,9 @@ void define(py::module_& m, const char* name) {
 }  // namespace
 
 void bind_products(py::module_& m) {
-  m.attr("FEW_ROWS") = kMaxFewRows;
-  define<&few_rows_product>(m, "few_rows_product");
-  define<&few_rows_partial_product>(m, "few_rows_partial_product");
+  m.attr("SKINNY_ROWS") = kMaxSkinnyRows;
+  define<&skinny_gemm>(m, "skinny_gemm");
+  define<&skinny_gemm_partial>(m, "skinny_gemm_partial");
 }
 
 }  // namespace pipekernels::python

@@ -34,7 +34,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def skinny_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """:func:`skinny_linear` into ``out``, of plain tensors, without autocast and derivatives;
     whether the kernel applied."""
-    done: bool = _backend.load().few_rows_product(out, x, weight, bias, torch.get_num_threads())
+    done: bool = _backend.load().skinny_gemm(out, x, weight, bias, torch.get_num_threads())
     return done
 
 
@@ -65,7 +65,7 @@ def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
     threads = torch.get_num_threads()
-    done = _backend.load().few_rows_partial_product(out, x, weight, slabs, threads)
+    done = _backend.load().skinny_gemm_partial(out, x, weight, slabs, threads)
     return out if done else None
 
 
@@ -73,7 +73,8 @@ def _may_apply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
     if type(x) is not Tensor or not x.is_cpu or needs_dispatcher():
         return False
-    if x.numel() > _backend.load().FEW_ROWS * weight.shape[-1] or torch.is_autocast_enabled("cpu"):
+    most_rows = _backend.load().SKINNY_ROWS
+    if x.numel() > most_rows * weight.shape[-1] or torch.is_autocast_enabled("cpu"):
         return False
     trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     return not (trained and torch.is_grad_enabled())

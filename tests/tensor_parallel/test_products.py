@@ -24,7 +24,7 @@ def test_an_input_meets_few_functions_before_its_product(trains: bool, world_siz
     """Of ours, from the forward on; each takes a share of a small product's time."""
     package = str(Path(pipekernels.__file__).parent)
     full, x = nn.Linear(12, 7), torch.randn(1, 12)
-    product = "mm" if trains else "few_rows_product"  # Its native call.
+    product = "mm" if trains else "skinny_gemm"  # Its native call.
 
     def on_rank(comm: Communicator) -> list[str]:
         layer, own = (

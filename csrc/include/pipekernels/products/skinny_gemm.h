@@ -2,7 +2,7 @@
 //
 // Such a product takes as long as reading the matrix. Each core reads it as one sequential stream,
 // which the processor's prefetchers follow at the memory's full speed; kernels that walk through
-// several rows of the matrix at a time reach a half to a third of it. From kMaxFewRows rows on,
+// several rows of the matrix at a time reach a half to a third of it. From kMaxSkinnyRows rows on,
 // arithmetic takes longer, and such kernels are the faster ones.
 #pragma once
 
@@ -13,13 +13,13 @@
 
 namespace pipekernels {
 
-constexpr int64_t kMaxFewRows = 4;
+constexpr int64_t kMaxSkinnyRows = 4;
 
 // out[r][i] = sum over j of x[r][j] * weight[i][j], plus bias[i] unless `bias` is null. All are
 // contiguous: `x` is [rows, inner], `weight` [columns, inner], `out` [rows, columns]; none overlaps
 // `out`. 16-bit floats are computed with in float32 and rounded once, to nearest even. A row's
 // result depends neither on the other rows nor on the number of threads.
-struct FewRows {
+struct SkinnyGemm {
   void* out;
   const void* x;
   const void* weight;
@@ -28,19 +28,19 @@ struct FewRows {
   DType dtype;
 };
 
-// Throws std::invalid_argument unless 1 <= rows <= kMaxFewRows and the dtype is a floating one.
-void few_rows_product(const FewRows& product, int threads, Isa isa = best_isa());
+// Throws std::invalid_argument unless 1 <= rows <= kMaxSkinnyRows and the dtype is a floating one.
+void skinny_gemm(const SkinnyGemm& product, int threads, Isa isa = best_isa());
 
 // A product that is not rounded to `dtype`: `out` is [rows, columns] of partial_size_of(dtype), and
 // there is no bias. `inner` is cut into `slabs` equal parts. The sum over each is computed as if it
 // were alone, and these sums are added in a balanced binary tree: ((0 + 1) + (2 + 3)) + ... So one
 // call for all slabs gives the bits of two calls for half of them each, with their results added.
-// These bits may differ between values of `isa`, as those of few_rows_product() do. A NaN has all
+// These bits may differ between values of `isa`, as those of skinny_gemm() do. A NaN has all
 // bits set.
 //
-// Throws std::invalid_argument as few_rows_product() does, and unless `slabs` is a power of two
+// Throws std::invalid_argument as skinny_gemm() does, and unless `slabs` is a power of two
 // that divides `inner`.
-void few_rows_partial_product(const FewRows& product, int64_t slabs, int threads,
-                              Isa isa = best_isa());
+void skinny_gemm_partial(const SkinnyGemm& product, int64_t slabs, int threads,
+                         Isa isa = best_isa());
 
 }  // namespace pipekernels

@@ -1,4 +1,4 @@
-#include "pipekernels/products/few_rows.h"
+#include "pipekernels/products/skinny_gemm.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -6,23 +6,23 @@
 #include <string>
 #include <vector>
 
-#include "few_rows_kernels.h"
 #include "pipekernels/host/parallel_for.h"
+#include "skinny_gemm_kernels.h"
 
 namespace pipekernels {
 
 // One table per dtype.
-const FewRowsKernels* const* few_rows_tables_baseline();
+const SkinnyGemmKernels* const* skinny_gemm_tables_baseline();
 #if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
-const FewRowsKernels* const* few_rows_tables_avx2();
-const FewRowsKernels* const* few_rows_tables_avx512();
+const SkinnyGemmKernels* const* skinny_gemm_tables_avx2();
+const SkinnyGemmKernels* const* skinny_gemm_tables_avx512();
 #endif
 
-static const FewRowsKernels& kernels(DType dtype, [[maybe_unused]] Isa isa) {
-  const FewRowsKernels* const* tables = few_rows_tables_baseline();
+static const SkinnyGemmKernels& kernels(DType dtype, [[maybe_unused]] Isa isa) {
+  const SkinnyGemmKernels* const* tables = skinny_gemm_tables_baseline();
 #if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
-  if (isa == Isa::kAvx2) tables = few_rows_tables_avx2();
-  if (isa >= Isa::kAvx512) tables = few_rows_tables_avx512();
+  if (isa == Isa::kAvx2) tables = skinny_gemm_tables_avx2();
+  if (isa >= Isa::kAvx512) tables = skinny_gemm_tables_avx512();
 #endif
   return *tables[static_cast<int>(dtype)];
 }
@@ -31,10 +31,10 @@ struct alignas(64) CacheLine {
   std::byte bytes[64];
 };
 
-static void check(const FewRows& product) {
-  if (product.rows < 1 || product.rows > kMaxFewRows) {
+static void check(const SkinnyGemm& product) {
+  if (product.rows < 1 || product.rows > kMaxSkinnyRows) {
     throw std::invalid_argument("a product of a few rows takes 1 to " +
-                                std::to_string(kMaxFewRows) + " rows, got " +
+                                std::to_string(kMaxSkinnyRows) + " rows, got " +
                                 std::to_string(product.rows));
   }
   if (!is_floating(product.dtype)) {
@@ -44,8 +44,8 @@ static void check(const FewRows& product) {
 }
 
 // Runs `kernel`, of `table`, on pieces of the columns.
-static void run(const FewRows& product, int64_t slabs, int threads, const FewRowsKernels& table,
-                void (*kernel)(const FewRowsPiece&)) {
+static void run(const SkinnyGemm& product, int64_t slabs, int threads,
+                const SkinnyGemmKernels& table, void (*kernel)(const SkinnyGemmPiece&)) {
   // Kept between calls. Vectors that straddle cache lines would take twice as long to load.
   thread_local std::vector<CacheLine> kept;
   const int64_t slab_inner = product.inner / slabs;
@@ -64,13 +64,13 @@ static void run(const FewRows& product, int64_t slabs, int threads, const FewRow
   });
 }
 
-void few_rows_product(const FewRows& product, int threads, Isa isa) {
+void skinny_gemm(const SkinnyGemm& product, int threads, Isa isa) {
   check(product);
-  const FewRowsKernels& table = kernels(product.dtype, isa);
+  const SkinnyGemmKernels& table = kernels(product.dtype, isa);
   run(product, 1, threads, table, table.products[product.rows - 1]);
 }
 
-void few_rows_partial_product(const FewRows& product, int64_t slabs, int threads, Isa isa) {
+void skinny_gemm_partial(const SkinnyGemm& product, int64_t slabs, int threads, Isa isa) {
   check(product);
   if (product.bias != nullptr) {
     throw std::invalid_argument("a partial product takes no bias; add it to the sum of all");
@@ -79,7 +79,7 @@ void few_rows_partial_product(const FewRows& product, int64_t slabs, int threads
     throw std::invalid_argument("slabs must be a power of two that divides the inner dimension " +
                                 std::to_string(product.inner) + ", got " + std::to_string(slabs));
   }
-  const FewRowsKernels& table = kernels(product.dtype, isa);
+  const SkinnyGemmKernels& table = kernels(product.dtype, isa);
   run(product, slabs, threads, table, table.partial_products[product.rows - 1]);
 }
 

@@ -2,7 +2,7 @@
 // set gives the exact result, rounded once; with others, a row's bits depend neither on the other
 // rows nor on threads; nothing but the result is written. Partial products of several slabs have
 // the bits of those of half as many, added.
-#include "pipekernels/products/few_rows.h"
+#include "pipekernels/products/skinny_gemm.h"
 
 #include <cstdint>
 #include <cstring>
@@ -43,9 +43,9 @@ void test_exact(DType dtype, Isa isa, int64_t rows, int64_t columns, int64_t inn
   const auto guard = Type::narrow(77);
   for (const int threads : {1, 3}) {
     std::vector<typename Type::Element> out(rows * columns + 2, guard);
-    few_rows_product({&out[1], x.data(), weight.data(), biased ? bias.data() : nullptr, rows,
-                      columns, inner, dtype},
-                     threads, isa);
+    skinny_gemm({&out[1], x.data(), weight.data(), biased ? bias.data() : nullptr, rows, columns,
+                 inner, dtype},
+                threads, isa);
     CHECK(out.front() == guard && out.back() == guard);
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < columns; ++i) {
@@ -62,14 +62,15 @@ void test_exact(DType dtype, Isa isa, int64_t rows, int64_t columns, int64_t inn
 template <class Type>
 void test_rows_are_independent(DType dtype, Isa isa) {
   constexpr int64_t kColumns = 37, kInner = 1003;
-  const auto x = random_elements<Type>(kMaxFewRows * kInner, 4, false);
+  const auto x = random_elements<Type>(kMaxSkinnyRows * kInner, 4, false);
   const auto weight = random_elements<Type>(kColumns * kInner, 5, false);
-  std::vector<typename Type::Element> alone(kColumns), all(kMaxFewRows * kColumns);
-  few_rows_product(
-      {all.data(), x.data(), weight.data(), nullptr, kMaxFewRows, kColumns, kInner, dtype}, 4, isa);
-  for (int64_t r = 0; r < kMaxFewRows; ++r) {
-    few_rows_product(
-        {alone.data(), &x[r * kInner], weight.data(), nullptr, 1, kColumns, kInner, dtype}, 1, isa);
+  std::vector<typename Type::Element> alone(kColumns), all(kMaxSkinnyRows * kColumns);
+  skinny_gemm(
+      {all.data(), x.data(), weight.data(), nullptr, kMaxSkinnyRows, kColumns, kInner, dtype}, 4,
+      isa);
+  for (int64_t r = 0; r < kMaxSkinnyRows; ++r) {
+    skinny_gemm({alone.data(), &x[r * kInner], weight.data(), nullptr, 1, kColumns, kInner, dtype},
+                1, isa);
     CHECK(std::memcmp(alone.data(), &all[r * kColumns], kColumns * size_of(dtype)) == 0);
   }
 }
@@ -98,9 +99,9 @@ std::vector<typename Type::Accumulator> tree_sum(DType dtype, Isa isa, int64_t r
   if (end - begin == 1) {
     const auto x_slab = slabs_of(x, rows, slabs, begin, end);
     const auto weight_slab = slabs_of(weight, columns, slabs, begin, end);
-    few_rows_partial_product({sums.data(), x_slab.data(), weight_slab.data(), nullptr, rows,
-                              columns, inner / slabs, dtype},
-                             1, 1, isa);
+    skinny_gemm_partial({sums.data(), x_slab.data(), weight_slab.data(), nullptr, rows, columns,
+                         inner / slabs, dtype},
+                        1, 1, isa);
     return sums;
   }
   const int64_t middle = (begin + end) / 2;
@@ -121,17 +122,16 @@ void test_slabs(DType dtype, Isa isa, int64_t rows, int64_t slab, int64_t slabs)
   const Accumulator guard = 77;
   for (const int threads : {1, 3}) {
     std::vector<Accumulator> out(rows * kColumns + 2, guard);
-    few_rows_partial_product(
-        {&out[1], x.data(), weight.data(), nullptr, rows, kColumns, inner, dtype}, slabs, threads,
-        isa);
+    skinny_gemm_partial({&out[1], x.data(), weight.data(), nullptr, rows, kColumns, inner, dtype},
+                        slabs, threads, isa);
     CHECK(out.front() == guard && out.back() == guard);
     CHECK(std::memcmp(&out[1], expected.data(), expected.size() * sizeof(Accumulator)) == 0);
   }
   if (slabs > 1) return;
   // Rounded, the sum over one slab is the whole product.
   std::vector<typename Type::Element> whole(rows * kColumns);
-  few_rows_product({whole.data(), x.data(), weight.data(), nullptr, rows, kColumns, inner, dtype},
-                   1, isa);
+  skinny_gemm({whole.data(), x.data(), weight.data(), nullptr, rows, kColumns, inner, dtype}, 1,
+              isa);
   for (size_t i = 0; i < whole.size(); ++i) CHECK(whole[i] == Type::narrow(expected[i]));
 }
 
@@ -143,7 +143,7 @@ void test_slabs_in_pieces(DType dtype, Isa isa) {
   const auto weight = random_elements<Type>(kColumns * kSlab * kSlabs, 9, false);
   const auto expected = tree_sum<Type>(dtype, isa, 1, x, weight, kSlabs, 0, kSlabs);
   std::vector<typename Type::Accumulator> out(kColumns);
-  few_rows_partial_product(
+  skinny_gemm_partial(
       {out.data(), x.data(), weight.data(), nullptr, 1, kColumns, kSlab * kSlabs, dtype}, kSlabs, 4,
       isa);
   CHECK(std::memcmp(out.data(), expected.data(), kColumns * sizeof(out[0])) == 0);
@@ -160,8 +160,7 @@ void test_nan(DType dtype, Isa isa, int64_t inner, int64_t slabs) {
   for (int64_t j = 0; j < inner; ++j) expected[0] += Type::widen(x[j]) * Type::widen(weight[j]);
   std::memset(&expected[1], 0xff, sizeof(expected[1]));
   weight[inner] = Type::narrow(std::numeric_limits<Accumulator>::quiet_NaN());
-  few_rows_partial_product({out, x.data(), weight.data(), nullptr, 1, 2, inner, dtype}, slabs, 1,
-                           isa);
+  skinny_gemm_partial({out, x.data(), weight.data(), nullptr, 1, 2, inner, dtype}, slabs, 1, isa);
   CHECK(std::memcmp(out, expected, sizeof(out)) == 0);
 }
 
@@ -178,18 +177,19 @@ void check_throws(const Call& call) {
 
 void test_bad_arguments() {
   float x[8] = {}, out[8];
-  for (const FewRows& bad : {FewRows{out, x, x, nullptr, 0, 1, 1, DType::kFloat32},
-                             FewRows{out, x, x, nullptr, kMaxFewRows + 1, 1, 1, DType::kFloat32},
-                             FewRows{out, x, x, nullptr, 1, 1, 1, DType::kInt32}}) {
-    check_throws([&] { few_rows_product(bad, 1); });
-    check_throws([&] { few_rows_partial_product(bad, 1, 1); });
+  for (const SkinnyGemm& bad :
+       {SkinnyGemm{out, x, x, nullptr, 0, 1, 1, DType::kFloat32},
+        SkinnyGemm{out, x, x, nullptr, kMaxSkinnyRows + 1, 1, 1, DType::kFloat32},
+        SkinnyGemm{out, x, x, nullptr, 1, 1, 1, DType::kInt32}}) {
+    check_throws([&] { skinny_gemm(bad, 1); });
+    check_throws([&] { skinny_gemm_partial(bad, 1, 1); });
   }
-  const FewRows good{out, x, x, nullptr, 1, 1, 8, DType::kFloat32};
+  const SkinnyGemm good{out, x, x, nullptr, 1, 1, 8, DType::kFloat32};
   for (const int64_t slabs : {0, -2, 3, 16}) {
-    check_throws([&] { few_rows_partial_product(good, slabs, 1); });
+    check_throws([&] { skinny_gemm_partial(good, slabs, 1); });
   }
-  const FewRows biased{out, x, x, x, 1, 1, 8, DType::kFloat32};
-  check_throws([&] { few_rows_partial_product(biased, 1, 1); });
+  const SkinnyGemm biased{out, x, x, x, 1, 1, 8, DType::kFloat32};
+  check_throws([&] { skinny_gemm_partial(biased, 1, 1); });
 }
 
 }  // namespace
@@ -200,7 +200,7 @@ int main() {
     for (const DType dtype : kFloats) {
       with_floating_element(dtype, [&](auto type) {
         using Type = decltype(type);
-        for (int64_t rows = 1; rows <= kMaxFewRows; ++rows) {
+        for (int64_t rows = 1; rows <= kMaxSkinnyRows; ++rows) {
           for (const int64_t inner : {1, 5, 16, 31, 64, 259, 1100}) {
             test_exact<Type>(dtype, isa, rows, inner == 64 ? 700 : 9, inner, inner % 2 == 1);
           }

@@ -1,7 +1,7 @@
-// The kernels of few_rows.h, written once over vectors of kVectorBytes and compiled once per
+// The kernels of skinny_gemm.h, written once over vectors of kVectorBytes and compiled once per
 // instruction set. As in reduce_kernels.cpp, everything else has internal linkage and uses no
 // inline function of other headers.
-#include "few_rows_kernels.h"
+#include "skinny_gemm_kernels.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -49,7 +49,7 @@ class TreeSum {
 // One row of `x` is widened into whole vectors, in the order in which Type::widen() puts the
 // elements of a row of the weight. The last vectors are filled up with zeros.
 template <class Type>
-struct FewRowsOf {
+struct SkinnyGemmOf {
   using Element = typename Type::Element;
   using Accumulator = typename Type::Accumulator;
   using Wide = Vector<Accumulator>;
@@ -163,7 +163,7 @@ struct FewRowsOf {
 
   // Columns of the product for kRows rows. A whole product has one slab.
   template <int kRows, bool kPartial>
-  static void product(const FewRowsPiece& piece) {
+  static void product(const SkinnyGemmPiece& piece) {
     const int64_t slabs = kPartial ? piece.slabs : 1, inner = piece.inner / slabs;
     const size_t slab_bytes = widened_bytes(inner), row_bytes = slabs * slab_bytes;
     const auto* const weight = static_cast<const Element*>(piece.weight);
@@ -191,13 +191,13 @@ struct FewRowsOf {
     }
   }
 
-  static void store_partial(const FewRowsPiece& piece, int r, int64_t i, Accumulator sum) {
+  static void store_partial(const SkinnyGemmPiece& piece, int r, int64_t i, Accumulator sum) {
     const Accumulator result = canonical_nan(Wide{} + sum)[0];
     std::memcpy(static_cast<Accumulator*>(piece.out) + r * piece.columns + i, &result,
                 sizeof(result));
   }
 
-  static void store(const FewRowsPiece& piece, int r, int64_t i, Accumulator sum) {
+  static void store(const SkinnyGemmPiece& piece, int r, int64_t i, Accumulator sum) {
     if (piece.bias != nullptr) {
       Wide bias[kParts];
       load(static_cast<const Element*>(piece.bias) + i, 1, bias);
@@ -208,7 +208,7 @@ struct FewRowsOf {
     std::memcpy(static_cast<Element*>(piece.out) + r * piece.columns + i, &result, sizeof(result));
   }
 
-  static constexpr FewRowsKernels kKernels = {
+  static constexpr SkinnyGemmKernels kKernels = {
       &widened_bytes,
       &widen,
       {&product<1, false>, &product<2, false>, &product<3, false>, &product<4, false>},
@@ -217,15 +217,15 @@ struct FewRowsOf {
 };
 
 // By DType.
-constexpr const FewRowsKernels* kTables[kFloatingDTypes] = {
-    &FewRowsOf<Plain<double>>::kKernels,
-    &FewRowsOf<Plain<float>>::kKernels,
-    &FewRowsOf<Fp16>::kKernels,
-    &FewRowsOf<Bf16>::kKernels,
+constexpr const SkinnyGemmKernels* kTables[kFloatingDTypes] = {
+    &SkinnyGemmOf<Plain<double>>::kKernels,
+    &SkinnyGemmOf<Plain<float>>::kKernels,
+    &SkinnyGemmOf<Fp16>::kKernels,
+    &SkinnyGemmOf<Bf16>::kKernels,
 };
 
 }  // namespace
 
-const FewRowsKernels* const* PIPEKERNELS_FOR_ISA(few_rows_tables)() { return kTables; }
+const SkinnyGemmKernels* const* PIPEKERNELS_FOR_ISA(skinny_gemm_tables)() { return kTables; }
 
 }  // namespace pipekernels
