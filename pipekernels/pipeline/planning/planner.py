@@ -303,27 +303,19 @@ def _candidates(
 
 
 def _predicted(
-    forecast: Forecast,
-    devices: Sequence[torch.device],
-    lengths: Sequence[int],
-    memory_limit: int | None,
+    forecast: Forecast, devices: Sequence[torch.device], balance: list[int], limit: int | None
 ) -> Plan:
     setting, program = forecast.setting, forecast.setting.program
-    edges = [0, *accumulate(lengths)]
+    edges = [0, *accumulate(balance)]
     seconds = forecast.seconds(edges)
     simulation = simulate(program, seconds)
     work = [0.0] * program.stages
     for action in simulation.start:
         work[action.stage] += seconds(action)
-    stages = [
-        StagePlan(
-            devices[program.lane_of[stage]],
-            end - begin,
-            work[stage],
-            forecast.stage_bytes(stage, begin, end),
-        )
-        for stage, (begin, end) in enumerate(pairwise(edges))
-    ]
+    stages = []
+    for stage, (begin, end) in enumerate(pairwise(edges)):
+        device, peak = devices[program.lane_of[stage]], forecast.stage_bytes(stage, begin, end)
+        stages.append(StagePlan(device, end - begin, work[stage], peak))
     return Plan(
         schedule=setting.schedule,
         lanes=len(devices),
@@ -333,17 +325,12 @@ def _predicted(
         stages=tuple(stages),
         step_seconds=simulation.makespan,
         bubble=simulation.bubble,
-        memory_limit=memory_limit,
+        memory_limit=limit,
     )
 
 
 def measure_costs(
-    module: nn.Sequential,
-    sample: Any,
-    device: torch.device,
-    sizes: Sequence[int],
-    *,
-    timeout: float,
+    module: nn.Sequential, sample: Any, device: torch.device, sizes: Sequence[int], timeout: float
 ) -> list[LayerCost]:
     """Costs of the layers, fitted to measurements with ``sizes`` rows."""
     samples = [profile.first_rows(sample, rows) for rows in sizes]
