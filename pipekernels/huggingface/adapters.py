@@ -121,8 +121,8 @@ class Peft(PlanProvider):
         return base
 
     def parts_of(self, name: str, module: Any, kind: LayerKind) -> list[Part]:
-        """Of a linear layer with LoRA adapters, the layer and the factors that are sharded with it:
-        the second ones of a column-parallel layer, the first ones of a row-parallel layer."""
+        """A linear layer with LoRA adapters consists of the layer and the factors that are sharded
+        with it: a column-parallel layer's second ones, a row-parallel layer's first ones."""
         lora: Any = sys.modules.get("peft.tuners.lora.layer")
         if lora is None or not isinstance(module, lora.Linear):
             return []

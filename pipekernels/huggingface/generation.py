@@ -63,14 +63,14 @@ def _check_random_numbers(comm: Communicator, device: torch.device) -> None:
 def _samples(
     model: Any, inputs: Any = None, generation_config: Any = None, *_: Any, **kwargs: Any
 ) -> bool:
-    given = kwargs.get("do_sample")
-    if given is None:
-        given = (generation_config or model.generation_config).do_sample
-    return bool(given)
+    asked = kwargs.get("do_sample")
+    if asked is None:
+        asked = (generation_config or model.generation_config).do_sample
+    return bool(asked)
 
 
 def _digest(value: Any, known: int = 0) -> int:
-    """Of tensors, numbers and strings in ``value``."""
+    """A checksum of the tensors, numbers and strings in ``value``."""
     if isinstance(value, Tensor):
         data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8)
         return zlib.crc32(data.numpy().tobytes(), _digest(repr(value.shape), known))

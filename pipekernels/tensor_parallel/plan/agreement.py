@@ -27,7 +27,7 @@ def check_equal_on_ranks(weights: Mapping[str, Tensor], comm: Communicator) -> N
         rank, index = differences[0]
         raise ValueError(
             f"the weight of {list(weights)[index]!r} on rank {rank} is not that on rank 0; seed "
-            "all ranks alike before the model is made, or load the same checkpoint on all"
+            "all ranks the same way before the model is made, or load the same checkpoint on all"
         )
 
 

@@ -65,7 +65,8 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
     kinds = with_tied(model, {name: kind for name, (kind, _) in named.items()})
     kinds |= dict.fromkeys(_between(model, kinds, provided.heads), SUMMED)
     divided = {p: dict.fromkeys(keys, world_size) for p, keys in provided.divided.items()}
-    if divided or any(_is_of_attention(name, kind) for name, kind in kinds.items()):
+    columns = [n for n, k in kinds.items() if isinstance(k, LayerKind) and k.has_partner]
+    if divided or any("attn" in name or "attention" in name for name in columns):
         for what, heads in provided.heads.items():
             if heads % world_size:
                 raise _uneven(type(model).__name__, f"{what}={heads}", world_size)
@@ -73,11 +74,6 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             kinds[f"{name}.k_proj"] = kinds[f"{name}.v_proj"] = shared_kind(groups)
             divided[name] = {"num_key_value_groups": groups}
     return AutoPlan(kinds, divided)
-
-
-def _is_of_attention(name: str, kind: Kind) -> bool:
-    is_column = isinstance(kind, LayerKind) and (kind == COLUMN or kind.blocks != (1,))
-    return is_column and ("attn" in name or "attention" in name)
 
 
 _SMALL = re.compile(r"(q|k|query|key)_?(norm|layernorm|layer_norm|ln)|act(ivation)?(_fn)?")
@@ -145,7 +141,7 @@ def _shared_keys(model: nn.Module, kinds: Mapping[str, Kind], world_size: int) -
         size: Any = getattr(module, "head_dim", None)
         layer: Any = getattr(module, "k_proj", None)
         if isinstance(size, int) and kinds.get(f"{name}.k_proj") == COLUMN:
-            heads = layer.out_features // size  # Of a layer with adapters, too.
+            heads = layer.out_features // size  # Layers with adapters have this as well.
             if heads % world_size and world_size % heads:
                 raise _uneven(f"{name!r}", f"{heads} heads of keys", world_size)
             if heads % world_size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -45,9 +46,9 @@ class HookKind(Kind):
 class LayerKind(Kind):
     """Layers that sharded layers replace. Shapes are those of weights, ``[out, in]``."""
 
-    shard: Callable[[LayerKind, Any, Communicator, bool], Any]
-    """``shard(kind, layer, comm, invariant)`` makes this rank's shard. It raises a TypeError if
-    the layer has what a shard would lose, a ValueError if its features cannot be cut like this."""
+    make: Callable[..., Any]
+    """``make(layer, comm, invariant=...)`` makes this rank's shard. It raises a TypeError if the
+    layer has what a shard would lose, a ValueError if its features cannot be cut like this."""
     sent: tuple[str, str]
     """What the ranks exchange in the forward and the backward, in elements per token: ``{0}`` for
     the output features, ``{1}`` for the input features."""
@@ -58,21 +59,32 @@ class LayerKind(Kind):
     can_tie: bool = False
     """Whether layers of such kinds can share a weight, whose first dimension they cut."""
     is_of_vocabulary: bool = False
+    has_partner: bool = False
+    """Whether a row-parallel layer takes the output, perhaps after an activation."""
     blocks: tuple[int, ...] = (1,)
-    """Sizes of the blocks of output features, each of which is cut; a single number is that of
-    equal ones."""
+    """Sizes of the blocks of output features, each of which is cut; one number is that of equal
+    blocks."""
     copies: int = 1
     """Consecutive ranks that hold each shard."""
+
+    def shard(self, layer: nn.Module, comm: Communicator, *, invariant: bool) -> Any:
+        """This rank's shard of ``layer``; raises what ``make`` raises."""
+        options: dict[str, Any] = {} if self.copies == 1 else {"copies": self.copies}
+        if self.blocks != (1,):
+            options["blocks"] = self._sizes(self.full_shape(layer)[0])
+        if self.has_partner:
+            sizes = self._sizes(self.full_shape(layer)[0])
+            arithmetic_of(invariant).check_activations(sizes)
+        return self.make(layer, comm, invariant=invariant, **options)
 
     def shard_shape(self, shape: Shape, world_size: int) -> Shape:
         """The shape of rank 0's part, the largest, of a weight of ``shape``."""
         if self.cuts_input:
             return shape[0], shard_sizes(shape[1], world_size)[0]
         shards = world_size // self.copies
-        return sum(shard_sizes(size, shards)[0] for size in self.sizes(shape[0])), shape[1]
+        return sum(shard_sizes(size, shards)[0] for size in self._sizes(shape[0])), shape[1]
 
-    def sizes(self, out_features: int) -> list[int]:
-        """Those of the blocks."""
+    def _sizes(self, out_features: int) -> list[int]:
         if len(self.blocks) > 1:
             return list(self.blocks)
         (count,) = self.blocks
@@ -81,33 +93,7 @@ class LayerKind(Kind):
         return [out_features // count] * count
 
 
-def _column(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
-    sizes = kind.sizes(features_of(layer)[1])
-    if kind.copies == 1:
-        arithmetic_of(invariant).check_activations(sizes)
-    blocks = None if kind.blocks == (1,) else sizes
-    options = {"blocks": blocks, "copies": kind.copies, "invariant": invariant}
-    return ColumnParallelLinear.from_linear(layer, comm, **options)
-
-
-def _gathered(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
-    return ColumnParallelLinear.from_linear(layer, comm, gather_output=True, invariant=invariant)
-
-
-def _row(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
-    return RowParallelLinear.from_linear(layer, comm, invariant=invariant)
-
-
-def _row_split(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
-    options = {"input_is_parallel": False, "invariant": invariant}
-    return RowParallelLinear.from_linear(layer, comm, **options)
-
-
-def _embedding(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
-    return VocabParallelEmbedding.from_embedding(layer, comm, invariant=invariant)
-
-
-def _attention(kind: LayerKind, layer: Any, comm: Communicator, invariant: bool) -> Any:
+def _attention(layer: nn.MultiheadAttention, comm: Communicator, *, invariant: bool) -> Any:
     arithmetic_of(invariant).check_attention()
     return ParallelMultiheadAttention(layer, comm)
 
@@ -132,7 +118,10 @@ def _split_alibi(module: nn.Module, comm: Communicator, arithmetic: type[Plain])
 
 
 _IN, _OUT = "all-reduce {1}", "all-reduce {0}"
-COLUMN = LayerKind("column", _column, ("", _IN), can_tie=True)
+_column, _row = ColumnParallelLinear.from_linear, RowParallelLinear.from_linear
+_gathered = partial(_column, gather_output=True)
+_split = partial(_row, input_is_parallel=False)
+COLUMN = LayerKind("column", _column, ("", _IN), can_tie=True, has_partner=True)
 GATHERED = LayerKind(
     "column_gather_output",
     _gathered,
@@ -140,12 +129,12 @@ GATHERED = LayerKind(
     can_tie=True,
     is_of_vocabulary=True,
 )
-PACKED = LayerKind("packed_column", _column, ("", _IN), blocks=(2,))
+PACKED = LayerKind("packed_column", _column, ("", _IN), has_partner=True, blocks=(2,))
 SHARED = LayerKind("shared_column", _column, ("", _IN), copies=2)  # A plan must say how many.
 ROW = LayerKind("row", _row, (_OUT, ""), cuts_input=True)
 EMBEDDING = LayerKind(
     "embedding",
-    _embedding,
+    VocabParallelEmbedding.from_embedding,
     (_IN, ""),
     takes="nn.Embedding",
     accepts=is_embedding,
@@ -168,7 +157,7 @@ _ALL: tuple[Kind, ...] = (
     PACKED,
     SHARED,
     ROW,
-    LayerKind("row_split_input", _row_split, (_OUT, "all-gather {1}"), cuts_input=True),
+    LayerKind("row_split_input", _split, (_OUT, "all-gather {1}"), cuts_input=True),
     EMBEDDING,
     ATTENTION,
     SUMMED,

@@ -183,7 +183,7 @@ def _shard(
     layer: nn.Module, name: str, kind: LayerKind, comm: Communicator, invariant: bool
 ) -> ShardedLayer:
     try:
-        shard: ShardedLayer = kind.shard(kind, layer, comm, invariant)
+        shard: ShardedLayer = kind.shard(layer, comm, invariant=invariant)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name!r} cannot be made {kind.word!r}: {error}") from error
     for inner_name, inner in shard.named_modules(prefix=name):
@@ -193,7 +193,7 @@ def _shard(
 
 
 def _warn_of_whole_layers(model: nn.Module, full_elements: int, comm: Communicator) -> None:
-    """Warn if a rank holds most of the elements all the same."""
+    """Warn if a rank still holds most of the elements."""
     share = _elements(model) / max(1, full_elements)
     if comm.rank == 0 and 1 - share < 0.2 * (1 - 1 / comm.world_size):
         warnings.warn(

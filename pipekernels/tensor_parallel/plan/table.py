@@ -41,7 +41,7 @@ class ModelPlan:
     full_parameters: int
     """Number of elements of the model's parameters."""
     rank_parameters: int
-    """Of those that rank 0 will hold."""
+    """How many of them rank 0 will hold."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [

@@ -43,7 +43,7 @@ def tensor_unparallelize(model: Model) -> Model:
                 f"the sharded layer {layer.name!r} has hooks, which would be lost; {REMEDY}"
             )
     full = {layer: layer.to_full() for layer in sharded}
-    _tie_alike(full)
+    _tie_as_shards(full)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, ShardedLayer):
@@ -52,7 +52,7 @@ def tensor_unparallelize(model: Model) -> Model:
     return model
 
 
-def _tie_alike(full: Mapping[ShardedLayer, nn.Module]) -> None:
+def _tie_as_shards(full: Mapping[ShardedLayer, nn.Module]) -> None:
     """Let full layers share parameters as their shards do."""
     first: dict[nn.Parameter, nn.Parameter] = {}
     for layer, module in full.items():
