@@ -19,8 +19,7 @@ class Transformers(PlanProvider):
 
     def plan_of(self, model: nn.Module) -> ProvidedPlan | None:
         config: Any = getattr(model, "config", None)
-        unfit = _why_unfit(config)
-        if unfit is not None:
+        if unfit := _why_unfit(config):
             raise ValueError(
                 f"{type(model).__name__} has no plan that is right for ranks with a part of the "
                 f"heads: {unfit}; write one for its MLPs"
@@ -119,11 +118,11 @@ _TABLES = {
 """By ``model.config.model_type``."""
 
 
-def _why_unfit(config: Any) -> str | None:
-    """Why the plan for a model is wrong here, where that is known by its configuration only."""
+def _why_unfit(config: Any) -> str:
+    """Why the plan for a model is wrong here, where its configuration says so; empty otherwise."""
     kind = getattr(config, "model_type", None)
     if kind == "doge":
         return "its mask of attention has all heads, of which the carried plan shards the queries'"
     if kind == "gpt_bigcode" and config.add_cross_attention:
         return "its cross-attention splits one layer into keys and values of all heads"
-    return None
+    return ""

@@ -20,8 +20,11 @@ def ranks_unlike_first(digest: int, comm: Communicator) -> list[int]:
 def check_equal_on_ranks(weights: Mapping[str, Tensor], comm: Communicator) -> None:
     """Raise ValueError unless the first elements of all ``weights``, which have names, are the same
     on all ranks. A collective."""
-    elements = [[_first_element(weight) for weight in weights.values()]]
-    gathered = comm.all_gather(torch.tensor(elements, dtype=torch.float64, device="cpu"))
+    elements = [
+        nan if w.is_meta or w.numel() == 0 else w.detach()[(0,) * w.dim()].item().real
+        for w in weights.values()
+    ]
+    gathered = comm.all_gather(torch.tensor([elements], dtype=torch.float64, device="cpu"))
     differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, index], ...]
     if differences:
         rank, index = differences[0]
@@ -29,10 +32,3 @@ def check_equal_on_ranks(weights: Mapping[str, Tensor], comm: Communicator) -> N
             f"the weight of {list(weights)[index]!r} on rank {rank} is not that on rank 0; seed "
             "all ranks the same way before the model is made, or load the same checkpoint on all"
         )
-
-
-def _first_element(weight: Tensor) -> float:
-    """The first element; NaN if there is none."""
-    if weight.is_meta or weight.numel() == 0:
-        return nan
-    return weight.detach().flatten()[0].item().real

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -43,19 +42,14 @@ def tensor_unparallelize(model: Model) -> Model:
                 f"the sharded layer {layer.name!r} has hooks, which would be lost; {REMEDY}"
             )
     full = {layer: layer.to_full() for layer in sharded}
-    _tie_as_shards(full)
+    first: dict[nn.Parameter, nn.Parameter] = {}
+    for layer, module in full.items():  # Full layers share parameters as their shards do.
+        for name, parameter in layer.named_parameters(recurse=False):
+            shared = first.setdefault(parameter, module.get_parameter(name))
+            module.register_parameter(name, shared)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, ShardedLayer):
                 parent._modules[name] = full[child]
         undo_changes(parent)
     return model
-
-
-def _tie_as_shards(full: Mapping[ShardedLayer, nn.Module]) -> None:
-    """Let full layers share parameters as their shards do."""
-    first: dict[nn.Parameter, nn.Parameter] = {}
-    for layer, module in full.items():
-        for name, parameter in layer.named_parameters(recurse=False):
-            shared = first.setdefault(parameter, module.get_parameter(name))
-            module.register_parameter(name, shared)
