@@ -44,31 +44,23 @@ def read(path: Path, format: int, parse: Callable[[dict[str, Any]], T]) -> T | N
     """A file's record, converted by ``parse``; ``None`` without a file, or, with a warning, if it
     is of another ``format`` or ``parse`` raises a KeyError, TypeError or ValueError."""
     try:
-        parsed = _parsed(_content(path), format, parse)
+        record = json.loads(_content(path))
+        if not isinstance(record, dict) or record.get("format") != format:
+            raise ValueError(f"it is not of format {format}, which this version uses")
+        parsed = parse(record)
     except (FileNotFoundError, NotADirectoryError):  # The latter if the home is /dev/null.
         _log.debug("%s does not exist", path)
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         message = (
-            f"{path} is not used ({error}); write it anew with `pipekernels tune`, or delete it"
+            f"{path} is not used ({type(error).__name__}: {error}); write it anew with "
+            "`pipekernels tune`, or delete it"
         )
         _log.warning(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None
     _log.debug("%s is used", path)
     return parsed
-
-
-def _parsed(content: bytes, format: int, parse: Callable[[dict[str, Any]], T]) -> T:
-    try:
-        record = json.loads(content)
-        if not isinstance(record, dict) or record.get("format") != format:
-            raise ValueError(f"it is not of format {format}, which this version uses")
-        return parse(record)
-    except RecursionError:
-        raise ValueError("its record is nested too deeply") from None
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"it is incomplete: {error}") from None
 
 
 def _content(path: Path) -> bytes:

@@ -97,11 +97,8 @@ def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
         if comm.rank == 1:
             comm.close()
             comm.close()
-            for call in (
-                comm.barrier,
-                lambda: comm.empty(3, device=device),
-                lambda: comm.all_reduce(x),
-            ):
+            empty = functools.partial(comm.empty, 3, device=device)
+            for call in (comm.barrier, empty, lambda: comm.all_reduce(x)):
                 with pytest.raises(RuntimeError, match="closed"):
                     call()
             with pytest.raises(RuntimeError, match=f"no communicator has handle {comm.handle}"):
@@ -282,11 +279,8 @@ def test_a_forked_child_can_neither_use_nor_disturb_the_communicator(
     pid = os.fork()
     if pid == 0:
         refused = 0
-        for call in (
-            comm.barrier,
-            lambda: comm.empty(3, device=device),
-            lambda: comm.all_reduce(tensor),
-        ):
+        empty = functools.partial(comm.empty, 3, device=device)
+        for call in (comm.barrier, empty, lambda: comm.all_reduce(tensor)):
             try:
                 call()
             except RuntimeError as error:  # For CUDA tensors torch itself may raise.
@@ -393,7 +387,7 @@ def test_empty(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
         empty(1 << 40)
     for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # Overflow 64 bits.
-        with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
+        with pytest.raises(RuntimeError, match="no room for"):
             comm.empty(sizes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.devices import on
-from support.ranks import run_processes, run_threads
+from support.ranks import run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, ops, reference
@@ -67,11 +67,6 @@ def check_values(comm: Communicator, device: torch.device) -> None:
 @pytest.mark.parametrize("world_size", range(1, TERMS + 1))
 def test_values_equal_the_reference_on_threads(world_size: int, device: torch.device) -> None:
     run_threads(world_size, on(device, check_values, device))
-
-
-@pytest.mark.processes
-def test_values_equal_the_reference_on_processes(device: torch.device) -> None:
-    run_processes(4, on(device, check_values, device))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
