@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -44,6 +45,12 @@ def run(module: nn.Module, x: Tensor | None, mesh: DeviceMesh, m: int, **kwargs:
     return execute_pipeline(
         module, x, num_microbatches=m, model_axis_name="pipe", mesh=mesh, **kwargs
     )
+
+
+def assert_equal_on_all_ranks(mine: Tensor) -> None:
+    drawn = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(drawn, mine)
+    assert all(torch.equal(other, mine) for other in drawn)
 
 
 def assert_same_grads(module: nn.Module, reference: nn.Module) -> None:

@@ -12,15 +12,10 @@ from torch import nn
 
 
 class Override:
-    """Replaces a method of one module until it is removed.
+    """Replaces the method ``name`` of ``module`` by ``function(module, original, args, kwargs)``.
 
     The reference to the module is weak: a cycle would keep a dropped model's memory until the next
     garbage collection.
-
-    Args:
-        module: the module.
-        name: of the method.
-        function: called as ``function(module, original, args, kwargs)``.
     """
 
     def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:

@@ -154,11 +154,7 @@ class Passage:
             self._expect(features, count)
 
     def begin(self) -> bool:
-        """Whether micro-batches will come.
-
-        Raises:
-            ValueError: not as many as this stage was told.
-        """
+        """Whether micro-batches will come. ValueError if not as many as this stage was told."""
         if self._previous is None:
             return True
         features, count = self._previous.announced()

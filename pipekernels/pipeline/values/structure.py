@@ -77,16 +77,15 @@ def arguments_of(layer: nn.Module, value: Any) -> Any:
     if type(value) not in (tuple, dict):
         return value
     try:
-        parameters = inspect.signature(layer.forward).parameters.values()
+        parameters = inspect.signature(layer.forward).parameters
     except (TypeError, ValueError):  # A forward that is not written in Python may have none.
         return value
-    kinds = [parameter.kind for parameter in parameters]
+    kinds = [parameter.kind for parameter in parameters.values()]
     if len(kinds) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         return value
     if isinstance(value, tuple):
         return Arguments(value, {})
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    named = takes_any or value.keys() <= {parameter.name for parameter in parameters}
+    named = inspect.Parameter.VAR_KEYWORD in kinds or value.keys() <= parameters.keys()
     return Arguments((), value) if named else value
 
 

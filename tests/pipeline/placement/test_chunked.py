@@ -52,16 +52,16 @@ class Model(nn.Module):
         return Output(hidden, (left, right.repeat_interleave(3, dim=0)), "model")
 
 
-def run(
-    model: nn.Module, inputs: list[torch.Tensor], weights: torch.Tensor
-) -> tuple[Output, list[torch.Tensor]]:
-    """The output and all gradients of a loss with ``weights`` ``[4 * batch, WIDTH]``."""
+def run(model: nn.Module, inputs: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    """The outputs and all gradients of a loss with ``weights`` ``[4 * batch, WIDTH]``."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     x, scale, bias = leaves
     output = model({"x": x}, scale, bias=[bias])
+    assert (output.name, output.loss) == ("model", None)
     left, right = output.pair
     loss = (torch.cat([output.hidden + left, right]) * weights).square().sum()
-    return output, list(torch.autograd.grad(loss, [*leaves, *model.parameters()]))
+    grads = torch.autograd.grad(loss, [*leaves, *model.parameters()])
+    return [output.hidden, left, right, *grads]
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,15 +76,8 @@ def test_equals_the_unwrapped_model(batch: int, chunks: int, seed: int) -> None:
 
     inputs = [random(batch, WIDTH), random(1, WIDTH), random(batch, 1)]
     weights = random(4 * batch, WIDTH)
-    output, grads = run(model, inputs, weights)
-    expected, expected_grads = run(reference, inputs, weights)
-    assert (output.name, output.loss) == ("model", None)
-    for tensor, other in [
-        (output.hidden, expected.hidden),
-        *zip(output.pair, expected.pair, strict=True),
-        *zip(grads, expected_grads, strict=True),
-    ]:
-        torch.testing.assert_close(tensor, other, rtol=0, atol=1e-10)
+    found, expected = run(model, inputs, weights), run(reference, inputs, weights)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8), (0, 3)])

@@ -97,7 +97,7 @@ def test_parallelize_module_and_back(
 
 def test_the_deepest_name_decides_regardless_of_order() -> None:
     mapping: dict[str, Any] = {"head.out": "cpu", "head": "meta", "": "cpu", "blocks.0": "meta"}
-    model = parallelize_pipeline(Model(), mapping)
+    model = parallelize_pipeline(Model(), MappingProxyType(mapping))  # It is not changed.
     expected = dict.fromkeys(model.state_dict(), "cpu")
     expected |= {"head.scale": "meta", "blocks.0.0.weight": "meta", "blocks.0.0.bias": "meta"}
     assert devices_of(model) == expected
@@ -204,13 +204,6 @@ def test_names_devices_and_repr() -> None:
     assert list(model.state_dict()) == keys
 
 
-def test_the_callers_map_is_not_changed() -> None:
-    value = ["cpu", "cpu"]
-    mapping = {"blocks": value, "": "cpu"}
-    parallelize_pipeline(Model(), MappingProxyType(mapping))
-    assert mapping == {"blocks": ["cpu", "cpu"], "": "cpu"} and mapping["blocks"] is value
-
-
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_the_signature_of_the_forward_is_kept(chunks: int) -> None:
     """Hugging Face's Trainer drops the columns of a data set that are not in it."""
@@ -266,11 +259,7 @@ def test_unparallelizing_restores_everything(chunks: int) -> None:
 def test_the_users_own_forward_is_called_and_restored() -> None:
     model = nn.Linear(2, 2)
     calls: list[int] = []
-
-    def own(x: torch.Tensor) -> torch.Tensor:
-        calls.append(len(x))
-        return x
-
+    own = lambda x: (calls.append(len(x)), x)[1]
     model.forward = own
     parallelize_pipeline(model, {"": "cpu"}, chunks=2)
     x = torch.ones(5, 2)
@@ -302,15 +291,10 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
 
 
 def test_unparallelizing_moves_to_the_common_device_if_there_is_one() -> None:
-    model = parallelize_pipeline(Model(), {"": "cpu", "head": "meta"})
+    model = parallelize_pipeline(Model(), {"": "cpu", "head": "meta"}, chunks=2)
     assert devices_of(unparallelize_pipeline(model))["head.out.weight"] == "meta"
     unparallelize_pipeline(model, common_device="meta")
     assert set(devices_of(model).values()) == {"meta"}
-
-
-def test_parallelizing_again_after_unparallelizing() -> None:
-    model = parallelize_pipeline(Model(), {"": "meta"}, chunks=2)
-    unparallelize_pipeline(model)
     parallelize_pipeline(model, {"head": "meta"})
     assert repr(model).count("processing_device") == 1
 
@@ -377,8 +361,7 @@ def tied() -> nn.Module:
 
 
 def held_twice() -> nn.Module:
-    act = nn.Tanh()
-    return nn.Sequential(act, nn.Linear(3, 3), act)
+    return nn.Sequential(*[nn.Linear(3, 3)] * 2)
 
 
 def scripted() -> nn.Module:
@@ -406,7 +389,7 @@ def scripted() -> nn.Module:
             "'weight' of module '1' is shared by modules on cpu and meta",
         ),
         (tied, {"0": "meta"}, {}, ValueError, "'weight' .* by modules on meta and cpu"),
-        (held_twice, {"0": "meta", "2": "cpu"}, {}, ValueError, "a module has one place"),
+        (held_twice, {"0": "meta", "1": "cpu"}, {}, ValueError, "a module has one place"),
     ],
 )
 def test_errors_do_not_change_the_model(

@@ -13,6 +13,7 @@ from support.ranks import run_processes
 from support.spmd_cases import (
     LIMIT,
     WIDTH,
+    assert_equal_on_all_ranks,
     assert_same_grads,
     exactly,
     mlp,
@@ -48,9 +49,7 @@ def data_parallel(comm: Communicator) -> None:
     # Stages differ, replicas do not, and the ranks' generators have the same state.
     assert not torch.equal(reference[0][0].weight, reference[1][0].weight)
     assert torch.equal(replicas[0][0].weight, replicas[1][0].weight)
-    drawn = [torch.empty(1) for _ in range(4)]
-    dist.all_gather(drawn, torch.rand(1))
-    assert len({value.item() for value in drawn}) == 1
+    assert_equal_on_all_ranks(torch.rand(1))
 
     x, target = randn(8, WIDTH), randn(8, WIDTH, seed=2)
     replicated = DistributedDataParallel(module, process_group=mesh.get_group("data"))
@@ -150,9 +149,7 @@ def random_numbers(comm: Communicator) -> None:
     first, second = of_all(masks(1, replicated_axis_names=("other",)), group).chunk(2)
     assert torch.equal(first, second)
     # The caller's next random numbers do not depend on those of the stages.
-    drawn = [torch.empty(1) for _ in range(4)]
-    dist.all_gather(drawn, torch.rand(1))
-    assert len({value.item() for value in drawn}) == 1
+    assert_equal_on_all_ranks(torch.rand(1))
 
 
 def test_random_numbers_belong_to_rank_and_micro_batch() -> None:
