@@ -88,7 +88,7 @@ def test_partial_products_into_a_given_tensor() -> None:
     expected = skinny_partial(x, weight, 4)
     out = torch.zeros(2, 1, 5)
     version = out._version
-    multiply = _backend.load().few_rows_partial_product
+    multiply = _backend.load().skinny_gemm_partial
     assert multiply(out, x, weight, 4, 1) and out._version > version
     assert expected is not None and torch.equal(out, expected)
     for bad in (torch.zeros(2, 5).bfloat16(), torch.zeros(2, 5).double(), torch.zeros(2, 4)):
