@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     k: int
 
 
-class Entry(NamedTuple):
+class Measurement(NamedTuple):
     """The measurement of a shape class.
 
     Attributes:
@@ -80,9 +80,9 @@ class Table(NamedTuple):
     date: str
     versions: dict[str, str]
     launch_seconds: float
-    entries: dict[Shape, Entry]
+    entries: dict[Shape, Measurement]
 
-    def entry(self, kind: str, layout: str, m: int, n: int, k: int) -> Entry | None:
+    def entry(self, kind: str, layout: str, m: int, n: int, k: int) -> Measurement | None:
         """The measurement for a product's class; sizes must be at least 1."""
         return self.entries.get(shape_class(kind, layout, m, n, k))
 
@@ -160,7 +160,7 @@ def from_json(record: dict[str, Any]) -> Table:
 
 def _parse(
     kind: str, layout: str, m: int, n: int, k: int, config: Any, overlaps: Any = (), **times: float
-) -> Entry:
+) -> Measurement:
     if kind not in KINDS or layout not in LAYOUTS:
         raise ValueError(f"there is no kind {kind!r} or layout {layout!r}")
     found = Config(**{**config, "blocks": Blocks(**config["blocks"])})
@@ -172,7 +172,7 @@ def _parse(
     if type(promote) is not int or promote < 0 or {type(flatten), type(specialize)} != {bool}:
         raise ValueError(f"flatten, specialize and promote are no options: {found.blocks}")
     checked = {name: _positive(value) for name, value in times.items()}
-    return Entry(Shape(kind, layout, m, n, k), found, **checked, overlaps=pairs)
+    return Measurement(Shape(kind, layout, m, n, k), found, **checked, overlaps=pairs)
 
 
 def _positive(value: Any) -> float:

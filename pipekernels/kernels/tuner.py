@@ -22,7 +22,7 @@ from triton.testing import do_bench
 from pipekernels import _cache
 from pipekernels.kernels.config import Config, candidates, generation, variants
 from pipekernels.kernels.launch import Product, launch
-from pipekernels.kernels.table import Entry, Shape, Table, shape_class
+from pipekernels.kernels.table import Measurement, Shape, Table, shape_class
 
 DEVICE = "cuda"
 ROUNDS = 5  # Of the library and the candidates that took at most
@@ -66,7 +66,7 @@ def measure(
         report: called with a line for each product.
     """
     deadline = time.monotonic() + seconds
-    entries: dict[Shape, Entry] = {}
+    entries: dict[Shape, Measurement] = {}
     for shape in shapes:
         if time.monotonic() > deadline:
             break
@@ -90,7 +90,7 @@ def measure(
     return Table(torch.cuda.get_device_name(), _cache.now(), versions, launch_seconds(), entries)
 
 
-def measure_class(shape: Shape, library: Library) -> Entry | None:
+def measure_class(shape: Shape, library: Library) -> Measurement | None:
     """The best configuration for ``shape``, also measured with a quarter fewer tokens; ``None`` if
     no candidate gives a correct result."""
     seconds = measure_product(shape, library)
@@ -107,7 +107,7 @@ def measure_class(shape: Shape, library: Library) -> Entry | None:
         if config not in fewer:
             return None
         speedup = min(speedup, fewer[None] / fewer[config])
-    return Entry(shape, config, seconds[config], vendor_seconds, speedup)
+    return Measurement(shape, config, seconds[config], vendor_seconds, speedup)
 
 
 def measure_product(

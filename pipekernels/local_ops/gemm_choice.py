@@ -140,7 +140,7 @@ def choose(
     return Chosen(config, forced)
 
 
-def _log_library(gpu: str, known: table.Table | None, entry: table.Entry | None) -> None:
+def _log_library(gpu: str, known: table.Table | None, entry: table.Measurement | None) -> None:
     """Log, once, why ``auto`` leaves a product on a GPU to the vendor's library."""
     why = "such products were not measured"
     if known is None:

@@ -54,7 +54,7 @@ def test_a_class_is_as_fast_as_the_slower_of_its_products(
         return dict(times[shape])
 
     monkeypatch.setattr(tuner, "measure_product", measure)
-    expected = table.Entry(shape, CONFIGS[0], 2.0, 3.0, 1.25)
+    expected = table.Measurement(shape, CONFIGS[0], 2.0, 3.0, 1.25)
     assert tuner.measure_class(shape, None) == expected
     assert asked == [(shape, None), (other, CONFIGS[:1])]
     times[other] = {None: 9.0, CONFIGS[0]: 1.0}
@@ -69,10 +69,10 @@ def test_a_failing_product_does_not_affect_others(
 ) -> None:
     shapes = [Shape("bfloat16", "forward", m, 64, 64) for m in (16, 32, 64)]
 
-    def measure(shape: Shape, library: Any) -> table.Entry:
+    def measure(shape: Shape, library: Any) -> table.Measurement:
         if shape.m == 32:
             raise torch.OutOfMemoryError("CUDA out of memory.\nfurther lines")
-        return table.Entry(shape, CONFIGS[0], 2.0, 3.0, 1.5)
+        return table.Measurement(shape, CONFIGS[0], 2.0, 3.0, 1.5)
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(tuner, "launch_seconds", lambda: 1e-5)

@@ -16,7 +16,7 @@ from pipekernels.comm import Communicator
 from pipekernels.comm.measure import by_world_size, median_of_slowest
 from pipekernels.kernels import table
 from pipekernels.kernels.config import kind_of
-from pipekernels.kernels.table import Entry, Shape
+from pipekernels.kernels.table import Measurement, Shape
 from pipekernels.local_ops.gemm_choice import Chosen, gpu_of, tf32_allowed
 from pipekernels.local_ops.sharded_gemm import gemm_into
 from pipekernels.tensor_parallel import overlap
@@ -91,7 +91,7 @@ def measure(
     return found
 
 
-def _dtype_of(shape: Shape, entry: Entry) -> torch.dtype | None:
+def _dtype_of(shape: Shape, entry: Measurement) -> torch.dtype | None:
     """The dtype of operands of ``shape``; None if products like it are never overlapped."""
     dtype: torch.dtype = getattr(torch, shape.kind.replace("tfloat32", "float32"))
     is_large = shape.m >= overlap.ROW_BLOCKS * entry.config.blocks.m

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config, generation
-from pipekernels.kernels.table import Entry, Shape, Table, shape_class
+from pipekernels.kernels.table import Measurement, Shape, Table, shape_class
 from pipekernels.local_ops import gemm_choice
 from pipekernels.tensor_parallel import overlap
 from pipekernels.tensor_parallel.overlap import tuning
@@ -75,7 +75,7 @@ SHAPE = Shape("bfloat16", "forward", 64, 64, 64)
 
 
 def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) -> Table:
-    entry = Entry(shape, CONFIG, seconds, seconds * speedup, speedup)
+    entry = Measurement(shape, CONFIG, seconds, seconds * speedup, speedup)
     entries = {shape_class(*shape): entry}
     return Table("Some GPU", "2026-01-31 12:00 UTC", {"torch": "2"}, 5e-5, entries)
 
