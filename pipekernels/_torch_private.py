@@ -131,6 +131,12 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def module_has_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` itself has forward or backward hooks."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
 def are_parametrizations_cached() -> bool:
     """Whether the program is in ``parametrize.cached()``, whose values belong to one graph."""
     return parametrize._cache_enabled > 0

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer
+from pipekernels._torch_private import module_has_hooks
 from pipekernels.pipeline.pipe import Pipe
-from pipekernels.pipeline.stage.partition import check_sequential, has_hooks
+from pipekernels.pipeline.stage.partition import check_sequential
 from pipekernels.pipeline.values.micro_batch import Batch
 
 
@@ -160,7 +161,7 @@ def _check_only_layers(stage: PipelineStage) -> None:
     check_sequential(stage.layers)
     has_forward = type(stage).forward is not PipelineStage.forward or "forward" in vars(stage)
     has_more = stage._parameters or stage._buffers or len(stage._modules) > 1
-    if has_forward or has_more or has_hooks(stage):
+    if has_forward or has_more or module_has_hooks(stage):
         raise TypeError(
             f"stage {stage.index} has a forward, parameters, modules or hooks of its own, and the "
             "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"

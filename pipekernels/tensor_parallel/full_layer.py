@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels._torch_private import has_hooks
+from pipekernels._torch_private import has_hooks, module_has_hooks
 
 REMEDY = (
     "remove it first (parametrize.remove_parametrizations, remove_weight_norm, prune.remove, "
@@ -85,5 +85,4 @@ def check_weights(layer: nn.Module) -> None:
 
 def is_hooked(layer: nn.Module) -> bool:
     """Whether ``layer`` or one of its parameters has hooks."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, kind) for kind in kinds) or any(map(has_hooks, layer.parameters()))
+    return module_has_hooks(layer) or any(map(has_hooks, layer.parameters()))

@@ -12,17 +12,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from pipekernels._torch_private import module_has_hooks
 from pipekernels.comm import Communicator
 
 T = TypeVar("T")
 
 _STAGE = re.compile(r"^partitions\.\d+\.")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether ``module`` itself has forward or backward hooks."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
 
 
 def has_collectives(module: nn.Module) -> bool:
@@ -41,7 +36,7 @@ def check_sequential(module: nn.Module) -> None:
     more = {
         "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
         "parameters or buffers": module._parameters or module._buffers,
-        "hooks": has_hooks(module),
+        "hooks": module_has_hooks(module),
     }
     for what, there in more.items():
         if there:
