@@ -1,4 +1,4 @@
-"""The benchmarks' harness: ranks, turns, measurements, checks of values, and tables."""
+"""The benchmarks' harness: ranks, turns, measurements, and checks of values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from bench import collectives, harness, processes, tensor_parallel
 from bench.peers import groups
 from bench.peers.rank import Rank, Start, contents, expected
 from bench.peers.systems import STORAGE, Candidate
-from bench.report import pages, tables
 
 pytestmark = pytest.mark.project
 
@@ -449,39 +448,3 @@ def test_without_git_the_environment_names_the_commit(monkeypatch: pytest.Monkey
     assert harness.commit() == "unknown"
     monkeypatch.setenv("COMMIT", "0123456789ab")
     assert harness.commit() == "0123456789ab"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 ns"), (1.234e-8, "12.3 ns"), (9.996e-7, "1 us"), (2.5e-6, "2.5 us"),
-     (9.996e-4, "1 ms"), (0.0999949, "100 ms"), (0.99949, "999 ms"), (1234.5, "1230 s")],
-)  # fmt: skip
-def test_durations_have_three_digits_and_no_exponent(seconds: float, text: str) -> None:
-    assert tables.duration(seconds) == text
-
-
-def test_a_marker_without_results_names_the_command_to_run() -> None:
-    page = "<!-- bench:x -->\nold\n<!-- /bench -->"
-    assert pages.update(page, {"x": "new"}) == page.replace("old", "new")
-    with pytest.raises(ValueError, match="make bench ARGS=x"):
-        pages.update(page, {})
-    of_gpu = page.replace(":x", ":gpu.x")
-    assert pages.update(of_gpu, {}) == of_gpu.replace("old", "*Not measured on any GPU yet.*")
-
-
-def test_pages_are_written_from_the_results_of_all_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- bench:gpu.soak -->\n<!-- /bench -->")
-    for gpu in ("one", "other"):
-        monkeypatch.setenv("OUT", str(tmp_path / gpu))
-        harness.save(
-            "gpu.soak", [{"ranks": 2, "calls": 7, "wrong": 0, "seconds": 1.0}], {"on": gpu}
-        )
-        (tmp_path / gpu / f"{gpu}.json").write_text('{"format": 1, "entries": []}')
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    monkeypatch.setattr(pages, "PAGES", [page])
-    pages.main()
-    assert page.read_text().count("| 2 | 7 | 0 | 1 |") == 2
-    assert "on: one" in page.read_text() and "on: other" in page.read_text()

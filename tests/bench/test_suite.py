@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from bench import __main__ as command
 from bench import harness, registry, suite, test_benchmarks
 from bench.conftest import Recorded
 from bench.harness import Measured
-from bench.report import summary
 
 pytestmark = pytest.mark.project
 
@@ -71,25 +69,6 @@ def suite_of(module: Any, told: list[str], *, cases: Any = None, **options: Any)
 def test_every_module_is_a_benchmark_or_known_to_be_none() -> None:
     paths = [*registry.FOLDER.glob("*.py"), *registry.FOLDER.glob("pipeline/*.py")]
     assert {path.stem for path in paths} - set(registry.names()) == set(NO_BENCHMARKS.split())
-
-
-@pytest.mark.parametrize("line", summary.LINES, ids=lambda line: line.name)
-def test_the_summary_names_candidates_that_there_are(line: summary.Line) -> None:
-    there = {name for names in registry.find(line.name).CANDIDATES.values() for name in names}
-    assert {line.ours, *line.instead} <= there
-
-
-def test_the_summary_has_the_ratios_of_result_files() -> None:
-    text = summary.table()
-    for line in summary.LINES:
-        if line.work in text:
-            (row,) = (row for row in text.splitlines() if line.work in row)
-            path = Path(registry.FOLDER.parent, re.findall(r"\]\((.*?)\)", row)[0])
-            rows = json.loads(path.read_text())["rows"]
-            rows = [each for each in rows if line.where.items() <= each.items()]
-            medians = {each["candidate"]: each["median"] for each in rows}
-            for name, label in line.instead.items():
-                assert f"{label} {medians[name] / medians[line.ours]:.3g}" in row
 
 
 @pytest.mark.parametrize("name", registry.names())
