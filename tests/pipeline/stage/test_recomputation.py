@@ -81,59 +81,44 @@ def test_recomputation_uses_the_buffers_and_modes_of_the_forward(
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-10)
 
 
-def write_to_a_bias(module: nn.Sequential) -> None:
-    with torch.no_grad():
-        module[2].bias.mul_(2)
-
-
-def write_to_a_frozen_weight(module: nn.Sequential) -> None:
-    module[3].weight.mul_(2)
-
-
-def replace_a_layer(module: nn.Sequential) -> None:
-    module[0].inner = nn.Linear(4, 4).double()
-
-
-def prune_a_weight(module: nn.Sequential) -> None:
-    prune.l1_unstructured(module[2], "weight", 0.5)
-
-
-def parametrize_a_weight(module: nn.Sequential) -> None:
-    nn.utils.parametrizations.weight_norm(module[2])
+IN_PLACE = "stage 1 .* parameters were modified in place"
+OTHER_LAYERS = "stage {} .* layers, or which parameters they have, were changed"
+CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "a bias": (lambda module: module[2].bias.detach().mul_(2), IN_PLACE),
+    "a frozen weight": (lambda module: module[3].weight.mul_(2), IN_PLACE),
+    "a layer": (
+        lambda module: setattr(module[0], "inner", nn.Linear(4, 4).double()),
+        OTHER_LAYERS.format(0),
+    ),
+    "pruned": (
+        lambda module: prune.l1_unstructured(module[2], "weight", 0.5), OTHER_LAYERS.format(1)
+    ),
+    "parametrized": (
+        lambda module: nn.utils.parametrizations.weight_norm(module[2]), OTHER_LAYERS.format(1)
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (write_to_a_bias, "stage 1 .* parameters were modified in place"),
-        (write_to_a_frozen_weight, "stage 1 .* parameters were modified in place"),
-        (replace_a_layer, "stage 0 .* layers, or which parameters they have, were changed"),
-        (prune_a_weight, "stage 1 .* layers, or which parameters they have, were changed"),
-        (parametrize_a_weight, "stage 1 .* layers, or which parameters they have, were changed"),
-    ],
-)
+@pytest.mark.parametrize("name", CHANGES)
 def test_changes_that_prevent_recomputation(
-    change: Callable[[nn.Sequential], None],
-    message: str,
-    checkpoint: str,
-    execution: str,
-    x: torch.Tensor,
+    name: str, checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
+    change, message = CHANGES[name]
     module = model()
     module[3].weight.requires_grad_(False)
     pipe = piped(module, checkpoint)
     loss = pipe(x)[:, 0].sum()
     keys = [set(layer._parameters) for layer in module]
     change(pipe.to_sequential())
-    if checkpoint == "never" and change is not write_to_a_frozen_weight:  # The graph saved that.
+    if checkpoint == "never" and name != "a frozen weight":  # The graph saved that.
         loss.backward()
     elif checkpoint != "never":
         with pytest.raises(RuntimeError, match=message):
             loss.backward()
         assert all(p.grad is None for p in module.parameters())
     changed = [set(layer._parameters) for layer in module]
-    assert (changed != keys) == (change in (prune_a_weight, parametrize_a_weight))
+    assert (changed != keys) == (name in ("pruned", "parametrized"))
 
     grads = []
     for net in (pipe, pipe.to_sequential()):
