@@ -11,6 +11,11 @@ Stages = Sequence[tuple[int, nn.Sequential]]
 """Stages with their indices."""
 
 
+def name_of(stages: Stages) -> str:
+    first, last = stages[0][0], stages[-1][0]
+    return f"stage {first}" if first == last else f"stages {first} to {last}"
+
+
 def note_layer(
     error: Exception, stages: Stages, micro_batch: int, what: Literal["forward", "recomputation"]
 ) -> None:
@@ -24,9 +29,7 @@ def note_layer(
 def note_backward(error: Exception, stages: Stages, micro_batch: int | None) -> None:
     """Add a note to ``error``, raised by autograd in graphs of ``stages``, that names the layer or
     stages. ``micro_batch`` is None if the graphs are of several."""
-    first, last = stages[0][0], stages[-1][0]
-    where = f"stage {first}" if first == last else f"stages {first} to {last}"
-    where = _layer(error, stages) or where
+    where = _layer(error, stages) or name_of(stages)
     of = "several micro-batches" if micro_batch is None else f"micro-batch {micro_batch}"
     _add(error, f"raised in the backward of {where}, {of} of a pipe")
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipekernels._torch_private import is_node_of_python, run_backward
 from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Leaf, StageInput, copy_of
+from pipekernels.pipeline.stage.error_notes import name_of
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.recomputation import BufferSnapshot, buffers_of_forward, versions
 from pipekernels.pipeline.stage.skip import Key, carried, skips_of
@@ -224,11 +225,9 @@ class Task:
             recomputed = self._record(tape.inputs, randomness, preserve=True)[1]
         again = _names(recomputed.roots)
         if again != tape.nodes:
-            first, last = self.stages[0][0], self.stages[-1][0]
-            name = f"stage {first}" if first == last else f"stages {first} to {last}"
             raise RuntimeError(
-                f"the recomputation of {name} made a graph of {len(again)} nodes that differs "
-                f"from that of its forward, of {len(tape.nodes)}: a layer "
+                f"the recomputation of {name_of(self.stages)} made a graph of {len(again)} nodes "
+                f"that differs from that of its forward, of {len(tape.nodes)}: a layer "
                 "chooses what it computes by something that changes between the two; choose by "
                 "the inputs or by torch's random numbers, or use checkpoint='never'"
             )
