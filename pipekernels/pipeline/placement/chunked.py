@@ -52,7 +52,7 @@ def forward_in_chunks(
     sizes = micro_batch_sizes(batch, chunks)
     with committed([module]):
         if len(sizes) == 1:
-            whole_args, whole_kwargs = whole(*inputs)
+            whole_args, whole_kwargs = unwrap_no_chunk(module, *inputs)
             return forward(*whole_args, **whole_kwargs)
         # One split per tensor object: attention layers check whether query and key are identical.
         parts = {id(t): t.split(sizes, dim) for t in tensors if t.size(dim) == batch}
@@ -65,8 +65,8 @@ def forward_in_chunks(
     return map_leaves(lambda *pieces: _join(pieces, sizes, dim), *results)
 
 
-def whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Unsplit arguments, with ``NoChunk`` objects replaced by their tensors."""
+def unwrap_no_chunk(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A hook before the forward: unsplit arguments, with the tensors of ``NoChunk`` objects."""
     return _micro_batch((args, kwargs), {}, 0)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from pipekernels._arguments import check_kind, integer
 from pipekernels.device.streams import has_streams, usable, with_index
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.placement.chunked import forward_in_chunks, whole
+from pipekernels.pipeline.placement.chunked import forward_in_chunks, unwrap_no_chunk
 from pipekernels.pipeline.placement.override import Override
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.partition import deny_sharing, warn_of_sequence_first
@@ -189,7 +189,7 @@ def parallelize_pipeline(
         in_chunks = partial(forward_in_chunks, chunks=chunks, dim=batch_dim, order=order)
         undo.append(Override(model, "forward", in_chunks))
     else:
-        undo.append(model.register_forward_pre_hook(_unwrap_no_chunk, with_kwargs=True))
+        undo.append(model.register_forward_pre_hook(unwrap_no_chunk, with_kwargs=True))
     return model
 
 
@@ -317,7 +317,3 @@ def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
         return tuple(inspect.signature(forward).parameters)
     except ValueError:  # A forward not written in Python may have no signature.
         return ()
-
-
-def _unwrap_no_chunk(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return whole(args, kwargs)

@@ -53,10 +53,8 @@ class Scatter:
     otherwise contiguous copies made by the constructor.
 
     Args:
-        tensors: as for :func:`rows_of`.
+        tensors, dim, what: as for :func:`rows_of`.
         chunks: the most micro-batches; their sizes are those of :func:`micro_batch_sizes`.
-        dim: the batch dimension, at least 0.
-        what: the word for a tensor in errors.
 
     Raises:
         TypeError: a tensor is sparse or nested, and there are several micro-batches.
@@ -114,12 +112,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _views(tensor: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
-    views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if _is_dense(tensor) else [tensor]
+    dense = _is_dense(tensor)
+    views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if dense else [tensor]
     if tensor.requires_grad:
         return views  # Targets that require a gradient.
-    if tensor.is_cuda and type(tensor) is torch.Tensor:
-        # On CUDA, dropout's mask depends on the alignment of its input. A recomputation or a CUDA
-        # graph may use an aligned copy of the input, so align all.
+    if dense and tensor.is_cuda and type(tensor) is torch.Tensor:
+        # On CUDA, dropout's mask depends on the alignment of its input. A recomputation may use an
+        # aligned copy of the input, so align all.
         return [view.clone() if view.data_ptr() % 16 else view.detach() for view in views]
     # Detached: autograd forbids layers to modify outputs of split() in place.
     return [view.detach() for view in views]
