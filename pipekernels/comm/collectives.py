@@ -149,8 +149,8 @@ class Collectives:
         Raises:
             TypeError: a dtype that cannot be reduced, or a ``ready`` that is not int32.
             ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not
-                fit it, a ``target`` that is no int32, ``block_rows`` or ``blocks`` less than 1, or
-                as :meth:`all_reduce`.
+                fit it, a ``target`` that is not an int32, ``block_rows`` or ``blocks`` less than
+                1, or as :meth:`all_reduce`.
         """
         check_tensor(tensor)
         check_reducible(tensor, op)

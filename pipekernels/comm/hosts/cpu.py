@@ -1,7 +1,7 @@
 """Collectives of CPU tensors over several hosts: inside each host, between hosts, inside again.
 
 With ``P`` ranks on the host that has the fewest, the ranks at positions ``0 .. P - 1`` of each host
-carry a ``P``-th of the data each, over a link of their own::
+carry a ``P``-th of the data each, over one link per position::
 
     host 0    rank a --- rank b     rank c      shared memory
                 |          |
@@ -151,8 +151,8 @@ def in_any_order(tensor: Tensor, op: str) -> str:
     operation = operation_of(op)
     if operation != op and tensor.is_floating_point():
         raise ValueError(
-            "order='tree' is for communicators on one host, as the links between hosts add in an "
-            "order of their own; use order='rank', or split() the communicator by hosts"
+            "order='tree' is for communicators on one host, as the links between hosts add in "
+            "another order; use order='rank', or split() the communicator by hosts"
         )
     return operation
 

@@ -169,8 +169,7 @@ def _connect_hosts(
     absent = [str(host_map.hosts[host][host_map.position]) for host in late(store, keys, deadline)]
     if absent:
         raise TimeoutError(
-            f"rank(s) {', '.join(absent)} did not come to connect the hosts within "
-            f"{deadline.seconds:.3g} s"
+            f"rank(s) {', '.join(absent)} did not connect the hosts within {deadline.seconds:.3g} s"
         )
     hosts = len(host_map.hosts)
     return Link(dist.PrefixStore(f"{name}/link", store), host_map.host, hosts, timeout)
@@ -200,7 +199,7 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
         while waiting:
             if deadline.left() == 0:
                 raise TimeoutError(
-                    f"rank(s) {', '.join(map(str, waiting.values()))} did not come for the shared "
+                    f"rank(s) {', '.join(map(str, waiting.values()))} did not fetch the shared "
                     f"memory within {deadline.seconds:.3g} s"
                 )
             dead = [rank for pid, rank in waiting.items() if start_time(pid) is None]

@@ -62,9 +62,8 @@ def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
 
 
 def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Rendezvous:
-    """``world_size`` processes with a store of their own, see :func:`meet`."""
+    """The processes that share ``store``, which :func:`meet` has returned."""
     rounds = 0
-    _introduce(store, rank)
 
     def all_gather(item: Any, parse: Callable[[Any], T]) -> list[T]:
         nonlocal rounds

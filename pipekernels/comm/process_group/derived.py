@@ -126,14 +126,9 @@ def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
 
 def _check(dtype: torch.dtype, op: str) -> None:
     """Raise TypeError if ``dtype`` has no such operation."""
-    is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    allowed = {
-        "max": not dtype.is_complex,
-        "min": not dtype.is_complex,
-        "avg": dtype not in (torch.bool, torch.uint64),
-        "and": is_integer,
-        "or": is_integer,
-        "xor": is_integer,
-    }
-    if not allowed.get(op, True):
+    if (
+        (op in ("max", "min") and dtype.is_complex)
+        or (op == "avg" and dtype in (torch.bool, torch.uint64))
+        or (op in ("and", "or", "xor") and (dtype.is_floating_point or dtype.is_complex))
+    ):
         raise TypeError(f"{dtype} has no reduction {op!r}; convert the tensor, or use another one")

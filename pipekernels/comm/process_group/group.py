@@ -1,6 +1,6 @@
 """A process group of ``torch.distributed``: its communicator, its thread, and Gloo beside them."""
 
-# Torch's C++ and Python call the methods in ways of their own; see distributed.py.
+# Torch's C++ and Python call the methods differently; see distributed.py.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Logged:
 class Group(dist.ProcessGroup):
     """A process group without its collectives; a Gloo backend serves what it does not override.
 
-    All ranks must choose alike between the communicator and Gloo, so the choice depends only on the
+    All ranks must choose the same of communicator and Gloo, so the choice depends only on the
     operation and the kind of tensor.
     """
 
@@ -67,7 +67,7 @@ class Group(dist.ProcessGroup):
             register_backend(group, _CPU, backend)
         logged = _log.isEnabledFor(logging.INFO)
         self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if logged else gloo
-        rendezvous = over_store(dist.PrefixStore("ranks", store), rank, world_size, deadline)
+        rendezvous = over_store(store, rank, world_size, deadline)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.

@@ -81,13 +81,9 @@ class OtherGroups:
         # Torch sorts ranks by default; where it can leave them unsorted, it has this argument.
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         group: dist.ProcessGroup = dist.new_group(
-            ranks,
-            timeout=self._timeout,
-            backend=f"{device}:{named[device]}",
-            pg_options=self._backend_options,
-            use_local_synchronization=True,
-            **order,
-        )
+            ranks, self._timeout, f"{device}:{named[device]}", self._backend_options,
+            use_local_synchronization=True, **order,
+        )  # fmt: skip
         return group
 
     def abort(self) -> None:

@@ -162,7 +162,7 @@ def test_only_members_receive_the_memory() -> None:
     with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(listener.getsockname())
         before = leakable_resources()
-        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not come .* within 0.2 s"):
+        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not fetch .* within 0.2 s"):
             bootstrap._hand_out(listener, {1: 5}, Deadline(0.2))  # Process 1 never connects.
         assert leakable_resources() == before
         assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
@@ -173,7 +173,7 @@ def test_another_user_is_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
         stranger.connect(listener.getsockname())
         other = os.geteuid() + 1
         monkeypatch.setattr(os, "geteuid", lambda: other)
-        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not come"):
+        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not fetch"):
             bootstrap._hand_out(listener, {os.getpid(): 5}, Deadline(0.2))
         assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
 
@@ -190,7 +190,7 @@ def test_strangers_do_not_prolong_the_wait() -> None:
                 stranger.recv(1)
 
     def hand_out() -> None:
-        with pytest.raises(TimeoutError, match="did not come"):
+        with pytest.raises(TimeoutError, match="did not fetch"):
             bootstrap._hand_out(listener, {1: 1}, Deadline(1.0))
         ended.set()
 
