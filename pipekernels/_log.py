@@ -48,8 +48,8 @@ def info_once(logger: logging.Logger, message: str, *args: object) -> None:
 
 
 def set_up() -> None:
-    """Keep the package silent, or write to stderr from the level that ``VARIABLE`` has on. A value
-    that is no level is a warning."""
+    """Keep the package silent, or write to stderr from the level that ``VARIABLE`` has on. Another
+    value is a warning."""
     logger = logging.getLogger("pipekernels")
     logger.addHandler(logging.NullHandler())
     if logger.level == logging.NOTSET:

@@ -83,7 +83,7 @@ def run_backward(
 ) -> None:
     """``torch.autograd.backward`` for gradients of the right shapes. The public function first
     compares each gradient's shape with its root's in Python, which takes half as long again as the
-    backward of a small layer, and at the first call imports sympy; the engine checks them, too."""
+    backward of a small layer, and at the first call imports sympy; the engine also checks them."""
     _engine_run_backward(
         tuple(roots),
         tuple(grads),
@@ -127,7 +127,7 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has hooks of its own."""
+    """Whether hooks are registered on ``tensor``."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
@@ -146,7 +146,7 @@ def are_parametrizations_cached() -> bool:
 
 active_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module
 """The ``DistributedDataParallel`` whose forward runs, if any: for layers that not all of its ranks
-hold alike. torch.compile asks it, too."""
+hold alike. torch.compile asks it as well."""
 
 # ---- forward mode, torch.func ----
 

@@ -120,8 +120,8 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
         slabs: into how many slabs of equal sizes K is cut, a power of two.
         generation: of the GPU, see :func:`pipekernels.kernels.config.generation`.
     """
-    kind, a, b, out, bias, *_ = product
-    blocks = SLAB_BLOCKS[kind]
+    a, b, out, bias = product.a, product.b, product.out, product.bias
+    blocks = SLAB_BLOCKS[product.kind]
     rows, columns = tiles(product, blocks)
     depth = a.shape[1] // slabs
     # A descriptor knows where the tensor ends, not where a slab does.
@@ -134,7 +134,7 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
             a_operand, b_operand, out, bias, *out.shape, depth, 8,
             *a_strides, *b_strides, *out.stride(), 0 if bias is None else bias.stride(0),
             BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, A_VIA=a_via, B_VIA=b_via,
-            OUT=DTYPES[out.dtype], PRECISION=PRECISIONS.get(kind, "ieee"), SLABS=slabs,
+            OUT=DTYPES[out.dtype], PRECISION=PRECISIONS.get(product.kind, "ieee"), SLABS=slabs,
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)

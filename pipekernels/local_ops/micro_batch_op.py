@@ -142,27 +142,33 @@ class _Operation:
         torch.library.register_fake(f"pipekernels::{name}", new, lib=_library)
         self._op: Callable[..., list[Tensor]] = getattr(torch.ops.pipekernels, name).default
 
-    def __call__(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+    def __call__(
+        self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
+    ) -> list[Tensor]:
         if not is_observed():
             if _backend.load().are_plain(tensors):
-                return self.directly(tensors, *args)
+                return self.directly(tensors, layout, dim, dtype)
             # The transforms of torch.func need an autograd function instead of the operation.
             if transforms_are_active() and not is_functionalizing():
-                return list(_Function.apply(self._split, *args, *tensors))
-        return self._op(tensors, *args)
+                return list(_Function.apply(self._split, layout, dim, dtype, *tensors))
+        return self._op(tensors, layout, dim, dtype)
 
-    def directly(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+    def directly(
+        self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
+    ) -> list[Tensor]:
         """Bypass the dispatcher: for plain tensors, and if :func:`is_observed` is false."""
         if has_derivatives(tensors):
-            return list(_Function.apply(self._split, *args, *tensors))
-        return self._compute(tensors, *args)
+            return list(_Function.apply(self._split, layout, dim, dtype, *tensors))
+        return self._compute(tensors, layout, dim, dtype)
 
-    def _with_autograd(self, tensors: list[Tensor], *args: Any) -> list[Tensor]:
+    def _with_autograd(
+        self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
+    ) -> list[Tensor]:
         """The kernel of the Autograd key: records a node only if a derivative may be needed."""
         if has_derivatives(tensors):
-            return list(_Function.apply(self._split, *args, *tensors))
+            return list(_Function.apply(self._split, layout, dim, dtype, *tensors))
         with below_autograd():
-            return self._op(tensors, *args)
+            return self._op(tensors, layout, dim, dtype)
 
     def _compute(
         self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
