@@ -35,16 +35,6 @@ def batch(size: int) -> torch.Tensor:
     return x.to(torch.get_default_device())
 
 
-def test_the_documented_example() -> None:
-    stage0 = PipelineStage(0).add_layer(nn.Linear(784, 256, dtype=torch.float64))
-    stage1 = PipelineStage(1).add_layer(nn.Linear(256, 10, dtype=torch.float64))
-    pipeline = PipelineParallel([stage0, stage1], 4)
-    x = torch.randn(32, 784, dtype=torch.float64)
-    output = pipeline(x)
-    assert output.shape == (32, 10)
-    torch.testing.assert_close(output, stage1(stage0(x)), rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_forward_and_gradients_equal_those_of_the_stages_as_a_sequential(
     checkpoint: str, place: torch.device
