@@ -72,22 +72,6 @@ def test_values_and_gradients_are_those_of_one_process(name: str, world_size: in
                 assert_close([gradients[key]], [parameter.grad])
 
 
-@pytest.mark.parametrize("name", ["Llama, tied", "GPT-2", "T5"])
-def test_full_states_are_the_models_own(name: str) -> None:
-    plain = model_of(name)
-    other = {key: value + 1 for key, value in plain.state_dict().items()}
-
-    def body(model: nn.Module, _: Communicator) -> None:
-        for expected in (plain.state_dict(), other):
-            model.load_state_dict(expected)
-            full = full_state_dict(model)
-            assert full.keys() == expected.keys()
-            for key, value in expected.items():
-                assert torch.equal(full[key], value), key
-
-    run_sharded(plain, 2, body)
-
-
 def test_a_saved_model_is_the_full_one(tmp_path: Path) -> None:
     plain = model_of("Llama, tied")
 
@@ -177,12 +161,19 @@ def numbers_of(module: nn.Module) -> dict[str, int | float]:
     }
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "GPT-2", "BERT", "T5"])
-def test_the_full_model_comes_back(name: str, one_thread: None) -> None:
+@pytest.mark.parametrize("name", ["Llama, tied", "Qwen3", "GPT-2", "BERT", "T5"])
+def test_full_states_are_the_models_own_and_it_comes_back(name: str, one_thread: None) -> None:
     plain = model_of(name)
     numbers = {key: numbers_of(module) for key, module in plain.named_modules()}
+    other = {key: value + 1 for key, value in plain.state_dict().items()}
 
     def body(sharded: nn.Module, _: Communicator) -> Any:
+        for expected in (other, plain.state_dict()):
+            sharded.load_state_dict(expected)
+            full = full_state_dict(sharded)
+            assert full.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(full[key], value), key
         forward_backward(sharded, name)
         for model in (copy.deepcopy(sharded), sharded):
             assert tensor_unparallelize(model) is model

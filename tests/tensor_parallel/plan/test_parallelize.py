@@ -287,3 +287,59 @@ def test_ranks_may_differ_in_unsharded_layers_and_load_weights_later() -> None:
         )
 
     run_threads(2, on_rank)
+
+
+class Softmax(nn.Module):
+    """A softmax over all features between two layers that could be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+def test_a_check_finds_functions_that_need_all_features() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Softmax(), nn.Linear(8, 8)).double()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    x = torch.linspace(-2, 2, 24).view(3, 8).double()
+    plan = {"1.up": "column", "1.down": "row"}
+
+    def body(comm: Communicator) -> None:
+        own = copies[comm.rank]
+        with pytest.raises(ValueError, match=r"'1.down' is the first module whose output differs"):
+            tensor_parallelize(own, plan, comm, check=x)
+        torch.testing.assert_close(own(x), model(x))
+        assert type(own[1].up) is nn.Linear and own.training
+        assert tensor_parallelize(own, {"0": "column_gather_output"}, comm, check={"input": x})
+        torch.testing.assert_close(own(x), model(x))
+
+    run_threads(2, body)
+
+
+def test_weights_of_other_classes_are_refused() -> None:
+    class Quantized(nn.Parameter):
+        pass
+
+    comm = Communicator.threads(1)[0]
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = Quantized(torch.zeros(4, 4))
+    with pytest.raises(TypeError, match=r"its weight is a .*Quantized.*first, then quantize"):
+        tensor_parallelize(model, {"0": "column"}, comm)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_compiled_model_is_understood() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    compiled = [torch.compile(copy.deepcopy(model), backend="eager") for _ in range(2)]
+    x = torch.ones(2, 8)
+
+    def body(comm: Communicator) -> None:
+        own = tensor_parallelize(compiled[comm.rank], {"0": "column", "2": "row"}, comm)
+        assert own is compiled[comm.rank]
+        torch.testing.assert_close(own._orig_mod(x), model(x))
+
+    run_threads(2, body)
