@@ -1,0 +1,116 @@
+"""Pipes and torch's compilers: compiled and scripted layers, compiled programs."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.pipes import Pipe, assert_same_gradients
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)).double()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_compiled_layers(checkpoint: str, execution: str) -> None:
+    module = mlp()
+    reference = copy.deepcopy(module)
+    compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in module))
+    pipe = Pipe(compiled, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    pipe(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    assert_same_gradients(module, reference)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script does not support it")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_scripted_layers(checkpoint: str, execution: str) -> None:
+    layers = [*mlp(), nn.BatchNorm1d(2).double().eval()]
+    reference = nn.Sequential(*layers)
+    module = nn.Sequential(*map(torch.jit.script, copy.deepcopy(layers)))
+    pipe = Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for _ in range(2):
+        pipe(x).square().sum().backward()
+        reference(x).square().sum().backward()
+    assert_same_gradients(module, reference)
+    grads = torch.autograd.grad(pipe(x).square().sum(), list(module.parameters()))
+    torch.testing.assert_close([2 * grad for grad in grads], [p.grad for p in pipe.parameters()])
+
+
+@pytest.mark.compile
+def test_a_compiled_program_has_one_graph_break_per_call(recwarn: pytest.WarningsRecorder) -> None:
+    """Code around a pipe is compiled, compiled layers stay compiled, and there is no warning."""
+    torch._dynamo.reset()
+    counters.clear()
+    around, inside = CompileCounter(), CompileCounter()
+    module = mlp()
+    reference = copy.deepcopy(module)
+    layers = [torch.compile(module[0], backend=inside), *module[1:]]
+    pipe = Pipe(nn.Sequential(*layers), [2, 2], devices=["cpu"] * 2, chunks=2)
+
+    @torch.compile(backend=around)
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return pipe(x.sin()).square().mean()
+
+    @torch.compile(backend=around)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 2 * pipe.train_step(x.sin(), None, lambda y: y.square().mean())
+
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = 2 * reference(x.sin()).square().mean()
+    expected.backward()
+    loss(x).backward()
+    torch.testing.assert_close(step(x), expected.detach(), rtol=0, atol=1e-12)
+    assert_same_gradients(module, reference)
+    # Compiled layers may have other breaks, due to the modes that watch the first pass.
+    named = ("Pipe.", "torch/_compile.py")  # Torch 2.6 names the file of torch.compiler.disable.
+    breaks = [n for why, n in counters["graph_break"].items() if any(map(why.__contains__, named))]
+    # One in each program, and one in what the program then calls, which has no operations.
+    assert breaks and set(breaks) == {1}
+    assert around.frame_count == 4  # Before and after the pipe, in both programs.
+    old = torch.__version__.startswith("2.6.")  # It compiles nothing that a graph break calls.
+    assert inside.frame_count > 0 or old
+    # Dynamo warns of Python 3.13.0.
+    assert not [w for w in recwarn.list if "Consider upgrading to Python" not in str(w.message)]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward|skip function forward"):
+        torch.compile(pipe, fullgraph=True)(x)
+
+
+FIRST_USE = """
+import sys
+import torch
+from torch import nn
+from pipekernels import Pipe
+
+pipe = Pipe(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), [2, 1], devices=["cpu"] * 2,
+            chunks=2, execution=sys.argv[1])
+before = set(sys.modules)
+x = torch.ones(4, 8)
+for schedule in ("gpipe", "1f1b", "zb-h1"):
+    pipe(x).sum().backward()
+    pipe.train_step(x, x, nn.functional.mse_loss, schedule=schedule)
+new = set(sys.modules) - before
+print(len(new), *new & {"torch._dynamo", "sympy", "torch.onnx"})
+"""
+
+
+@pytest.mark.processes
+def test_first_use_imports_no_compiler() -> None:
+    """It takes seconds. The default execution begins with those here."""
+    for execution in ("inline", "split"):
+        command = [sys.executable, "-c", FIRST_USE, execution]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        count, *compilers = done.stdout.split()
+        assert int(count) < 40 and not compilers, done.stdout
