@@ -25,7 +25,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         weight: ``[n, k]``.
         bias: ``[n]``.
     """
-    if not _may_apply(x, weight, bias):
+    if not may_be_skinny(x, weight, bias):
         return None
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return out if skinny_into(out, x, weight, bias) else None
@@ -60,7 +60,7 @@ def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
     Raises:
         ValueError: ``slabs`` is not a power of two that divides ``k``.
     """
-    if not _may_apply(x, weight):
+    if not may_be_skinny(x, weight):
         return None
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
@@ -69,7 +69,7 @@ def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
     return out if done else None
 
 
-def _may_apply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def may_be_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
     if type(x) is not Tensor or not x.is_cpu or needs_dispatcher():
         return False

@@ -166,13 +166,17 @@ def row_linear(
         check_rows(x, comm.world_size, dims=2)
     can_cast = x.is_floating_point() and x.dtype != torch.float64
     # is_autocast_enabled("meta") raises.
-    if can_cast and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+    if (
+        can_cast
+        and not x.is_meta
+        and torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
+    ):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     registered = needs_dispatcher() or not _backend.load().are_plain([x, weight])
     has_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not (registered or has_gradients):
-        return linear_all_reduce(x, weight, comm, scatter, algorithm, skinny=True)
+        return linear_all_reduce(x, weight, comm, scatter, algorithm)
     if registered or transforms_are_active():
         _check_transforms([x, weight])
     result: Tensor = _RowLinear.apply(x, weight, comm, scatter, algorithm, registered)

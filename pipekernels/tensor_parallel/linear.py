@@ -139,11 +139,9 @@ class ShardedLinear(ShardedLayer):
         return 1 - dim if self.is_transposed and name == "weight" else dim
 
     def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
-        if not torch.compiler.is_compiling() and active_ddp() is not None:
-            check_data_parallel(self.comm)
         if not isinstance(x, Tensor):
             raise TypeError(f"{self._described()} takes a tensor, got {type(x).__name__}")
-        if x.shape[-1:] != (features,):
+        if x.dim() == 0 or x.shape[-1] != features:
             remedy = ""
             if x.dim() > 0 and x.shape[-1] == self.in_features:
                 remedy = "; for the full input, construct the layer with input_is_parallel=False"
@@ -244,28 +242,42 @@ class RowParallelLinear(ShardedLinear):
         self.arithmetic.check_row(in_features, comm, reduce, adds_later=bias and skip_bias_add)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
+        self._may_be_skinny = input_is_parallel and reduce == "all_reduce"
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling and active_ddp() is not None:
+            check_data_parallel(self.comm)
         weight: Tensor = self.weight.t() if self.is_transposed else self.weight
-        self._check_input(
-            x, weight, weight.shape[1] if self.input_is_parallel else self.in_features
-        )
+        bias: Tensor | None = self.bias
+        y = None
+        if self._may_be_skinny and not (weight.requires_grad and torch.is_grad_enabled()):
+            y = self.arithmetic.skinny_all_reduce(x, weight, self.comm)
+        if y is None:
+            y = self._product(x, weight)
+        if bias is not None and self.reduce == "reduce_scatter":
+            bias = self.arithmetic.bias_of_slices(bias, y, self.comm)
+        if self.skip_bias_add or bias is None:
+            return (y, bias) if self.skip_bias_add else y
+        # In place where that is safe: selective checkpointing may keep ``y``, and a tensor subclass
+        # is a view of the product.
+        in_place = type(y) is Tensor and not compiling and dispatch_mode_count() == 0
+        return y.add_(bias) if in_place else (y + bias).to(y.dtype)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        features = weight.shape[1] if self.input_is_parallel else self.in_features
+        fits = isinstance(x, Tensor) and x.shape[-1:] == (features,) and x.dtype == weight.dtype
+        if not fits or x.device != weight.device:
+            self._check_input(x, weight, features)
         if not self.input_is_parallel:
             x = scatter_to_ranks(x, self.comm)
         elif x.requires_grad and not (torch.compiler.is_compiling() or self._gradients_are_checked):
             x.register_hook(self._check_gradients)
-        bias: Tensor | None = self.bias
-        scatter = self.reduce == "reduce_scatter"
         if self.reduce == "none":
-            y = linear(x, weight)
-        else:
-            y = self.arithmetic.row_linear(x, weight, self.comm, scatter=scatter)
-        if bias is not None and scatter:
-            bias = self.arithmetic.bias_of_slices(bias, y, self.comm)
-        if self.skip_bias_add:
-            return y, bias
-        return y if bias is None else _add(y, bias)
+            return linear(x, weight)
+        scatter = self.reduce == "reduce_scatter"
+        return self.arithmetic.row_linear(x, weight, self.comm, scatter=scatter)
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:
@@ -353,8 +365,14 @@ class ColumnParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
+        if not torch.compiler.is_compiling() and active_ddp() is not None:
+            check_data_parallel(self.comm)
         weight: Tensor = self.weight.t() if self.is_transposed else self.weight
         bias: Tensor | None = self.bias
+        if not (self.skip_bias_add or self.gather_output):
+            y = self.arithmetic.skinny_linear(x, weight, bias)
+            if y is not None:
+                return y
         self._check_input(x, weight, self.in_features)
         if self.copies > 1:
             weight = copy_to_holders(weight, self.comm, self.copies)
@@ -385,10 +403,3 @@ def _new_linear(
 ) -> nn.Linear:
     device = None if device is None else usable(device)
     return nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-
-
-def _add(y: Tensor, bias: Tensor) -> Tensor:
-    """``y + bias``: in place where that is safe. Selective checkpointing may keep ``y``, and a
-    tensor subclass is a view of the product."""
-    plain = type(y) is Tensor and not torch.compiler.is_compiling() and dispatch_mode_count() == 0
-    return y.add_(bias) if plain else (y + bias).to(y.dtype)

@@ -15,8 +15,10 @@ from torch.nn import functional
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.gemm_choice import Chosen, choose
 from pipekernels.local_ops.sharded_gemm import run, sharded_gemm
-from pipekernels.local_ops.skinny_gemm import skinny_into, skinny_linear
+from pipekernels.local_ops.skinny_gemm import may_be_skinny, skinny_into, skinny_linear
 from pipekernels.tensor_parallel import overlap
+
+SMALL_ROW = 1024  # Bytes.
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,14 +41,24 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
 
 
+def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
+    """:func:`linear_all_reduce` of a few rows by the kernel for them, whose bits are its own; None
+    where that does not apply."""
+    if not may_be_skinny(x, weight):
+        return None
+    shape = (*x.shape[:-1], weight.shape[0])
+    # The peers read symmetric memory in place; copying a small result is faster than allocating it.
+    is_small = weight.shape[0] * x.itemsize <= SMALL_ROW
+    out = x.new_empty(shape) if is_small else comm.output(shape, x)
+    return comm.all_reduce(out) if skinny_into(out, x, weight) else None
+
+
 def linear_all_reduce(
     x: Tensor,
     weight: Tensor,
     comm: Communicator,
     scatter: bool,
     algorithm: str,
-    *,
-    skinny: bool = False,
 ) -> Tensor:
     """``x @ weight.T``, summed over the ranks, without autograd.
 
@@ -56,7 +68,6 @@ def linear_all_reduce(
         comm: the communicator.
         scatter: return only this rank's slice of the first dimension.
         algorithm: as for :func:`pipekernels.tensor_parallel.functional.row_linear`.
-        skinny: whether the kernel for a few rows, which has other bits, may compute it.
 
     Returns:
         ``[..., n]`` in memory that the peers read in place, or its slice.
@@ -69,7 +80,7 @@ def linear_all_reduce(
             overlap.gemm_all_reduce(rows, weight, product, comm, chosen)
             return out
         run(chosen, product, rows, weight)
-    elif not (skinny and skinny_into(out, x, weight)):
+    else:
         rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
         torch.mm(rows, weight.t(), out=product)
     return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)

@@ -38,6 +38,14 @@ class Invariant(Plain):
     order = "tree"
 
     @staticmethod
+    def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Not without the order of sums."""
+
+    @staticmethod
+    def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> None:
+        """Not without the order of sums."""
+
+    @staticmethod
     def check_row(size: int, comm: Communicator, reduce: str, *, adds_later: bool) -> None:
         if reduce == "none":
             raise ValueError(

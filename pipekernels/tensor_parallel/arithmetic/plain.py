@@ -12,7 +12,7 @@ from pipekernels.comm import Communicator
 from pipekernels.local_ops.skinny_gemm import skinny_linear
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
 from pipekernels.tensor_parallel.functional import copy_to_ranks, row_linear
-from pipekernels.tensor_parallel.products import wide_linear
+from pipekernels.tensor_parallel.products import skinny_all_reduce, wide_linear
 
 
 class ShardGradient(NamedTuple):
@@ -39,6 +39,10 @@ class Plain:
 
     order: ClassVar[str] = "rank"
     """In which the sums of the ranks are added, see :meth:`pipekernels.Communicator.all_reduce`."""
+
+    skinny_linear: ClassVar[Callable[..., Tensor | None]] = staticmethod(skinny_linear)
+    skinny_all_reduce: ClassVar[Callable[..., Tensor | None]] = staticmethod(skinny_all_reduce)
+    """Products of a few rows, to be tried first, as checks would take as long."""
 
     row_linear: ClassVar[Callable[..., Tensor]] = staticmethod(row_linear)
     """:func:`pipekernels.tensor_parallel.functional.row_linear`."""
