@@ -20,7 +20,7 @@ from pipekernels.pipeline.stage.context import entered
 from pipekernels.pipeline.stage.random_state import HookWatch
 
 OPERATIONS = 10
-SIGNALS = 5000
+SIGNALS = 500
 
 
 @pytest.mark.full
@@ -57,10 +57,11 @@ def test_an_interrupt_of_a_clean_up(
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_signals_at_any_time() -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_signals_at_any_time(seed: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "support.interrupts", str(SIGNALS)],
-        cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True, timeout=600,
+        [sys.executable, "-m", "support.interrupts", str(SIGNALS), str(seed)],
+        cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
