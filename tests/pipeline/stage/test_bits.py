@@ -4,27 +4,15 @@ boundaries of stages."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from support.function_layer import FunctionLayer
 from support.pipes import on_cpus
 from support.sweeps.pipes import differs
 from torch import nn
 
 from pipekernels.pipeline.stage.entry import copy_of
-
-
-class Apply(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 class Recurrent(nn.Module):
@@ -38,20 +26,22 @@ class Recurrent(nn.Module):
 
 def transposed() -> nn.Sequential:
     """Gradients of the convolution's input have other strides than the input."""
-    swap = Apply(lambda x: x.transpose(1, 2))
+    swap = FunctionLayer(lambda x: x.transpose(1, 2))
     conv = nn.Conv1d(64, 64, 3, padding=1)
     return nn.Sequential(nn.Linear(64, 64), swap, conv, swap, nn.GELU(), nn.LayerNorm(64))
 
 
 def recurrent() -> nn.Sequential:
-    return nn.Sequential(Recurrent(64), Apply(lambda x: x[:, -1]), nn.Linear(64, 64), nn.GELU())
+    return nn.Sequential(
+        Recurrent(64), FunctionLayer(lambda x: x[:, -1]), nn.Linear(64, 64), nn.GELU()
+    )
 
 
 MODELS = {
     "transposed": (transposed, lambda: torch.randn(16, 40, 64), [3, 1, 2]),
     "recurrent": (recurrent, lambda: torch.randn(40, 16, 64).transpose(0, 1), [1, 1, 2]),
     "columns": (
-        lambda: nn.Sequential(nn.GELU(), Apply(torch.Tensor.sigmoid), nn.Linear(64, 64)),
+        lambda: nn.Sequential(nn.GELU(), FunctionLayer(torch.Tensor.sigmoid), nn.Linear(64, 64)),
         lambda: torch.randn(64, 16).t(),
         [1, 2],
     ),
@@ -88,9 +78,13 @@ def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: str, execut
         hidden, mask = value
         return hidden * torch.from_numpy(mask.numpy().copy())  # Refused if it required one.
 
-    layers = [nn.Linear(4, 4), Apply(lambda x: (x.relu(), (x[:, :1] > 0).float())), Apply(read)]
+    layers = [
+        nn.Linear(4, 4),
+        FunctionLayer(lambda x: (x.relu(), (x[:, :1] > 0).float())),
+        FunctionLayer(read),
+    ]
     pipe = on_cpus(
-        nn.Sequential(*layers, Apply(lambda x: (x, (x > 0).float()))),
+        nn.Sequential(*layers, FunctionLayer(lambda x: (x, (x > 0).float()))),
         [2, 1, 1], chunks=4, checkpoint=checkpoint,
     )  # fmt: skip
     output, mask = pipe(torch.randn(8, 4))
@@ -105,7 +99,7 @@ def test_a_recomputation_with_another_graph_is_an_error(execution: str) -> None:
         calls.append(1)
         return x.tanh() if len(calls) <= 4 else x.sigmoid()
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Apply(alternate))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), FunctionLayer(alternate))
     pipe = on_cpus(model, [1, 2], chunks=4, checkpoint="always")
     output = pipe(torch.randn(8, 4))
     with pytest.raises(RuntimeError, match=r"recomputation of stages? .* made a graph .* differs"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe
+from support.pipes import Pipe, assert_same_gradients, pipe_of
 from torch import nn
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -58,17 +58,6 @@ class Decode(nn.Module):
 closely = {"rtol": 0, "atol": 1e-10}
 
 
-def assert_same_grads(module: nn.Module, other: nn.Module) -> None:
-    for p, q in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, **closely)
-
-
-def pipe_of(*layers: nn.Module, chunks: int = 2, **options: Any) -> Pipe:
-    """A stage for each layer, on the CPU."""
-    places = {"balance": [1] * len(layers), "devices": ["cpu"] * len(layers)}
-    return Pipe(nn.Sequential(*layers), chunks=chunks, **places, **options)
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_nested_values_and_several_arguments(checkpoint: str, place: torch.device) -> None:
     plain = nn.Sequential(Encode(), Decode()).double()
@@ -89,20 +78,18 @@ def test_nested_values_and_several_arguments(checkpoint: str, place: torch.devic
     torch.testing.assert_close(ours["y"], out["y"], **closely)
     for grad, tensor in zip(grads, given, strict=True):
         torch.testing.assert_close(grad, tensor.grad, **closely)
-    assert_same_grads(piped, plain)
+    assert_same_gradients(piped, plain)
     index, (name, nothing), lengths = ours["rest"]
     assert index.tolist() == [0, 1, 2, 0, 1, 0, 1]  # Each micro-batch counts its own rows.
     assert name == ["n"] * 3 and nothing is None and lengths == [3, 2, 2]
 
 
 def test_only_a_keyword_argument_and_a_list(place: torch.device) -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), [1, 1], devices=[place] * 2, chunks=2)
+    pipe = pipe_of(nn.Linear(4, 2), nn.Tanh(), device=place)
     x = torch.randn(4, 4)
     assert torch.equal(pipe(input=x), pipe(x))
 
-    pipe = Pipe(
-        nn.Sequential(FunctionLayer(sum), nn.Identity()), [1, 1], devices=[place] * 2, chunks=2
-    )
+    pipe = pipe_of(FunctionLayer(sum), nn.Identity(), device=place)
     assert torch.equal(pipe([x, x, x]), 3 * x)
 
 
@@ -123,11 +110,11 @@ def test_another_batch_dimension(dim: int, checkpoint: str, place: torch.device)
     (output * weights).sum().backward()
     torch.testing.assert_close(output, expected, **closely)
     torch.testing.assert_close(b.grad, a.grad, **closely)
-    assert_same_grads(piped, plain)
+    assert_same_gradients(piped, plain)
 
     piped.zero_grad()
     pipe.train_step(a.detach(), weights, lambda y, w: (y * w).sum(), loss_reduction="sum")
-    assert_same_grads(piped, plain)
+    assert_same_gradients(piped, plain)
 
 
 def test_bad_values() -> None:
@@ -163,7 +150,7 @@ def test_tensors_in_containers_that_pytree_does_not_know() -> None:
 
 def test_micro_batches_with_outputs_of_different_structure(place: torch.device) -> None:
     odd = FunctionLayer(lambda x: (x, x) if x[0, 0] else {"x": x})
-    pipe = Pipe(nn.Sequential(nn.Identity(), odd), [1, 1], devices=[place] * 2, chunks=2)
+    pipe = pipe_of(nn.Identity(), odd, device=place)
     with pytest.raises(ValueError, match="all micro-batches must be alike"):
         pipe(torch.tensor([[0.0], [1.0]]))
 
