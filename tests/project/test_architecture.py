@@ -281,11 +281,13 @@ def test_every_module_has_a_docstring() -> None:
 
 @pytest.mark.parametrize("top", ["pipekernels", "tests", "bench", "demo", "examples"])
 def test_rooms_and_files_are_small(top: str) -> None:
+    longest = 480 if top == "tests" else 450
     for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
         files = list(folder.glob("*.py")) if folder.name != "results" else []
-        assert len(files) <= 17, f"{folder} has {len(files)} files"
+        others = [file for file in files if file.name != "__init__.py"]
+        assert len(others) <= 15, f"{folder} has {len(others)} files beside its __init__.py"
         for file in files:
-            assert len(file.read_text().splitlines()) <= 500, file
+            assert len(file.read_text().splitlines()) <= longest, file
 
 
 def sources() -> list[Path]:

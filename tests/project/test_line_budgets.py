@@ -1,0 +1,62 @@
+"""A budget of lines for each room, as tinygrad's sz.py has: only a decision raises one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.project
+
+ROOT = Path(__file__).parents[2]
+
+# Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
+# folders in it, and in all of tests and bench.
+BUDGETS = {
+    "pipekernels": 1_380,
+    "pipekernels/balance": 140,
+    "pipekernels/comm": 1_990,
+    "pipekernels/comm/hosts": 580,
+    "pipekernels/comm/join": 580,
+    "pipekernels/comm/process_group": 560,
+    "pipekernels/device": 620,
+    "pipekernels/huggingface": 1_140,
+    "pipekernels/kernels": 1_160,
+    "pipekernels/local_ops": 1_430,
+    "pipekernels/ops": 50,
+    "pipekernels/pipeline": 690,
+    "pipekernels/pipeline/engine": 2_060,
+    "pipekernels/pipeline/placement": 540,
+    "pipekernels/pipeline/planning": 1_050,
+    "pipekernels/pipeline/schedule": 600,
+    "pipekernels/pipeline/spmd": 900,
+    "pipekernels/pipeline/stage": 2_080,
+    "pipekernels/pipeline/values": 660,
+    "pipekernels/tensor_parallel": 2_330,
+    "pipekernels/tensor_parallel/arithmetic": 700,
+    "pipekernels/tensor_parallel/overlap": 250,
+    "pipekernels/tensor_parallel/plan": 1_320,
+    "tests": 29_940,
+    "bench": 8_450,
+}
+CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
+TOTALS = {"pipekernels": 22_710, "core": 20_010}
+
+
+def lines(files: Iterable[Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_every_room_keeps_its_budget() -> None:
+    folders = {file.parent for file in (ROOT / "pipekernels").rglob("*.py")}
+    found = {str(folder.relative_to(ROOT)): lines(folder.glob("*.py")) for folder in folders}
+    found |= {top: lines((ROOT / top).rglob("*.py")) for top in ("tests", "bench")}
+    assert found.keys() == BUDGETS.keys()
+    assert {room: count for room, count in found.items() if count > BUDGETS[room]} == {}
+
+
+def test_totals() -> None:
+    found = {"pipekernels": lines((ROOT / "pipekernels").rglob("*.py"))}
+    found["core"] = sum(lines((ROOT / "pipekernels" / room).rglob("*.py")) for room in CORE)
+    assert {total: count for total, count in found.items() if count > TOTALS[total]} == {}
