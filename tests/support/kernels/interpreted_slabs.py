@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -127,8 +128,9 @@ def test_layers_have_the_same_bits_on_any_number_of_ranks(
             launch_slabs(*args, **options)
 
     monkeypatch.setattr(launch, "launch_slabs", one_at_a_time)
-    monkeypatch.setattr(slab_gemm, "_kind", kind)
-    monkeypatch.setattr(slab_gemm, "_generation", lambda a: 80)
+    monkeypatch.setattr(slab_gemm, "_kind_on_gpu", kind)
+    monkeypatch.setattr(slab_gemm, "gpu_of", lambda device: SimpleNamespace(generation=80))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     up, down = nn.Linear(24, 128).to(dtype), nn.Linear(64, 24).to(dtype)
     x = torch.randn(7, 24).to(dtype)
 
