@@ -252,7 +252,8 @@ class RowParallelLinear(ShardedLinear):
         weight: Tensor = self.weight.t() if self.is_transposed else self.weight
         bias: Tensor | None = self.bias
         y = None
-        if self._may_be_skinny and not (weight.requires_grad and torch.is_grad_enabled()):
+        trains = weight.requires_grad and torch.is_grad_enabled()
+        if self._may_be_skinny and not (compiling or trains):
             y = self.arithmetic.skinny_all_reduce(x, weight, self.comm)
         if y is None:
             y = self._product(x, weight)
@@ -365,11 +366,12 @@ class ColumnParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        if not torch.compiler.is_compiling() and active_ddp() is not None:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and active_ddp() is not None:
             check_data_parallel(self.comm)
         weight: Tensor = self.weight.t() if self.is_transposed else self.weight
         bias: Tensor | None = self.bias
-        if not (self.skip_bias_add or self.gather_output):
+        if not (compiling or self.skip_bias_add or self.gather_output):
             y = self.arithmetic.skinny_linear(x, weight, bias)
             if y is not None:
                 return y
