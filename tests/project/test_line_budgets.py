@@ -33,15 +33,15 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_080,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_330,
-    "pipekernels/tensor_parallel/arithmetic": 700,
+    "pipekernels/tensor_parallel": 2_360,
+    "pipekernels/tensor_parallel/arithmetic": 710,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_320,
-    "tests": 29_940,
+    "tests": 29_920,
     "bench": 8_450,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_710, "core": 20_010}
+TOTALS = {"pipekernels": 22_740, "core": 20_050}
 
 
 def lines(files: Iterable[Path]) -> int:
