@@ -149,6 +149,9 @@ def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16")
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of ``pipekernels`` and ``python -m pipekernels``; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["run"]:
+        return _run(arguments[1:])
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):  # argparse ignores errors of standard output.
@@ -158,6 +161,19 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         raise
     return 0 if _write(f"{text}\n") else 1
+
+
+def _run(arguments: list[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from pipekernels.binding.run import run
+
+    try:
+        run(arguments)
+    except (ValueError, ChildFailedError) as error:
+        print(f"pipekernels run: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
 
 
 def _write(text: str) -> bool:
@@ -178,6 +194,7 @@ def _answer(arguments: list[str] | None) -> str:
     parser = argparse.ArgumentParser(prog="pipekernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pipekernels {__version__}")
     commands = parser.add_subparsers(dest="command")
+    commands.add_parser("run", help="torchrun, with each rank bound to its share of the cores")
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
     tuning = commands.add_parser(
         "tune",

@@ -1,0 +1,77 @@
+"""Which cores and memory nodes each rank of a host gets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipekernels.binding.topology import Topology, format_cpus
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs.
+
+    Attributes:
+        cpus: the hardware threads that it is bound to.
+        nodes: the memory nodes of its cores; empty where the host has one node only.
+        cores: number of its cores.
+        threads: its intra-op threads.
+    """
+
+    cpus: tuple[int, ...]
+    nodes: tuple[int, ...]
+    cores: int
+    threads: int
+
+
+def places(topology: Topology, ranks: int) -> list[Place]:
+    """Divide the cores among ``ranks``, in the order of sockets and nodes.
+
+    So a rank has whole nodes, or a part of one, wherever the number of ranks allows that. All have
+    the same number of threads, one per core, as replicas with other numbers of threads may have
+    other bits; within a control group's quota they have fewer threads than cores.
+
+    Raises:
+        ValueError: ``ranks`` is below 1 or above the number of cores.
+    """
+    cores = topology.cores
+    if not 1 <= ranks <= len(cores):
+        raise ValueError(
+            f"{ranks} ranks cannot be bound to cores of their own: this process may use "
+            f"{len(cores)} cores; start 1 to {len(cores)} ranks, or start them by torchrun, which "
+            "does not bind them"
+        )
+    usable = len(cores) if topology.quota is None else min(topology.quota, len(cores))
+    threads = max(1, math.floor(usable / ranks))
+    several_nodes = len(topology.nodes) > 1
+    found = []
+    for rank in range(ranks):
+        own = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+        nodes = dict.fromkeys(core.node for core in own)
+        found.append(
+            Place(
+                cpus=tuple(sorted(cpu for core in own for cpu in core.cpus)),
+                nodes=tuple(nodes) if several_nodes else (),
+                cores=len(own),
+                threads=threads,
+            )
+        )
+    return found
+
+
+def table(topology: Topology, found: list[Place]) -> str:
+    """One line for each rank."""
+    sockets = {cpu: core.socket for core in topology.cores for cpu in core.cpus}
+    node_of = {cpu: core.node for core in topology.cores for cpu in core.cpus}
+    lines = []
+    for rank, place in enumerate(found):
+        socket = format_cpus({sockets[cpu] for cpu in place.cpus})
+        node = format_cpus({node_of[cpu] for cpu in place.cpus})
+        lines.append(
+            f"rank {rank}: socket {socket}, node {node}, {place.cores} cores (CPUs "
+            f"{format_cpus(place.cpus)}), {place.threads} threads"
+        )
+    if topology.quota is not None and topology.quota < len(topology.cores):
+        lines.append(f"the control group grants the time of {topology.quota:g} cores")
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""Where ranks run, on made-up hosts: sockets, memory nodes, hardware threads, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from pipekernels.binding.places import places, table
+from pipekernels.binding.topology import (
+    Topology,
+    format_cpus,
+    parse_cpus,
+    read_topology,
+)
+
+
+def host(
+    root: Path,
+    *,
+    sockets: int,
+    nodes: int,
+    cores: int,
+    smt: int,
+    files: dict[str, str] | None = None,
+) -> Path:
+    """Files of a server. Linux numbers the first hardware thread of each core, then the second.
+
+    Args:
+        root: where they are written to.
+        sockets: number of packages.
+        nodes: memory nodes per socket.
+        cores: physical cores per node.
+        smt: hardware threads per core.
+        files: more of them, such as those of control groups.
+    """
+    total = sockets * nodes * cores
+    texts = dict(files or {})
+    for core in range(total):
+        threads = [core + thread * total for thread in range(smt)]
+        for cpu in threads:
+            folder = f"sys/devices/system/cpu/cpu{cpu}/topology"
+            texts[f"{folder}/thread_siblings_list"] = ",".join(map(str, threads))
+            texts[f"{folder}/physical_package_id"] = str(core // (nodes * cores))
+    for node in range(sockets * nodes):
+        first = [core + thread * total for thread in range(smt) for core in
+                 range(node * cores, (node + 1) * cores)]  # fmt: skip
+        texts[f"sys/devices/system/node/node{node}/cpulist"] = format_cpus(first)
+    # Memory without cores, as on hosts with CXL.
+    texts[f"sys/devices/system/node/node{sockets * nodes}/cpulist"] = ""
+    for name, text in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def all_cpus(*, sockets: int, nodes: int, cores: int, smt: int) -> range:
+    return range(sockets * nodes * cores * smt)
+
+
+TWO_SOCKETS = {"sockets": 2, "nodes": 1, "cores": 24, "smt": 2}
+TWO_SOCKETS_NO_SMT = {"sockets": 2, "nodes": 1, "cores": 24, "smt": 1}
+FOUR_NODES = {"sockets": 2, "nodes": 2, "cores": 16, "smt": 2}
+EIGHT_NODES = {"sockets": 2, "nodes": 4, "cores": 8, "smt": 2}
+
+
+def found(root: Path, shape: dict[str, int], ranks: int, allowed: Collection[int] | None = None):
+    topology = read_topology(host(root, **shape), allowed or all_cpus(**shape))
+    return [
+        (format_cpus(place.cpus), place.nodes, place.cores, place.threads)
+        for place in places(topology, ranks)
+    ]
+
+
+def test_a_rank_per_socket_has_both_hardware_threads_of_its_cores(tmp_path: Path) -> None:
+    assert found(tmp_path, TWO_SOCKETS, 2) == [
+        ("0-23,48-71", (0,), 24, 24),
+        ("24-47,72-95", (1,), 24, 24),
+    ]
+
+
+def test_without_smt_a_core_is_a_cpu(tmp_path: Path) -> None:
+    assert found(tmp_path, TWO_SOCKETS_NO_SMT, 2) == [
+        ("0-23", (0,), 24, 24),
+        ("24-47", (1,), 24, 24),
+    ]
+
+
+def test_fewer_ranks_than_nodes_have_whole_nodes_of_one_socket(tmp_path: Path) -> None:
+    assert [(cpus, nodes) for cpus, nodes, *_ in found(tmp_path, FOUR_NODES, 2)] == [
+        ("0-31,64-95", (0, 1)),
+        ("32-63,96-127", (2, 3)),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+def test_no_rank_spans_nodes_where_their_number_allows_it(ranks: int, tmp_path: Path) -> None:
+    own = found(tmp_path, EIGHT_NODES, ranks)
+    assert [nodes for _, nodes, *_ in own] == [(8 * rank // ranks,) for rank in range(ranks)]
+    assert {(cores, threads) for *_, cores, threads in own} == {(64 // ranks, 64 // ranks)}
+    cpus = [cpu for cpus, *_ in own for cpu in parse_cpus(cpus)]
+    assert sorted(cpus) == list(range(128))
+
+
+def test_three_ranks_on_two_sockets_have_as_many_threads_each(tmp_path: Path) -> None:
+    own = found(tmp_path, {**TWO_SOCKETS_NO_SMT, "cores": 16}, 3)
+    assert own == [("0-9", (0,), 10, 10), ("10-20", (0, 1), 11, 10), ("21-31", (1,), 11, 10)]
+
+
+def test_a_limited_affinity_is_divided(tmp_path: Path) -> None:
+    """Such as a container's cpuset: here one hardware thread of some cores."""
+    own = found(tmp_path, TWO_SOCKETS, 2, allowed=[2, 3, 4, 30, 31, 32])
+    assert own == [("2-4", (0,), 3, 3), ("30-32", (1,), 3, 3)]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": "600000 100000",
+         "sys/fs/cgroup/pod/box/cpu.max": "max 100000"},
+        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "300000 50000"},
+        {"proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/box\n1:name=systemd:/",
+         "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "600000",
+         "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
+         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"},
+    ],
+    ids=["version 2", "root of a namespace", "version 1"],
+)  # fmt: skip
+def test_a_container_of_six_cores_has_so_many_threads(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    topology = read_topology(host(tmp_path, **TWO_SOCKETS, files=files), all_cpus(**TWO_SOCKETS))
+    assert topology.quota == 6.0
+    assert [(place.threads, place.nodes) for place in places(topology, 2)] == [(3, (0,)), (3, (1,))]
+    assert table(topology, places(topology, 2)).endswith("grants the time of 6 cores")
+
+
+def test_the_table_has_a_line_per_rank(tmp_path: Path) -> None:
+    topology = read_topology(host(tmp_path, **FOUR_NODES), all_cpus(**FOUR_NODES))
+    assert table(topology, places(topology, 2)).splitlines() == [
+        "rank 0: socket 0, node 0-1, 32 cores (CPUs 0-31,64-95), 32 threads",
+        "rank 1: socket 1, node 2-3, 32 cores (CPUs 32-63,96-127), 32 threads",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 49])
+def test_more_ranks_than_cores_are_an_error(ranks: int, tmp_path: Path) -> None:
+    topology = read_topology(host(tmp_path, **TWO_SOCKETS), all_cpus(**TWO_SOCKETS))
+    with pytest.raises(ValueError, match=f"{ranks} ranks .* may use 48 cores; start 1 to 48 ranks"):
+        places(topology, ranks)
+
+
+def test_a_host_without_sysfs_has_a_core_per_cpu(tmp_path: Path) -> None:
+    topology = read_topology(tmp_path, allowed=[4, 5])
+    assert topology.nodes == [0] and topology.quota is None
+    assert [place.nodes for place in places(topology, 2)] == [(), ()]
+
+
+def test_lists_of_cpus() -> None:
+    assert parse_cpus("0-2,5,8-9") == [0, 1, 2, 5, 8, 9] and parse_cpus("") == []
+    assert format_cpus([9, 8, 5, 2, 1, 0]) == "0-2,5,8-9" and format_cpus([]) == ""
+
+
+def test_this_host() -> None:
+    topology = read_topology()
+    assert topology.cores and isinstance(topology, Topology)

@@ -1,0 +1,105 @@
+"""``pipekernels run`` binds ranks, sets their threads, and passes everything else to torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipekernels.binding import bound
+from pipekernels.binding.run import run
+from pipekernels.binding.topology import read_topology
+
+PROGRAM = """
+import json, os, sys
+print(json.dumps([os.environ["RANK"], os.environ["WORLD_SIZE"], sorted(os.sched_getaffinity(0)),
+                  os.environ["OMP_NUM_THREADS"], sys.argv[1:], sys.path[0]]))
+"""
+
+
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        [sys.executable, "-m", "pipekernels", "run", *arguments],
+        env=known | environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.processes
+def test_ranks_are_bound_to_cores_of_their_own(tmp_path: Path) -> None:
+    topology = read_topology()
+    ranks = min(2, len(topology.cores))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = start("--nproc-per-node", str(ranks), str(tmp_path / "program.py"), "--lr", "-1")
+    assert done.returncode == 0, done.stderr
+    rows = sorted(map(json.loads, done.stdout.splitlines()))
+    assert [row[0] for row in rows] == [str(rank) for rank in range(ranks)]
+    cpus = [cpu for row in rows for cpu in row[2]]
+    assert sorted(cpus) == sorted(os.sched_getaffinity(0))
+    for _, world_size, _, threads, arguments, folder in rows:
+        assert (world_size, arguments, folder) == (str(ranks), ["--lr", "-1"], str(tmp_path))
+        assert int(threads) >= 1
+    assert "rank 0: socket" in done.stderr
+
+
+@pytest.mark.processes
+def test_a_module_runs_with_the_threads_that_the_user_asks_for(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = start(
+        "--nproc-per-node=1", "--module", "program", PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="7"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[3] == "7"
+
+
+@pytest.mark.processes
+def test_a_program_that_fails_fails_the_command(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("raise SystemExit(3)")
+    done = start("--nproc-per-node=1", str(tmp_path / "program.py"))
+    assert done.returncode != 0 and "program.py" in done.stderr
+
+
+def test_a_dry_run_prints_places_only(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--nproc-per-node", "1", "--dry-run", "no_such_program.py"])
+    assert capsys.readouterr().out.startswith("rank 0: socket")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc-per-node", "gpu"], "must be a number or 'auto', got 'gpu'"),
+        (["--nproc-per-node", "0"], "0 ranks cannot be bound"),
+        (["--nproc-per-node", "100000"], "start 1 to [0-9]+ ranks"),
+        (["--numa-binding", "node"], "use torchrun for it"),
+    ],
+)
+def test_what_cannot_be_bound_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run([*arguments, "--dry-run", "program.py"])
+
+
+@pytest.mark.processes
+def test_memory_of_the_only_node_can_be_preferred() -> None:
+    """In a process of its own, as the policy stays."""
+    code = (
+        "from pipekernels.binding.bound import prefer_memory_of as prefer;"
+        "import json; print(json.dumps([prefer([0]), prefer([0, 0]), prefer([900])]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    one, several, absent = json.loads(done.stdout)
+    assert one == several and absent is not None
+
+
+@pytest.mark.processes
+def test_what_binds_imports_neither_torch_nor_the_package() -> None:
+    code = f"import runpy, sys; runpy.run_path({bound.__file__!r}); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout == "False\n"
