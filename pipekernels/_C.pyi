@@ -44,6 +44,9 @@ SKINNY_ROWS: int
 def skinny_gemm(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int, /
 ) -> bool: ...
+def expert_product(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, threads: int, /
+) -> bool: ...
 def skinny_gemm_partial(
     out: Tensor, x: Tensor, weight: Tensor, slabs: int, threads: int, /
 ) -> bool: ...

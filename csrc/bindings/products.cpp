@@ -10,6 +10,7 @@
 #include "gil.h"
 #include "pipekernels/host/dlpack.h"
 #include "pipekernels/host/dlpack_tensor.h"
+#include "pipekernels/products/expert_product.h"
 #include "pipekernels/products/skinny_gemm.h"
 #include "tensor.h"
 
@@ -60,6 +61,21 @@ bool describe_product(PyObject* const* operands, bool partial, SkinnyGemm& produ
          dlpack::dense_elements(out) == product.rows * product.columns;
 }
 
+// Calls `body`, with C++ exceptions as Python's.
+template <class Body>
+PyObject* guarded(const Body& body) {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
 // Both functions below take (out, x, weight, third, threads). They do nothing and return False
 // unless describe_product(). They are defined without pybind11, whose call overhead is as long as a
 // small product. `body(product, third, threads)` says whether it applied.
@@ -71,7 +87,7 @@ PyObject* call_product(PyObject* const* arguments, Py_ssize_t count, bool partia
                                              : "expected (out, x, weight, bias, threads)");
     return nullptr;
   }
-  try {
+  return guarded([&]() -> PyObject* {
     SkinnyGemm product{};
     if (!describe_product(arguments, partial, product)) Py_RETURN_FALSE;
     const long threads = PyLong_AsLong(arguments[4]);
@@ -79,14 +95,7 @@ PyObject* call_product(PyObject* const* arguments, Py_ssize_t count, bool partia
     if (!body(product, arguments[3], static_cast<int>(threads))) Py_RETURN_FALSE;
     mark_changed(arguments[0]);
     Py_RETURN_TRUE;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 // skinny_gemm(out, x, weight, bias, threads) -> bool: out = x @ weight.T + bias, with `bias`
@@ -121,6 +130,66 @@ PyObject* skinny_gemm_partial(PyObject*, PyObject* const* arguments, Py_ssize_t 
                       });
 }
 
+// Reads (out, x, weight, bias, chosen). False unless all are contiguous CPU tensors of fitting
+// shapes, `chosen` of int64 and all others of one floating dtype; `bias` may be None.
+bool describe_experts(PyObject* const* operands, ExpertProduct& product) {
+  dlpack::Tensor out, x, weight, bias, chosen;
+  if (!describe_dense(operands[0], out) || !describe_dense(operands[1], x) ||
+      !describe_dense(operands[2], weight) || !describe_dense(operands[4], chosen)) {
+    return false;
+  }
+  const int dtype = dtype_of(x);
+  if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || dtype_of(weight) != dtype ||
+      dtype_of(out) != dtype || dtype_of(chosen) != static_cast<int>(DType::kInt64) ||
+      weight.dims != 3 || x.dims < 1) {
+    return false;
+  }
+  product.dtype = static_cast<DType>(dtype);
+  product.experts = weight.shape[0];
+  product.columns = weight.shape[1];
+  product.inner = weight.shape[2];
+  product.pairs = dlpack::dense_elements(chosen);
+  if (product.columns < 1 || product.inner < 1 || product.pairs < 1 ||
+      x.shape[x.dims - 1] != product.inner ||
+      dlpack::dense_elements(out) != product.pairs * product.columns) {
+    return false;
+  }
+  if (operands[3] != Py_None) {
+    if (!describe_dense(operands[3], bias) || dtype_of(bias) != dtype ||
+        dlpack::dense_elements(bias) != product.experts * product.columns) {
+      return false;
+    }
+    product.bias = address_of(bias);
+  }
+  product.rows = dlpack::dense_elements(x) / product.inner;
+  product.out = const_cast<std::byte*>(address_of(out));
+  product.x = address_of(x);
+  product.weight = address_of(weight);
+  product.chosen = reinterpret_cast<const int64_t*>(address_of(chosen));
+  return product.rows >= 1 && product.pairs % product.rows == 0;
+}
+
+// expert_product(out, x, weight, bias, chosen, threads) -> bool: out[p] = weight[chosen[p]] @ x[row
+// of p] + bias[chosen[p]]. It does nothing and returns False unless describe_experts().
+PyObject* expert_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 6) {
+    PyErr_SetString(PyExc_TypeError, "expected (out, x, weight, bias, chosen, threads)");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    ExpertProduct product{};
+    if (!describe_experts(arguments, product)) Py_RETURN_FALSE;
+    const long threads = PyLong_AsLong(arguments[5]);
+    if (threads == -1 && PyErr_Occurred()) return nullptr;
+    {
+      const NoGil no_gil;
+      pipekernels::expert_product(product, static_cast<int>(threads));
+    }
+    mark_changed(arguments[0]);
+    Py_RETURN_TRUE;
+  });
+}
+
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
 template <FastCall function>
@@ -139,6 +208,7 @@ void bind_products(py::module_& m) {
   m.attr("SKINNY_ROWS") = kMaxSkinnyRows;
   define<&skinny_gemm>(m, "skinny_gemm");
   define<&skinny_gemm_partial>(m, "skinny_gemm_partial");
+  define<&expert_product>(m, "expert_product");
 }
 
 }  // namespace pipekernels::python

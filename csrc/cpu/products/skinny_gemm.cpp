@@ -18,7 +18,7 @@ const SkinnyGemmKernels* const* skinny_gemm_tables_avx2();
 const SkinnyGemmKernels* const* skinny_gemm_tables_avx512();
 #endif
 
-static const SkinnyGemmKernels& kernels(DType dtype, [[maybe_unused]] Isa isa) {
+const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, [[maybe_unused]] Isa isa) {
   const SkinnyGemmKernels* const* tables = skinny_gemm_tables_baseline();
 #if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   if (isa == Isa::kAvx2) tables = skinny_gemm_tables_avx2();
@@ -27,9 +27,19 @@ static const SkinnyGemmKernels& kernels(DType dtype, [[maybe_unused]] Isa isa) {
   return *tables[static_cast<int>(dtype)];
 }
 
-struct alignas(64) CacheLine {
-  std::byte bytes[64];
-};
+void* kept_cache_lines(size_t bytes) {
+  struct alignas(64) CacheLine {
+    std::byte bytes[64];
+  };
+  thread_local std::vector<CacheLine> kept;
+  kept.resize(std::max(kept.size(), (bytes + sizeof(CacheLine) - 1) / sizeof(CacheLine)));
+  return kept.data();
+}
+
+int64_t columns_per_piece(int64_t row_bytes) {
+  constexpr int64_t kBytesPerPiece = 128 << 10;
+  return std::max<int64_t>(1, kBytesPerPiece / std::max<int64_t>(1, row_bytes));
+}
 
 static void check(const SkinnyGemm& product) {
   if (product.rows < 1 || product.rows > kMaxSkinnyRows) {
@@ -44,30 +54,33 @@ static void check(const SkinnyGemm& product) {
 }
 
 // Runs `kernel`, of `table`, on pieces of the columns.
-static void run(const SkinnyGemm& product, int64_t slabs, int threads,
+static void run(const SkinnyGemm& product, int64_t slabs, size_t out_size, int threads,
                 const SkinnyGemmKernels& table, void (*kernel)(const SkinnyGemmPiece&)) {
-  // Kept between calls. Vectors that straddle cache lines would take twice as long to load.
-  thread_local std::vector<CacheLine> kept;
   const int64_t slab_inner = product.inner / slabs;
-  const size_t bytes = table.widened_bytes(slab_inner) * slabs * product.rows;
-  kept.resize(std::max(kept.size(), (bytes + sizeof(CacheLine) - 1) / sizeof(CacheLine)));
-  void* const widened = kept.data();
+  void* const widened = kept_cache_lines(table.widened_bytes(slab_inner) * slabs * product.rows);
   table.widen(widened, product.x, product.rows * slabs, slab_inner);
-
-  constexpr int64_t kBytesPerPiece = 128 << 10;
-  const int64_t row_bytes = std::max<int64_t>(1, product.inner * size_of(product.dtype));
-  const int64_t step = std::max<int64_t>(1, kBytesPerPiece / row_bytes);
-  parallel_for((product.columns + step - 1) / step, threads, [&](int64_t piece) {
-    const int64_t begin = piece * step, end = std::min(product.columns, begin + step);
-    kernel({product.out, widened, product.weight, product.bias, product.columns, product.inner,
-            slabs, begin, end});
+  const int64_t step = columns_per_piece(product.inner * size_of(product.dtype));
+  parallel_for((product.columns + step - 1) / step, threads, [&](int64_t index) {
+    SkinnyGemmPiece piece{};
+    for (int64_t r = 0; r < product.rows; ++r) {
+      piece.out[r] = static_cast<std::byte*>(product.out) + r * product.columns * out_size;
+    }
+    piece.widened = widened;
+    piece.weight = product.weight;
+    piece.bias = product.bias;
+    piece.columns = product.columns;
+    piece.inner = product.inner;
+    piece.slabs = slabs;
+    piece.begin = index * step;
+    piece.end = std::min(product.columns, piece.begin + step);
+    kernel(piece);
   });
 }
 
 void skinny_gemm(const SkinnyGemm& product, int threads, Isa isa) {
   check(product);
-  const SkinnyGemmKernels& table = kernels(product.dtype, isa);
-  run(product, 1, threads, table, table.products[product.rows - 1]);
+  const SkinnyGemmKernels& table = skinny_gemm_kernels(product.dtype, isa);
+  run(product, 1, size_of(product.dtype), threads, table, table.products[product.rows - 1]);
 }
 
 void skinny_gemm_partial(const SkinnyGemm& product, int64_t slabs, int threads, Isa isa) {
@@ -79,8 +92,9 @@ void skinny_gemm_partial(const SkinnyGemm& product, int64_t slabs, int threads, 
     throw std::invalid_argument("slabs must be a power of two that divides the inner dimension " +
                                 std::to_string(product.inner) + ", got " + std::to_string(slabs));
   }
-  const SkinnyGemmKernels& table = kernels(product.dtype, isa);
-  run(product, slabs, threads, table, table.partial_products[product.rows - 1]);
+  const SkinnyGemmKernels& table = skinny_gemm_kernels(product.dtype, isa);
+  run(product, slabs, partial_size_of(product.dtype), threads, table,
+      table.partial_products[product.rows - 1]);
 }
 
 }  // namespace pipekernels

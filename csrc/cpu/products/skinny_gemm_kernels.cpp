@@ -193,8 +193,7 @@ struct SkinnyGemmOf {
 
   static void store_partial(const SkinnyGemmPiece& piece, int r, int64_t i, Accumulator sum) {
     const Accumulator result = canonical_nan(Wide{} + sum)[0];
-    std::memcpy(static_cast<Accumulator*>(piece.out) + r * piece.columns + i, &result,
-                sizeof(result));
+    std::memcpy(static_cast<Accumulator*>(piece.out[r]) + i, &result, sizeof(result));
   }
 
   static void store(const SkinnyGemmPiece& piece, int r, int64_t i, Accumulator sum) {
@@ -205,7 +204,7 @@ struct SkinnyGemmOf {
     }
     const Wide parts[2] = {Wide{} + sum, Wide{}};
     const Element result = Type::narrow(parts)[0];
-    std::memcpy(static_cast<Element*>(piece.out) + r * piece.columns + i, &result, sizeof(result));
+    std::memcpy(static_cast<Element*>(piece.out[r]) + i, &result, sizeof(result));
   }
 
   static constexpr SkinnyGemmKernels kKernels = {

@@ -8,10 +8,10 @@
 
 namespace pipekernels {
 
-// Columns begin to end - 1 of a product. Partial ones have slabs and no bias, and `out` is of
-// accumulators.
+// Columns begin to end - 1 of a product; `out` has the address of each of its rows. Partial ones
+// have slabs and no bias, and their results are accumulators.
 struct SkinnyGemmPiece {
-  void* out;
+  void* out[kMaxSkinnyRows];
   const void* widened;
   const void* weight;
   const void* bias;
@@ -24,5 +24,14 @@ struct SkinnyGemmKernels {
   void (*products[kMaxSkinnyRows])(const SkinnyGemmPiece& piece);  // of 1, 2, ... rows
   void (*partial_products[kMaxSkinnyRows])(const SkinnyGemmPiece& piece);
 };
+
+const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, Isa isa);
+
+// Memory that a thread keeps between calls. Vectors that straddle cache lines would take twice as
+// long to load.
+void* kept_cache_lines(size_t bytes);
+
+// So many rows of the weight make pieces that are worth a thread's while.
+int64_t columns_per_piece(int64_t row_bytes);
 
 }  // namespace pipekernels

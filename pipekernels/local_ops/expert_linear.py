@@ -1,0 +1,110 @@
+"""``x W_e^T`` with a matrix ``W_e`` for each group of rows, as a mixture of experts computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipekernels import _backend
+from pipekernels.local_ops.dispatch import has_derivatives, is_observed
+
+SKINNY_ROWS = 4
+"""Mean number of rows of an expert up to which reading its weight takes the most time."""
+
+
+def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int]) -> Tensor:
+    """Multiply each group of rows by its expert's matrix.
+
+    Args:
+        x: ``[sum(rows), k]``, sorted by experts.
+        weight: ``[experts, n, k]``, perhaps a transposed view.
+        bias: ``[experts, n]``.
+        rows: number of rows of each expert.
+
+    Returns:
+        ``[sum(rows), n]``.
+
+    Backward: the gradients of ``x``, ``weight`` and ``bias``; differentiable once.
+    """
+    result: Tensor = _ExpertLinear.apply(x, weight, bias, rows)
+    return result
+
+
+def skinny_expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor
+) -> Tensor | None:
+    """Multiply each row by the matrices of its chosen experts, of which only these are read; or
+    None where the kernel does not apply: it takes few rows of contiguous CPU tensors of one
+    floating dtype, without autograd.
+
+    Args:
+        x: ``[rows, k]``.
+        weight: ``[experts, n, k]``.
+        bias: ``[experts, n]``.
+        chosen: int64, ``[rows, count]``.
+
+    Returns:
+        ``[rows, count, n]``. 16-bit floats are computed with in float32, and rounded once.
+
+    Raises:
+        ValueError: an expert is outside of ``0..experts - 1``.
+    """
+    if type(x) is not Tensor or not x.is_cpu or is_observed():
+        return None
+    if chosen.numel() > SKINNY_ROWS * weight.shape[0] or torch.is_autocast_enabled("cpu"):
+        return None
+    if has_derivatives((x, weight) if bias is None else (x, weight, bias)):
+        return None
+    out = x.new_empty((*chosen.shape, weight.shape[1]))
+    operands = out, x, weight, bias, chosen
+    done: bool = _backend.load().expert_product(*operands, torch.get_num_threads())
+    return out if done else None
+
+
+def _groups(rows: Sequence[int]) -> list[tuple[int, slice]]:
+    """The experts that have rows, and which these are."""
+    found, start = [], 0
+    for expert, count in enumerate(rows):
+        if count:
+            found.append((expert, slice(start, start + count)))
+        start += count
+    return found
+
+
+class _ExpertLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rows, ctx.is_biased = rows, bias is not None
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, own in _groups(rows):
+            if bias is None:
+                torch.mm(x[own], weight[expert].t(), out=out[own])
+            else:
+                torch.addmm(bias[expert], x[own], weight[expert].t(), out=out[own])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+        if ctx.is_biased and ctx.needs_input_grad[2]:
+            grad_bias = grad.new_zeros(weight.shape[:2])
+        for expert, own in _groups(ctx.rows):
+            if grad_x is not None:
+                torch.mm(grad[own], weight[expert], out=grad_x[own])
+            if grad_weight is not None:
+                grad_weight[expert] = grad[own].t() @ x[own]
+            if grad_bias is not None:
+                grad_bias[expert] = grad[own].sum(0)
+        return grad_x, grad_weight, grad_bias, None
