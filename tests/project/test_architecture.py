@@ -60,12 +60,17 @@ MAY_IMPORT = {
     "tensor_parallel.sharded": {"tensor_parallel.arithmetic", "tensor_parallel.full_layer"},
     "tensor_parallel.linear": {"tensor_parallel.partial_gradients", "tensor_parallel.sharded"},
     "tensor_parallel.embedding": {"tensor_parallel.sharded"},
+    "tensor_parallel.experts": {"tensor_parallel.sharded"},
     "tensor_parallel.attention": {"tensor_parallel.linear"},
     "tensor_parallel.cross_entropy": {"tensor_parallel.arithmetic"},
     "tensor_parallel.clip": {"tensor_parallel.sharded"},
     "tensor_parallel.state": {"tensor_parallel.sharded"},
     "tensor_parallel.checkpoint": {"tensor_parallel.state"},
-    "tensor_parallel.plan": {"tensor_parallel.attention", "tensor_parallel.embedding"},
+    "tensor_parallel.plan": {
+        "tensor_parallel.attention",
+        "tensor_parallel.embedding",
+        "tensor_parallel.experts",
+    },
     "tensor_parallel": {
         "tensor_parallel.checkpoint",
         "tensor_parallel.clip",
@@ -93,7 +98,8 @@ MAY_IMPORT = {
     "batchnorm": {"pipeline"},
     "skip": {"pipeline"},
     "": {"_log", "balance", "batchnorm", "huggingface", "ops", "skip"},
-    "cli": {""},
+    "binding": set(),
+    "cli": {"", "binding"},
     "__main__": {"cli"},
 }
 DIVIDED = {"comm", "pipeline", "tensor_parallel"}  # Packages that consist of several rooms.
@@ -195,6 +201,8 @@ def test_the_extension_is_loaded_in_one_place_only() -> None:
 # _torch_private.py; and names of named tuples and locks that are public despite the underscore.
 NOT_PRIVATE = {
     "_register_custom_module",  # Of peft, which documents it.
+    # Of transformers: what configurations choose, and experts do between their products.
+    *("_attn_implementation", "_experts_implementation", "_apply_gate"),
     *("_modules", "_parameters", "_buffers", "_apply", "_forward_pre_hooks"),
     *("_load_from_state_dict", "_version", "_replace", "_asdict", "_fields", "_is_owned"),
     "_at_fork_reinit",

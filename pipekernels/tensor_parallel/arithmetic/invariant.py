@@ -81,6 +81,13 @@ class Invariant(Plain):
         )
 
     @staticmethod
+    def check_experts() -> None:
+        raise ValueError(
+            "invariant=True does not support experts, whose products have other bits for other "
+            "numbers of tokens; leave them whole"
+        )
+
+    @staticmethod
     def check_shared(module: nn.Module, name: str) -> None:
         check_own_parameters(module, name)
 

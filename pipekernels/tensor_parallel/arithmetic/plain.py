@@ -67,6 +67,10 @@ class Plain:
         """Raise ValueError unless sharded ``nn.MultiheadAttention`` is supported."""
 
     @staticmethod
+    def check_experts() -> None:
+        """Raise ValueError unless sharded experts are supported."""
+
+    @staticmethod
     def check_shared(module: nn.Module, name: str) -> None:
         """Raise ValueError unless gradients of ``module``, which all heads share, can be summed."""
 

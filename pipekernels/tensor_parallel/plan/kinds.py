@@ -12,19 +12,22 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import Plain, arithmetic_of
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
-from pipekernels.tensor_parallel.changes import add_forward_pre_hook
+from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
+from pipekernels.tensor_parallel.experts import ParallelExperts, is_experts
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
-from pipekernels.tensor_parallel.functional import shard_sizes
+from pipekernels.tensor_parallel.functional import copy_to_ranks, shard_sizes
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
 
-Shape: TypeAlias = tuple[int, int]  # Of a weight, [out_features, in_features].
+# Of a weight, [out_features, in_features], of experts [experts, out_features, in_features].
+Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ class LayerKind(Kind):
     blocks."""
     copies: int = 1
     """Consecutive ranks that hold each shard."""
+    keeps: tuple[str, ...] = ()
+    """Parameters that every rank has whole."""
+    checks_extras: bool = False
+    """Whether ``make`` looks itself for what would be lost, such as hooks."""
 
     def shard(self, layer: nn.Module, comm: Communicator, *, invariant: bool) -> Any:
         """This rank's shard of ``layer``; raises what ``make`` raises."""
@@ -93,6 +100,33 @@ class LayerKind(Kind):
         return [out_features // count] * count
 
 
+@dataclass(frozen=True)
+class ExpertsKind(LayerKind):
+    """Stacked experts, of which a rank holds a slice of each, or some."""
+
+    dealt: bool = False
+
+    def shard_shape(self, shape: Shape, world_size: int) -> Shape:
+        experts, out_features, in_features = shape
+        if self.dealt:
+            return shard_sizes(experts, world_size)[0], out_features, in_features
+        return experts, out_features, shard_sizes(in_features, world_size)[0]
+
+
+def _experts(
+    layer: nn.Module, comm: Communicator, *, invariant: bool, dealt: bool = False
+) -> ParallelExperts:
+    arithmetic_of(invariant).check_experts()
+    return ParallelExperts(layer, comm, dealt=dealt)
+
+
+def _shape_of_experts(layer: Any) -> Shape:
+    """That of the second product."""
+    experts, *sizes = layer.down_proj.shape
+    first = layer._parameters.get("gate_up_proj", layer._parameters.get("up_proj"))
+    return experts, *sorted(sizes, key=lambda size: size not in first.shape[1:])
+
+
 def _attention(layer: nn.MultiheadAttention, comm: Communicator, *, invariant: bool) -> Any:
     arithmetic_of(invariant).check_attention()
     return ParallelMultiheadAttention(layer, comm)
@@ -117,6 +151,20 @@ def _split_alibi(module: nn.Module, comm: Communicator, arithmetic: type[Plain])
     add_forward_pre_hook(module, split, with_kwargs=True)
 
 
+def _sum_last(features: int) -> Callable[[nn.Module, Communicator, type[Plain]], None]:
+    """Hooks on a whole layer whose last output features each rank uses for its own heads, without
+    another layer between: their gradients are summed."""
+
+    def add(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            first, last = output.split([output.shape[-1] - features, features], -1)
+            return torch.cat([first, copy_to_ranks(last, comm)], -1)
+
+        add_forward_hook(module, hook)
+
+    return add
+
+
 _IN, _OUT = "all-reduce {1}", "all-reduce {0}"
 _column, _row = ColumnParallelLinear.from_linear, RowParallelLinear.from_linear
 _gathered = partial(_column, gather_output=True)
@@ -131,7 +179,7 @@ GATHERED = LayerKind(
 )
 PACKED = LayerKind("packed_column", _column, ("", _IN), has_partner=True, blocks=(2,))
 SHARED = LayerKind("shared_column", _column, ("", _IN), copies=2)  # A plan must say how many.
-ROW = LayerKind("row", _row, (_OUT, ""), cuts_input=True)
+ROW = LayerKind("row", _row, (_OUT, ""), cuts_input=True, keeps=("bias",))
 EMBEDDING = LayerKind(
     "embedding",
     VocabParallelEmbedding.from_embedding,
@@ -149,18 +197,37 @@ ATTENTION = LayerKind(
     takes="nn.MultiheadAttention",
     accepts=lambda layer: type(layer) is nn.MultiheadAttention,
     full_shape=lambda layer: (3 * layer.embed_dim, layer.embed_dim),
+    keeps=("out_proj.bias",),
+    checks_extras=True,
+)
+EXPERTS = ExpertsKind(
+    "experts",
+    _experts,
+    (_IN, f"{_IN} and routing weights"),  # {1}: the output features, after the experts.
+    takes="a module of stacked experts",
+    accepts=is_experts,
+    full_shape=_shape_of_experts,
+    keeps=("down_proj_bias",),
+    checks_extras=True,
+)
+DEALT = replace(
+    EXPERTS, word="expert_parallel", make=partial(_experts, dealt=True), dealt=True, keeps=()
 )
 SUMMED = HookKind("replicated_with_grad_allreduce", sum_gradients)
+LAST_SUMMED = HookKind("sum_last_gradients", _sum_last(1))  # A plan must say of how many.
 _ALL: tuple[Kind, ...] = (
     COLUMN,
     GATHERED,
     PACKED,
     SHARED,
     ROW,
-    LayerKind("row_split_input", _split, (_OUT, "all-gather {1}"), cuts_input=True),
+    replace(ROW, word="row_split_input", make=_split, sent=(_OUT, "all-gather {1}")),
     EMBEDDING,
     ATTENTION,
+    EXPERTS,
+    DEALT,
     SUMMED,
+    LAST_SUMMED,
     HookKind("split_output", _sum_and_split),
     HookKind("split_alibi", _split_alibi),
 )
@@ -171,6 +238,9 @@ _ALIASES = {
     "colwise": "column",
     "colwise_gather_output": "column_gather_output",
     "embedding_rowwise": "embedding",
+    "ep_dispatch_experts": "expert_parallel",
+    "mla_kv_a_proj": "sum_last_gradients",
+    "moe_tp_experts": "experts",
     "packed_colwise": "packed_column",
     "rowwise": "row",
     "rowwise_split_input": "row_split_input",
@@ -182,12 +252,14 @@ def parse(word: Any) -> Kind | None:
     name, colon, rest = word.partition(":") if isinstance(word, str) else ("", "", "")
     kind = KINDS.get(_ALIASES.get(name, name))
     if not colon:
-        return None if kind is SHARED else kind
+        return None if kind in (SHARED, LAST_SUMMED) else kind
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in rest.split(","))
     if kind is PACKED and all(sizes):
         return replace(PACKED, word=f"{PACKED.word}:{rest}", blocks=sizes)
     if kind is SHARED and all(sizes) and len(sizes) == 1:
         return shared_kind(sizes[0])
+    if kind is LAST_SUMMED and all(sizes) and len(sizes) == 1:
+        return HookKind(f"{LAST_SUMMED.word}:{rest}", _sum_last(sizes[0]))
     return None
 
 

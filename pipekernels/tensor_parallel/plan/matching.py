@@ -11,7 +11,6 @@ from pipekernels._arguments import check_kind
 from pipekernels.tensor_parallel.full_layer import REMEDY, check_weights, extras_of
 from pipekernels.tensor_parallel.plan.auto import auto_plan
 from pipekernels.tensor_parallel.plan.kinds import (
-    ATTENTION,
     KINDS,
     HookKind,
     Kind,
@@ -109,6 +108,6 @@ def _check_layer(layer: nn.Module, kind: LayerKind, where: str) -> None:
         check_weights(layer)
     except TypeError as error:
         raise TypeError(f"{where}, but {error}") from None
-    extras = None if kind == ATTENTION else extras_of(layer)  # Its shard looks for them.
+    extras = None if kind.checks_extras else extras_of(layer)
     if extras is not None:
         raise TypeError(f"{where}, which has {extras}; a shard would lose that, so {REMEDY}")

@@ -68,8 +68,13 @@ def tensor_parallelize(
       as well: ``'column_gather_output'``, or ``'column'`` for
       :func:`pipekernels.tensor_parallel.vocab_parallel_cross_entropy`.
     - ``'attention'``, of an ``nn.MultiheadAttention``: a :class:`ParallelMultiheadAttention`.
+    - ``'experts'``, of a module with stacked weights of experts: each rank holds a slice of every
+      expert; ``'expert_parallel'``: some of the experts.
     - ``'replicated_with_grad_allreduce'``: the gradients of its parameters are summed.
     - ``'split_output'``: the same, and each rank takes its part of the output's last dimension.
+    - ``'sum_last_gradients:8'``, of a linear layer that stays whole: the gradients of its last 8
+      output features are summed, which each rank uses for its own heads (the rotary part of
+      multi-head latent attention).
     - ``'split_alibi'``: its argument ``alibi``, ``[batch * heads, ...]``, is cut down to this
       rank's heads.
 
@@ -93,8 +98,8 @@ def tensor_parallelize(
             matches dots too), each with a kind from the list above. Modules that no pattern matches
             stay whole.
             ``"auto"``: the plan that a transformers model carries (``model.tp_plan``), or ours for
-            BERT, Bloom, DistilBERT, GPT-2, GPT-BigCode, OPT, RoBERTa, T5, ViT and Whisper, or for
-            torch's own layers (``nn.TransformerEncoder`` and the like), where other layers stay
+            BERT, Bloom, DistilBERT, GPT-2, GPT-BigCode, OPT, RoBERTa, T5, ViT and Whisper, or one
+            derived from a small copy of the model, or for torch's own layers (``nn.TransformerEncoder`` and the like), where other layers stay
             whole. It divides head counts as well. If there are fewer key heads than ranks, several
             ranks hold each. :func:`plan_for` shows it.
         comm: the communicator.

@@ -91,8 +91,7 @@ def plan_for(
         except ValueError as error:
             raise ValueError(f"{name!r} cannot be made {kind.word!r}: {error}") from error
         for key, parameter in module.named_parameters():
-            # A row-parallel layer has its whole bias, as the output layer of an attention.
-            if parameter.dim() == 2 or (shard[0] < shape[0] and "out_" not in key):
+            if key not in kind.keeps:
                 saved[parameter] = parameter.numel() * (prod(shape) - prod(shard)) // prod(shape)
         groups.setdefault((_without_numbers(name), kind, shape, shard), []).append(name)
     for module, (name, hook) in matched.hooked.items():

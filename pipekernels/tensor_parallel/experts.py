@@ -1,0 +1,217 @@
+"""Experts of a mixture, sharded over the ranks of a communicator.
+
+Every rank has all tokens and the whole router. Either it holds a slice of every expert's inner
+features (after Shazeer et al., "Mesh-TensorFlow", 2018), or it holds some of the experts
+(``dealt``; after Lepikhin et al., "GShard", 2020). The outputs of all ranks are summed by one
+all-reduce, and so are the gradients of the hidden states and of the routing weights.
+
+A rank multiplies each token by the experts that it is routed to:
+
+=================  ========================================  =============================
+shapes             inside                                    dealt
+=================  ========================================  =============================
+hidden states      ``[T, H]``                                ``[T, H]``
+routing            ``[T, K]``                                ``[T, K]``, those of others left out
+first product      ``[E, 2 I / R, H]``: ``[T K, 2 I / R]``   ``[E / R, 2 I, H]``: ``[pairs, 2 I]``
+second product     ``[E, H, I / R]``: ``[T K, H]``           ``[E / R, H, I]``: ``[pairs, H]``
+=================  ========================================  =============================
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.comm import Communicator
+from pipekernels.local_ops.expert_linear import expert_linear, skinny_expert_linear
+from pipekernels.tensor_parallel.data_parallel import as_full_tensor, check_data_parallel
+from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
+from pipekernels.tensor_parallel.functional import (
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    shard_sizes,
+)
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether ``module`` has the stacked weights of experts, ``[E, ...]``."""
+    parameters = module._parameters
+    matrices = (parameters.get(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
+    return [m.dim() for m in matrices if m is not None] == [3, 3]
+
+
+class ParallelExperts(ShardedLayer):
+    """A rank's part of a module of experts whose weights are stacked, as those of transformers.
+
+    Args:
+        experts: the full module (:func:`is_experts`): ``gate_up_proj`` (or ``up_proj``)
+            ``[E, 2 I, H]`` and ``down_proj`` ``[E, H, I]``, or both transposed, perhaps with biases
+            ``[E, 2 I]`` and ``[E, H]``. Gate and up features may be interleaved
+            (``is_concatenated`` is False). Its parameters are copied.
+        comm: the communicator.
+        dealt: give each rank whole experts, in place of a slice of each.
+
+    The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
+    weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
+    that takes hidden states only, already sorted by experts and scaled, runs its own forward on
+    each rank's slices.
+
+    Raises:
+        TypeError: ``comm`` is not a communicator, or ``experts`` has hooks.
+        ValueError: there are more ranks than inner features, or (``dealt``) than experts; the
+            module cannot be sharded so.
+    """
+
+    parameter_names: ClassVar[tuple[str, ...]] = ("down_proj",)
+
+    def __init__(self, experts: Any, comm: Communicator, *, dealt: bool = False) -> None:
+        super().__init__(Sharding(comm))
+        if is_hooked(experts):
+            raise TypeError(f"the experts have hooks, which would be lost; {REMEDY}")
+        full = {name: p for name, p in experts._parameters.items() if p is not None}
+        self.dealt = dealt
+        self.is_routed = hasattr(experts, "has_gate")
+        self.first = "gate_up_proj" if "gate_up_proj" in full else "up_proj"
+        self.is_transposed = full[self.first].shape[1] == full["down_proj"].shape[2]
+        if self.is_routed:
+            self.is_transposed = experts.is_transposed
+        self.is_concatenated = getattr(experts, "is_concatenated", True)
+        if getattr(experts, "has_post_expert_norm", False) or (dealt and not self.is_routed):
+            raise ValueError(
+                f"{type(experts).__name__} normalises each expert's output, or takes hidden states "
+                "that are sorted by experts, and cannot be sharded so; leave it whole"
+            )
+        self._full_shapes = {name: tuple(parameter.shape) for name, parameter in full.items()}
+        self.num_experts, *sizes = full["down_proj"].shape
+        self.hidden_size, self.inner_size = sizes[::-1] if self.is_transposed else sizes
+        self.shard_dims = self._sharded_dims()  # type: ignore[misc]
+        self._adopt(full)
+        # The full module, with this rank's parameters; in a tuple it is no submodule.
+        template = copy.copy(experts)
+        template._parameters = self._parameters
+        self._template = (template,)
+        self.train(experts.training)
+
+    def _sharded_dims(self) -> dict[str, int]:
+        if self.dealt:
+            return dict.fromkeys(self._full_shapes, 0)
+        first, second = (2, 1) if self.is_transposed else (1, 2)
+        dims = {self.first: first, f"{self.first}_bias": 1, "down_proj": second}
+        return {name: dim for name, dim in dims.items() if name in self._full_shapes}
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the parameter ``name`` of the full module has."""
+        return self._full_shapes[name]
+
+    def _layout(self, name: str) -> tuple[int, int, int]:
+        """The sharded dimension of parameter ``name`` as ``[blocks, features, unit]``: features are
+        divided among the ranks, in each block."""
+        size = self.full_shape(name)[self.shard_dims[name]]
+        if self.dealt or name == "down_proj":
+            return 1, size, 1
+        count = size // self.inner_size
+        return (count, self.inner_size, 1) if self.is_concatenated else (1, self.inner_size, count)
+
+    def spans(self, name: str) -> list[tuple[int, int]]:
+        """Where this rank's shard of parameter ``name`` lies in the full one."""
+        blocks, features, unit = self._layout(name)
+        sizes = shard_sizes(features, self.world_size)
+        start, size = sum(sizes[: self.rank]) * unit, sizes[self.rank] * unit
+        return [(block * features * unit + start, size) for block in range(blocks)]
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
+        blocks, features, unit = self._layout(name)
+        dim = self.shard_dims[name]
+        own = as_full_tensor(part).movedim(dim, -1).unflatten(-1, (blocks, -1, unit))
+        full = gather_from_ranks(own.transpose(-1, -2).contiguous(), self.comm, features)
+        return full.transpose(-1, -2).flatten(-3).movedim(-1, dim).contiguous()
+
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """A copy of this rank's shard of the full parameter ``name``. A transposed matrix lies in
+        memory as the kernel reads it, whatever its shape says."""
+        part = super().shard(name, full)
+        if self.is_transposed and part.dim() == 3:
+            part = part.transpose(1, 2).contiguous().transpose(1, 2)
+        return part
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        """Apply the experts: see the class for the shapes."""
+        check_data_parallel(self.comm)
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"{self._described()} takes hidden states of shape [tokens, {self.hidden_size}], "
+                f"got {tuple(hidden_states.shape)}"
+            )
+        x = copy_to_ranks(hidden_states, self.comm)
+        if not self.is_routed:
+            own: Tensor = self._template[0].forward(x, *routing)
+            return reduce_from_ranks(own, self.comm)
+        chosen, weights = routing
+        own = self._own_part(x, chosen, copy_to_ranks(weights, self.comm))
+        y = reduce_from_ranks(own, self.comm)
+        bias = self._parameters.get("down_proj_bias")
+        if bias is None or self.dealt:
+            return y
+        # Once, not on every rank: with the routing weights whose gradient is not summed.
+        return y + (weights.unsqueeze(-1) * bias[chosen]).sum(1).to(y.dtype)
+
+    def _own_part(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """This rank's summand of the output, ``[T, H]``."""
+        parameters, first = self._parameters, self.first
+        w1: Tensor = self.get_parameter(first)
+        w2: Tensor = self.get_parameter("down_proj")
+        b1 = parameters.get(f"{first}_bias")
+        b2 = parameters.get("down_proj_bias") if self.dealt else None
+        if self.is_transposed:
+            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+        tokens, count = chosen.shape
+        experts = w1.shape[0]
+        flat = chosen.reshape(-1)
+        if self.dealt:
+            flat = flat - sum(shard_sizes(self.num_experts, self.world_size)[: self.rank])
+        else:
+            y = skinny_expert_linear(x, w1, b1, chosen)
+            if y is not None:
+                inner = self._activated(y).flatten(0, 1)
+                y = skinny_expert_linear(inner, w2, b2, flat.unsqueeze(1))
+            if y is not None:
+                y = y.view(tokens, count, -1) * weights.unsqueeze(-1)
+                return y.sum(1).to(x.dtype)
+        order = torch.argsort(flat, stable=True)
+        if self.dealt:
+            ordered = flat[order]
+            order = order[(ordered >= 0) & (ordered < experts)]
+        rows = torch.bincount(flat[order], minlength=experts).tolist()
+        y = expert_linear(x[order // count], w1, b1, rows)
+        y = expert_linear(self._activated(y), w2, b2, rows)
+        y = y * weights.reshape(-1, 1)[order]
+        pairs = y.new_zeros(tokens * count, y.shape[1]).index_copy(0, order, y)
+        return pairs.view(tokens, count, -1).sum(1).to(x.dtype)
+
+    def _activated(self, y: Tensor) -> Tensor:
+        """The input of the second product, from the output of the first."""
+        template = self._template[0]
+        result: Tensor = template._apply_gate(y) if template.has_gate else template.act_fn(y)
+        return result
+
+    def to_full(self) -> nn.Module:
+        """The full module, gathered. A collective that all ranks call."""
+        full: nn.Module = copy.copy(self._template[0])
+        full._parameters = {
+            name: nn.Parameter(value, requires_grad=self.get_parameter(name).requires_grad)
+            for name, value in self.full_state_dict().items()
+        }
+        return full.train(self.training)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"inner_size={self.inner_size}, dealt={self.dealt}, rank={self.rank}, "
+            f"world_size={self.world_size}"
+        )

@@ -1,0 +1,190 @@
+"""Experts on several ranks: outputs, gradients and parameters equal those of the full module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_threads
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipekernels import Communicator
+from pipekernels.tensor_parallel import full_state_dict
+from pipekernels.tensor_parallel.experts import ParallelExperts
+
+EXPERTS, HIDDEN, INNER = 5, 12, 10
+
+
+class Experts(nn.Module):
+    """As transformers' modules of experts are, in one of their layouts."""
+
+    def __init__(
+        self,
+        *,
+        has_gate: bool = True,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+        is_concatenated: bool = True,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        self.has_gate, self.has_bias = has_gate, has_bias
+        self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
+        self.act_fn = nn.SiLU()
+        name = "gate_up_proj" if has_gate else "up_proj"
+        first = INNER * (2 if has_gate else 1)
+        shapes = {name: (EXPERTS, first, HIDDEN), "down_proj": (EXPERTS, HIDDEN, INNER)}
+        for key, (count, rows, columns) in shapes.items():
+            shape = (count, columns, rows) if is_transposed else (count, rows, columns)
+            self.register_parameter(key, nn.Parameter(torch.randn(shape, dtype=dtype) / 3))
+            if has_bias:
+                bias = nn.Parameter(torch.randn(count, rows, dtype=dtype))
+                self.register_parameter(f"{key}_bias", bias)
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        if self.is_concatenated:
+            gate, up = both.chunk(2, -1)
+        else:
+            gate, up = both[..., ::2], both[..., 1::2]
+        return self.act_fn(gate) * up
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Token by token."""
+        rows = []
+        for t, row in enumerate(x):
+            total = torch.zeros_like(row)
+            for expert, weight in zip(chosen[t], weights[t], strict=True):
+                name = "gate_up_proj" if self.has_gate else "up_proj"
+                inner = self._product(row, name, expert)
+                inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+                total = total + weight * self._product(inner, "down_proj", expert)
+            rows.append(total)
+        return torch.stack(rows)
+
+    def _product(self, row: Tensor, name: str, expert: Tensor) -> Tensor:
+        weight = getattr(self, name)[expert]
+        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
+        return functional.linear(row, weight.t() if self.is_transposed else weight, bias)
+
+
+LAYOUTS: dict[str, dict[str, bool]] = {
+    "Mixtral's": {},
+    "GPT-OSS's": {"has_bias": True, "is_transposed": True, "is_concatenated": False},
+    "no gate": {"has_gate": False},
+    "biased": {"has_bias": True},
+    "transposed": {"is_transposed": True},
+}
+
+
+def routing(tokens: int, count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    chosen = torch.stack([torch.randperm(EXPERTS)[:count] for _ in range(tokens)])
+    return chosen, torch.rand(tokens, count, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 2), (3, 1), (4, EXPERTS)])
+def test_outputs_and_gradients_equal_those_of_the_full_module(
+    layout: str, dealt: bool, ranks: int, count: int
+) -> None:
+    torch.manual_seed(0)
+    full = Experts(**LAYOUTS[layout])
+    x = torch.randn(9, HIDDEN, dtype=torch.float64, requires_grad=True)
+    chosen, weights = routing(9, count)
+    weights.requires_grad_()
+    grad = torch.randn(9, HIDDEN, dtype=torch.float64)
+    expected = full(x, chosen, weights)
+    expected.backward(grad)
+    wanted = {"x": x.grad, "weights": weights.grad}
+    wanted |= {name: parameter.grad for name, parameter in full.named_parameters()}
+
+    def body(comm: Communicator) -> None:
+        layer = ParallelExperts(full, comm, dealt=dealt)
+        own = [t.detach().clone().requires_grad_() for t in (x, weights)]
+        y = layer(own[0], chosen, own[1])
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+        y.backward(grad)
+        found = {"x": own[0].grad, "weights": own[1].grad}
+        for name, parameter in layer.named_parameters():
+            shared = name in layer.shard_dims
+            found[name] = layer.gather(name, parameter.grad) if shared else parameter.grad
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        with torch.no_grad():  # Through the kernel for few tokens.
+            few = layer(x[:2], chosen[:2], weights[:2])
+            torch.testing.assert_close(few, expected[:2].detach(), rtol=0, atol=1e-12)
+
+    run_threads(ranks, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3, 10])
+def test_few_tokens_have_the_sums_of_float32(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(0)
+    full = Experts(dtype=dtype)
+    x = torch.randn(tokens, HIDDEN).to(dtype)
+    chosen, weights = routing(tokens, 2, dtype)
+    expected = copy.deepcopy(full).double()(x.double(), chosen, weights.double())
+    (comm,) = Communicator.threads(1)
+    with torch.no_grad():
+        found = ParallelExperts(full, comm)(x, chosen, weights)
+    # Roundings of: gate and up, activation, their product, the second product, the weighted terms
+    # and their sum; each at most one unit of the largest intermediate value, of about 8.
+    bound = 8 * 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
+def test_parameters_go_there_and_back(layout: str, dealt: bool) -> None:
+    full = Experts(**LAYOUTS[layout])
+
+    def body(comm: Communicator) -> None:
+        layer = ParallelExperts(full, comm, dealt=dealt)
+        state = full_state_dict(layer)
+        assert state.keys() == full.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in full.state_dict().items())
+        other = ParallelExperts(Experts(**LAYOUTS[layout]), comm, dealt=dealt)
+        other.load_state_dict(full.state_dict())
+        back: Any = other.to_full()
+        assert type(back) is Experts
+        for name, parameter in full.named_parameters():
+            assert torch.equal(back.get_parameter(name), parameter)
+
+    run_threads(3, body)
+
+
+def test_a_token_whose_experts_are_elsewhere_gets_nothing_here() -> None:
+    full = Experts()
+    x = torch.randn(2, HIDDEN, dtype=torch.float64)
+    chosen, weights = torch.tensor([[0], [4]]), torch.ones(2, 1, dtype=torch.float64)
+
+    def body(comm: Communicator) -> Tensor:
+        return ParallelExperts(full, comm, dealt=True)._own_part(x, chosen, weights).detach()
+
+    first, second = run_threads(2, body)
+    assert first[1].abs().max() == 0 and second[0].abs().max() == 0
+    torch.testing.assert_close(first + second, full(x, chosen, weights).detach())
+
+
+def test_wrong_arguments_are_refused() -> None:
+    (comm,) = Communicator.threads(1)
+    layer = ParallelExperts(Experts(), comm)
+    chosen, weights = routing(2, 2)
+    with pytest.raises(ValueError, match=r"takes hidden states of shape \[tokens, 12\], got \(2,"):
+        layer(torch.zeros(2, 3, dtype=torch.float64), chosen, weights)
+    with (
+        pytest.raises(ValueError, match=r"an expert must be in 0\.\.4, got 9"),
+        torch.no_grad(),
+    ):
+        layer(torch.zeros(2, HIDDEN, dtype=torch.float64), torch.full_like(chosen, 9), weights)
+    with pytest.raises(TypeError, match="comm must be a pipekernels.Communicator"):
+        ParallelExperts(Experts(), None)  # type: ignore[arg-type]
+
+    def too_many(comm: Communicator) -> None:
+        ParallelExperts(Experts(), comm, dealt=True)
+
+    with pytest.raises(ValueError, match="5"):
+        run_threads(6, too_many)
