@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import non_persistent_buffers
+from pipekernels.huggingface.stacked import Slice, stacked
 from pipekernels.tensor_parallel.data_parallel import distributed_like
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-Slice: TypeAlias = Callable[[], Any]  # Gives safetensors' slice of a whole tensor.
 
 
 def load_pretrained(
@@ -49,8 +48,8 @@ def load_pretrained(
     Values are converted to the dtype of the model's parameters and buffers. Of several names of one
     tied parameter the files need only one. Names that the model does not have are ignored, as by
     ``from_pretrained``. Where transformers gives tensors other names in files than in the model,
-    these are known; where it joins or splits tensors as it loads, load by ``from_pretrained`` and
-    shard the model then.
+    these are known, and where it stacks experts; where it joins or splits tensors otherwise, load
+    by ``from_pretrained`` and shard the model then.
 
     Raises:
         FileNotFoundError: there is none of these files, or one that the index names is missing.
@@ -230,7 +229,7 @@ def _renamed(files: dict[str, Slice], model: nn.Module) -> dict[str, Slice]:
         for renaming in renamings:
             key, _ = renaming.rename_source_key(key)
         renamed[key] = tensor
-    return {**renamed, **files}
+    return {**stacked(renamed, transforms), **renamed, **files}
 
 
 def _computed_buffers(

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from pipekernels.huggingface.derived_plans import derived_plan
 from pipekernels.huggingface.generation import compare_ranks_in_generate, warn_of_attentions
 from pipekernels.huggingface.pretrained import save_full_models
+from pipekernels.tensor_parallel.experts import is_experts
 from pipekernels.tensor_parallel.plan.providers import PlanProvider, ProvidedPlan, base_of
 from pipekernels.tensor_parallel.sharded import sharded_layers
 
@@ -24,13 +26,18 @@ class Transformers(PlanProvider):
                 f"{type(model).__name__} has no plan that is right for ranks with a part of the "
                 f"heads: {unfit}; write one for its MLPs"
             )
+        if not hasattr(config, "to_dict"):
+            return None
         carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
         plan = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
         if plan is None:
+            plan = derived_plan(model, config)
+        words = {**_experts(model, plan.words), **_adapted(plan.words, config)}
+        if not words:
             return None
         if not carried:
-            head = dict.fromkeys(_output_head(model), "column_gather_output")
-            plan = plan._replace(words={**plan.words, **head})
+            words |= dict.fromkeys(_output_head(model), "column_gather_output")
+        plan = plan._replace(words=words)
         _check_functions(model, plan.words)
         return plan._replace(heads=_heads(config))
 
@@ -52,6 +59,28 @@ def _check_functions(model: nn.Module, plan: Mapping[str, str]) -> None:
                 f"(activation_sparsity={module.activation_sparsity}), of which a rank would have a "
                 "part; leave it whole, in a plan for the attention"
             )
+
+
+def _experts(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
+    """Experts that a plan does not name: a slice of each on every rank."""
+    return {
+        name: "experts"
+        for name, module in model.named_modules()
+        if is_experts(module) and not any(fnmatchcase(name, pattern) for pattern in words)
+    }
+
+
+def _adapted(words: Mapping[str, str], config: Any) -> dict[str, str]:
+    """``words``, with the sizes that are in ``config``, and without what is wrong for it."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "qk_rope_head_dim", 0)
+    # An indexer takes the queries' whole features, and chooses tokens for the heads of all ranks.
+    has_indexer = hasattr(text, "index_topk")
+    return {
+        pattern: f"{word}:{size}" if word == "mla_kv_a_proj" else word
+        for pattern, word in words.items()
+        if not (has_indexer and ".self_attn" in pattern)
+    }
 
 
 def _heads(config: Any) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import inspect
 import signal
 import sys
 import warnings
@@ -25,13 +24,13 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from pipekernels import Communicator, tensor_parallelize
+from pipekernels.huggingface.small_models import small_model
 from pipekernels.tensor_parallel import full_state_dict
 from support.ranks import run_threads
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 RANKS = 2
 SECONDS = 60  # For one family.
-MOST = 20_000_000  # Parameters.
 HEADS = (
     "MODEL_FOR_CAUSAL_LM",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
@@ -39,59 +38,6 @@ HEADS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION",
     "MODEL",
 )
-
-WIDTH, INNER, LAYERS, QUERIES, KEYS, VOCABULARY, LENGTH = 32, 48, 2, 4, 2, 61, 64
-SIZES: list[tuple[int, tuple[str, ...]]] = [
-    (
-        WIDTH,
-        (
-            *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "d_embed"),
-            *("word_embed_proj_dim", "projection_dim", "attention_hidden_size", "lru_width"),
-            *("conv_dim", "cross_attention_hidden_size", "emb_dim", "model_dim"),
-        ),
-    ),
-    (
-        INNER,
-        (
-            *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "hidden_dim", "encoder_ffn_dim"),
-            *("decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
-            *("ffn_hidden_size", "shared_intermediate_size", "inner_dim", "mlp_dim"),
-        ),
-    ),
-    (
-        LAYERS,
-        (
-            *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
-            *("decoder_layers", "num_decoder_layers", "num_encoder_layers", "num_local_experts_"),
-        ),
-    ),
-    (
-        QUERIES,
-        (
-            *("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"),
-            *("decoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"),
-            *("moe_num_experts",),
-        ),
-    ),
-    (
-        KEYS,
-        ("num_key_value_heads", "num_experts_per_tok", "num_kv_heads", "moe_k", "top_k_experts"),
-    ),
-    (VOCABULARY, ("vocab_size", "vocab_size_per_layer_input")),
-    (8, ("head_dim", "d_kv", "rotary_dim", "hidden_size_per_layer_input", "laurel_rank")),
-    (
-        LENGTH,
-        (
-            *("max_position_embeddings", "n_positions", "n_ctx", "max_source_positions"),
-            *("max_target_positions", "max_seq_len"),
-        ),
-    ),
-    (16, ("image_size",)),
-    (4, ("patch_size", "num_mel_bins")),
-    (1, ("bos_token_id", "decoder_start_token_id")),
-    (0, ("pad_token_id",)),
-]
-FIELDS = {field: value for value, fields in SIZES for field in fields}
 
 
 class Finding(NamedTuple):
@@ -103,74 +49,15 @@ class Finding(NamedTuple):
     note: str = ""
 
 
-def small(kind: Any) -> Any:
-    """A configuration of class ``kind`` with small sizes."""
-    default = kind()
-    fields: dict[str, Any] = {}
-    for name, value in FIELDS.items():
-        with contextlib.suppress(Exception):  # Of attributes that differ between layers.
-            if type(getattr(default, name, None)) is int:
-                fields[name] = value
-    if "num_key_value_heads" not in fields and hasattr(default, "num_key_value_heads"):
-        fields["num_key_value_heads"] = KEYS
-    for name in ("layer_types", "mlp_layer_types", "intermediate_size"):
-        entries = getattr(default, name, None)
-        if isinstance(entries, (list, tuple)) and entries:
-            distinct = list(dict.fromkeys(entries))
-            fields[name] = [INNER] * LAYERS if name == "intermediate_size" else distinct[:LAYERS]
-            fields[name] = (fields[name] * LAYERS)[:LAYERS]
-    for name in ("rope_parameters", "rope_scaling"):
-        if "mrope_section" in (getattr(default, name, None) or {}):
-            fields[name] = {**getattr(default, name), "mrope_section": [2, 1, 1]}
-    for name in getattr(kind, "sub_configs", {}):
-        inner = getattr(default, name, None)
-        if isinstance(inner, transformers.PreTrainedConfig):
-            fields[name] = small(type(inner)).to_dict()
-    if hasattr(default, "eos_token_id"):
-        fields["eos_token_id"] = 2
-    for left in (None, *fields):  # Some fields have no setter, or not these values.
-        with contextlib.suppress(Exception):
-            return kind(**{name: value for name, value in fields.items() if name != left})
-    return kind(**fields)
-
-
-def model_of(family: str) -> nn.Module:
-    """A small model in float64; raises whatever keeps one from being made."""
-    config = small(getattr(transformers, CONFIG_MAPPING_NAMES[family]))
+def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small model and its inputs; raises whatever keeps one from being made."""
+    config = getattr(transformers, CONFIG_MAPPING_NAMES[family])()
     for head in HEADS:
         names = getattr(modeling_auto, f"{head}_MAPPING_NAMES").get(family)
-        if names is None:
-            continue
-        kind = getattr(transformers, names[0] if isinstance(names, (tuple, list)) else names)
-        with torch.device("meta"):
-            count = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
-        if count > MOST:
-            raise ValueError(f"{count:,} parameters in the small configuration")
-        torch.manual_seed(0)
-        model: nn.Module = kind(config).double().eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += torch.randn_like(parameter) * 0.05
-        return model
-    raise ValueError("no model for text or images")
-
-
-def inputs_for(model: Any) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    name = model.main_input_name
-    parameters = inspect.signature(model.forward).parameters
-    if name == "pixel_values":
-        config = model.config
-        size = getattr(config, "image_size", 16)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        return {name: torch.randn(2, channels, height, width, dtype=torch.float64)}
-    if name != "input_ids":
-        raise ValueError(f"its main input is {name}")
-    inputs = {"input_ids": torch.randint(3, VOCABULARY, (2, 7))}
-    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = torch.randint(3, VOCABULARY, (2, 5))
-    return inputs
+        if names is not None:
+            name = names[0] if isinstance(names, (tuple, list)) else names
+            return small_model(getattr(transformers, name), config)
+    raise ValueError("no model")
 
 
 def outputs_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -202,9 +89,8 @@ def refused(plain: nn.Module, comm: Communicator) -> str | None:
     return None
 
 
-def compare(plain: nn.Module) -> Finding | None:
+def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding | None:
     """How the model of two ranks differs, if it does; the name of the family is left open."""
-    inputs = inputs_for(plain)
     copies = [copy.deepcopy(plain) for _ in range(RANKS)]
     tokens = tokens_of(copy.deepcopy(plain), inputs)
     expected = outputs_of(plain, inputs)
@@ -260,15 +146,15 @@ def look_at(family: str) -> Finding:
     with warnings.catch_warnings(), limited(SECONDS):
         warnings.simplefilter("ignore")
         try:
-            plain = model_of(family)
+            plain, inputs = model_of(family)
             refusal = run_threads(RANKS, partial(refused, copy.deepcopy(plain)))[0]
             if refusal is not None:
                 return Finding(family, "refused", refusal)
-            outputs_of(copy.deepcopy(plain), inputs_for(plain))
+            outputs_of(copy.deepcopy(plain), inputs)
         except Exception as error:  # noqa: BLE001
             return Finding(family, "not made", f"{type(error).__name__}: {error}")
         try:
-            finding = compare(plain)
+            finding = compare(plain, inputs)
         except Exception as error:  # noqa: BLE001
             return Finding(family, "fails", f"{type(error).__name__}: {error}")
     assert finding is not None

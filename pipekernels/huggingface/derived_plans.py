@@ -1,0 +1,393 @@
+"""Plans derived from a model, where it carries none and there is no table.
+
+A small copy of the model (:mod:`pipekernels.huggingface.small_models`) runs once, and every linear
+layer's output is replaced by random numbers that autograd treats as leaves. The gradient of one
+feature of a linear layer's input then shows which features of which layers it was computed from.
+Features that depend on each other, directly or not, form a block: a head of an attention, one
+feature of an MLP. Where the layers of a group have the same blocks in the same order, ranks can
+have some of the blocks each: the layers that feed others are column-parallel, those that are fed
+row-parallel.
+
+Which attributes count heads is found by trial: each group is sharded over two ranks, which are
+threads, and its plan is taken only if outputs and all gradients equal those of the whole copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.comm import Communicator
+from pipekernels.huggingface.small_models import small_model
+from pipekernels.tensor_parallel.full_layer import features_of, linear_classes
+from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
+from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
+from pipekernels.tensor_parallel.state import full_state_dict
+
+_log = logging.getLogger(__name__)
+
+RANKS = 2
+MOST_FEATURES = 8192
+"""Of the inputs of all linear layers together: each takes a backward."""
+MOST_TRIALS = 24
+"""Of one group: which attributes to divide."""
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Of a small copy's outputs and gradients, of their largest magnitude: sums in another order."""
+
+Reached = dict[nn.Module, Tensor]  # By producer: bool, [its features] or [features, its features].
+
+
+class Derived(NamedTuple):
+    """What could be found. Names have ``*`` in place of numbers."""
+
+    kinds: Mapping[str, str]
+    divided: Mapping[str, tuple[str, ...]]
+    refused: Mapping[str, str]
+    """By layers that stay whole: why."""
+
+
+def without_numbers(name: str) -> str:
+    """``name`` with ``*`` in place of numbers."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+_known: dict[tuple[type[nn.Module], str], Derived] = {}
+
+
+def derive(model_class: type[nn.Module], config: Any) -> Derived:
+    """The plan for models of a class of transformers and a configuration, from a small copy.
+
+    Raises:
+        ValueError: no small copy can be made or run, or no layers can be sharded.
+    """
+    model, inputs = small_model(model_class, config)
+    flow = _Flow(copy.deepcopy(model), inputs)
+    names = {name: without_numbers(name) for name, _ in model.named_modules()}
+    kinds: dict[str, str] = {}
+    divided: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, str] = {}
+    for producers, consumers in flow.groups():
+        layers = {without_numbers(flow.names[layer]) for layer in (*producers, *consumers)}
+        shown = ", ".join(sorted(layers))
+        if layers <= kinds.keys() or shown in refused:
+            continue
+        blocks = _Blocks(producers, consumers, flow)
+        own = blocks.kinds()
+        if own is None:
+            continue
+        own |= blocks.norms(model)
+        plan = {name: own[wild] for name, wild in names.items() if wild in own}
+        for attributes in _trials(model, plan, blocks.count):
+            why = _difference(model, inputs, plan, attributes)
+            if why is None:
+                kinds |= own
+                for name, keys in attributes.items():
+                    divided[names[name]] = tuple(keys)
+                break
+        else:
+            refused[shown] = why or "nothing was tried"
+    return Derived(kinds, divided, refused)
+
+
+class _Flow:
+    """Which features of linear layers' inputs depend on which features of others' outputs.
+
+    Args:
+        model: in evaluation mode; its linear layers get hooks during the constructor.
+        inputs: of its forward.
+
+    Raises:
+        ValueError: it has more than ``MOST_FEATURES``.
+
+    Attributes:
+        names: of the linear layers.
+        sources: by layer, by those that feed it: which features of the input depend on which
+            features of the output.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+        kinds = linear_classes()
+        self.names = {m: name for name, m in model.named_modules() if type(m) in kinds}
+        self._inputs: dict[nn.Module, list[Tensor]] = defaultdict(list)
+        self._leaves: list[Tensor] = []
+        self._owners: list[nn.Module] = []
+        hooks = [layer.register_forward_pre_hook(self._enter) for layer in self.names]
+        hooks += [layer.register_forward_hook(self._leave) for layer in self.names]
+        try:
+            with torch.enable_grad():
+                outputs = tensors_of(model(**inputs))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        features = sum(x.shape[-1] for inputs in self._inputs.values() for x in inputs)
+        if features > MOST_FEATURES:
+            raise ValueError(f"the small copy has {features} features, more than {MOST_FEATURES}")
+        self.sources = {layer: self._sources_of(inputs) for layer, inputs in self._inputs.items()}
+        # Those that reach an output past all other linear layers stay whole.
+        self._exposed: set[nn.Module] = set()
+        for output in outputs:
+            if output.requires_grad:
+                self._exposed |= self._reached((output * torch.randn_like(output)).sum()).keys()
+
+    def groups(self) -> Iterable[tuple[list[nn.Module], list[nn.Module]]]:
+        """Layers that feed others, and all that these feed."""
+        fed: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+        for layer, sources in self.sources.items():
+            for source in sources:
+                fed[source].append(layer)
+        seen: set[nn.Module] = set()
+        for layer in self.sources:
+            if layer in seen:
+                continue
+            consumers = {layer: None}
+            producers = dict.fromkeys(self.sources[layer])
+            while True:
+                more = {c: None for p in producers for c in fed[p]}
+                wider = {p: None for c in more for p in self.sources[c]}
+                if more.keys() <= consumers.keys() and wider.keys() <= producers.keys():
+                    break
+                consumers |= more
+                producers |= wider
+            seen |= consumers.keys()
+            if producers and self._exposed.isdisjoint(producers):
+                yield list(producers), list(consumers)
+
+    def _enter(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._inputs[layer].append(arguments[0])
+
+    def _leave(self, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        # Random, so that no activation of a small model is zero everywhere.
+        leaf = torch.randn_like(output, requires_grad=True)
+        self._leaves.append(leaf)
+        self._owners.append(layer)
+        return leaf.clone()
+
+    def _reached(self, scalar: Tensor) -> Reached:
+        grads = torch.autograd.grad(scalar, self._leaves, retain_graph=True, allow_unused=True)
+        found: Reached = {}
+        for layer, grad in zip(self._owners, grads, strict=True):
+            if grad is not None:
+                features = (grad.reshape(-1, grad.shape[-1]) != 0).any(0)
+                found[layer] = found[layer] | features if layer in found else features
+        return {layer: features for layer, features in found.items() if features.any()}
+
+    def _sources_of(self, inputs: Sequence[Tensor]) -> Reached:
+        found: Reached = {}
+        for x in inputs:
+            if not x.requires_grad:
+                continue
+            flat = x.reshape(-1, x.shape[-1])
+            weights = torch.randn(len(flat), dtype=flat.dtype)
+            rows = [self._reached(weights @ flat[:, k]) for k in range(flat.shape[1])]
+            for source in {source: None for row in rows for source in row}:
+                none = torch.zeros(features_of(source)[1], dtype=torch.bool)
+                matrix = torch.stack([row.get(source, none) for row in rows])
+                found[source] = found[source] | matrix if source in found else matrix
+        return found
+
+
+class _Blocks:
+    """The blocks of features of a group of layers.
+
+    Attributes:
+        count: their number.
+    """
+
+    def __init__(
+        self, producers: Sequence[nn.Module], consumers: Sequence[nn.Module], flow: _Flow
+    ) -> None:
+        self._flow = flow
+        self._producers, self._consumers = producers, consumers
+        # Features of all layers as one row of nodes, joined where one depends on the other.
+        starts: dict[tuple[nn.Module, bool], int] = {}
+        total = 0
+        for layers, is_input in ((consumers, True), (producers, False)):
+            for layer in layers:
+                starts[layer, is_input] = total
+                total += features_of(layer)[0 if is_input else 1]
+        block_of = list(range(total))
+
+        def find(node: int) -> int:
+            while block_of[node] != node:
+                block_of[node] = block_of[block_of[node]]
+                node = block_of[node]
+            return node
+
+        for consumer in consumers:
+            for producer, matrix in flow.sources[consumer].items():
+                first, second = starts[consumer, True], starts[producer, False]
+                for k, j in matrix.nonzero().tolist():
+                    a, b = find(first + k), find(second + j)
+                    block_of[max(a, b)] = min(a, b)
+        roots = dict.fromkeys(map(find, range(total)))  # In the order of the first consumer.
+        number = {root: i for i, root in enumerate(roots)}
+        self.count = len(roots)
+        self._of = {
+            key: [number[find(start + i)] for i in range(features_of(key[0])[not key[1]])]
+            for key, start in starts.items()
+        }
+
+    def kinds(self) -> dict[str, str] | None:
+        """By names without numbers; None if the blocks cannot be divided among ranks."""
+        if self.count < RANKS or self.count % RANKS:
+            return None
+        found: dict[str, str] = {}
+        for layer in self._producers:
+            sizes = self._sizes(self._of[layer, False])
+            if sizes is None:
+                return None
+            kind = "column" if len(sizes) == 1 else f"packed_column:{len(sizes)}"
+            if len(set(sizes)) > 1:
+                return None  # They would have other sizes in the model itself.
+            found[without_numbers(self._flow.names[layer])] = kind
+        for layer in self._consumers:
+            if self._sizes(self._of[layer, True]) != [len(self._of[layer, True])]:
+                return None
+            found[without_numbers(self._flow.names[layer])] = "row"
+        return found
+
+    def norms(self, model: nn.Module) -> dict[str, str]:
+        """Kinds of modules beside the producers whose parameters all heads share, such as norms of
+        queries and keys."""
+        found = {}
+        size = len(self._of[self._consumers[0], True]) // self.count  # Of one head or several.
+        for layer in self._producers:
+            name = self._flow.names[layer].rpartition(".")[0]
+            for child, module in model.get_submodule(name).named_children():
+                shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+                is_shared = all(len(shape) == 1 and size % shape[0] == 0 for shape in shapes)
+                if shapes and is_shared and not isinstance(module, linear_classes()):
+                    found[without_numbers(f"{name}.{child}")] = "replicated_with_grad_allreduce"
+        return found
+
+    def _sizes(self, blocks: Sequence[int]) -> list[int] | None:
+        """Sizes of the layers that are fused into one: each has every block once, in order, all of
+        one size. None if it is no such layer."""
+        runs = [(block, len(list(same))) for block, same in groupby(blocks)]
+        fused, rest = divmod(len(runs), self.count)
+        if rest or [block for block, _ in runs] != list(range(self.count)) * fused:
+            return None
+        sizes = []
+        for i in range(fused):
+            own = {size for _, size in runs[i * self.count : (i + 1) * self.count]}
+            if len(own) > 1:
+                return None
+            sizes.append(own.pop() * self.count)
+        return sizes
+
+
+def _trials(
+    model: nn.Module, plan: Mapping[str, str], blocks: int
+) -> Iterable[dict[str, list[str]]]:
+    """Which attributes to divide, by names of modules: numbers of heads and of their features."""
+    heads, sizes = set[str](), set[str]()
+    owners: dict[str, nn.Module] = {}
+    features = {blocks}
+    for name, kind in plan.items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, linear_classes()):
+            continue
+        features.add(features_of(layer)[0 if kind == "row" else 1])
+        parent = name.rpartition(".")[0]
+        owners[parent] = model.get_submodule(parent)
+    if min(features) == blocks and len(features) == 1:
+        yield {}  # Each feature by itself: there are no heads.
+        return
+    for owner in owners.values():
+        for key, value in vars(owner).items():
+            if type(value) is int and value > 1 and value % blocks == 0:
+                if "head" in key and not any(word in key for word in ("dim", "size")):
+                    heads.add(key)
+                elif value in features - {blocks}:
+                    sizes.add(key)
+    tried = 0
+    for count in range(3):
+        for some in combinations(sorted(sizes), count):
+            for keys in (heads | set(some), set(some)) if heads else (set(some),):
+                tried += 1
+                if tried <= MOST_TRIALS:
+                    yield {
+                        name: own
+                        for name, owner in owners.items()
+                        if (own := sorted(keys & vars(owner).keys()))
+                    }
+
+
+def _difference(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    plan: Mapping[str, str],
+    divided: Mapping[str, Sequence[str]],
+) -> str | None:
+    """How the sharded model differs from ``model``, if it does."""
+    whole, *copies = (copy.deepcopy(model) for _ in range(RANKS + 1))
+    expected = _outputs_and_gradients(whole, inputs, full_state_dict)
+
+    def on_rank(comm: Communicator, own: nn.Module) -> str | None:
+        with comm:
+            for name, keys in divided.items():
+                module = own.get_submodule(name)
+                for key in keys:
+                    setattr(module, key, getattr(module, key) // RANKS)
+            tensor_parallelize(own, plan, comm)
+            found = _outputs_and_gradients(own, inputs, full_state_dict)
+        for key, value in expected.items():
+            if found[key].shape != value.shape:
+                return f"{key} has the shape {tuple(found[key].shape)}"
+            bound = TOLERANCE[value.dtype] * value.abs().max().clamp_min(1e-6)
+            if not (found[key] - value).abs().max() <= bound:
+                return f"{key} differs"
+        return None
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        ranks = [
+            pool.submit(on_rank, comm, own)
+            for comm, own in zip(Communicator.threads(RANKS), copies, strict=True)
+        ]
+        try:
+            return next(filter(None, [rank.result() for rank in ranks]), None)
+        except Exception as error:  # noqa: BLE001 - whatever the model raises for wrong sizes
+            return f"{type(error).__name__}: {error}"
+
+
+def _outputs_and_gradients(
+    model: nn.Module, inputs: Mapping[str, Tensor], full_state: Any
+) -> dict[str, Tensor]:
+    outputs = tensors_of(model(**inputs))
+    torch.stack([o.square().mean() for o in outputs if o.requires_grad]).sum().backward()
+    for parameter in model.parameters():  # So that the full state is that of gradients.
+        grad = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if grad is None else grad
+    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    return found | {f"the gradient of {k}": v for k, v in full_state(model).items()}
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating tensors of a model's output."""
+    values = output.values() if isinstance(output, Mapping) else [output]
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def derived_plan(model: Any, config: Any) -> ProvidedPlan:
+    """The derived plan for a model of transformers; empty if nothing of it can be sharded."""
+    key = type(model), config.to_json_string(use_diff=False)
+    if key not in _known:
+        try:
+            _known[key] = derive(type(model), config)
+        except ValueError as error:
+            _log.info("no plan is derived for %s: %s", type(model).__name__, error)
+            _known[key] = Derived({}, {}, {})
+    derived = _known[key]
+    names = [name for name, _ in model.named_modules()]
+    kinds = {n: kind for n in names if (kind := derived.kinds.get(without_numbers(n)))}
+    divided = {n: keys for n in names if (keys := derived.divided.get(without_numbers(n)))}
+    return ProvidedPlan(kinds, divided)

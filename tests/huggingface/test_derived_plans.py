@@ -1,0 +1,94 @@
+"""Plans derived from small copies of models that carry none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from support.sweeps import families
+
+from pipekernels.huggingface.derived_plans import derive
+from pipekernels.huggingface.plans import Transformers
+from pipekernels.huggingface.small_models import small_model
+from pipekernels.tensor_parallel import plan_for
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_plan_of_bert_is_what_one_would_write() -> None:
+    derived = derive(transformers.BertForMaskedLM, transformers.BertConfig())
+    layer = "bert.encoder.layer.*"
+    assert derived.kinds == {
+        **{f"{layer}.attention.self.{name}": "column" for name in ("query", "key", "value")},
+        f"{layer}.attention.output.dense": "row",
+        f"{layer}.intermediate.dense": "column",
+        f"{layer}.output.dense": "row",
+    }
+    assert "num_attention_heads" in derived.divided[f"{layer}.attention.self"]
+    assert not derived.refused
+
+
+def test_fused_layers_are_found() -> None:
+    derived = derive(transformers.GPT2LMHeadModel, transformers.GPT2Config())
+    kinds = {name.rpartition("h.*.")[2]: kind for name, kind in derived.kinds.items()}
+    assert kinds == {
+        "attn.c_attn": "packed_column:3", "attn.c_proj": "row", "mlp.c_fc": "column",
+        "mlp.c_proj": "row",
+    }  # fmt: skip
+    assert derived.divided == {"transformer.h.*.attn": ("num_heads", "split_size")}
+
+
+def test_norms_that_all_heads_share_are_summed() -> None:
+    derived = derive(transformers.PersimmonForCausalLM, transformers.PersimmonConfig())
+    own = {name.rpartition(".")[2]: kind for name, kind in derived.kinds.items()}
+    assert own["query_key_value"] == "column"
+    assert own["q_layernorm"] == own["k_layernorm"] == "replicated_with_grad_allreduce"
+
+
+def test_what_has_all_heads_stays_whole_with_a_reason() -> None:
+    """MPT's ALiBi has a slope for each head; its MLP is sharded."""
+    derived = derive(transformers.MptForCausalLM, transformers.MptConfig())
+    assert {name.rpartition(".")[2] for name in derived.kinds} == {"up_proj", "down_proj"}
+    ((layers, why),) = derived.refused.items()
+    assert "Wqkv" in layers and "Error" in why
+
+
+def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
+    config = transformers.BartConfig(
+        d_model=96, encoder_layers=3, decoder_layers=3, encoder_attention_heads=6,
+        decoder_attention_heads=6, encoder_ffn_dim=120, decoder_ffn_dim=120, vocab_size=100,
+    )  # fmt: skip
+    plan = plan_for(transformers.BartForConditionalGeneration(config), 3)
+    rows = {(layer.name, layer.kind, layer.count) for layer in plan.layers}
+    assert ("model.encoder.layers.*.self_attn.q_proj", "column", 3) in rows
+    assert ("model.decoder.layers.*.encoder_attn.out_proj", "row", 3) in rows
+    with pytest.raises(ValueError, match="=6, which 4 ranks"):
+        plan_for(transformers.BartForConditionalGeneration(config), 4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["clip", "siglip", "deberta-v2", "albert", "electra", "xlm-roberta", "bart", "stablelm",
+     "wav2vec2"],
+)  # fmt: skip
+@pytest.mark.full
+def test_families_without_a_plan_are_sharded(family: str) -> None:
+    finding = families.look_at(family)
+    assert finding.state == "equal", finding
+
+
+def test_models_that_have_no_small_form_have_no_plan() -> None:
+    class Broken(transformers.BertForMaskedLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("never")
+
+    config = transformers.BertConfig()
+    with pytest.raises(ValueError, match="a small Broken does not run: never"):
+        small_model(Broken, config)
+    model, _ = small_model(transformers.BertForMaskedLM, config)
+    model.__class__ = Broken
+    model.config.model_type = "broken"
+    assert Transformers().plan_of(model) is None

@@ -1,0 +1,160 @@
+"""Mixtures of experts of transformers: plans, loading, saving, and what plan_for says of them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.levels import in_gate
+from support.ranks import run_threads
+
+transformers = pytest.importorskip("transformers")
+
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.huggingface import load_pretrained
+from pipekernels.huggingface.small_models import small_model
+from pipekernels.tensor_parallel import (
+    clip_grad_norm_,
+    full_state_dict,
+    plan_for,
+    tensor_unparallelize,
+)
+from pipekernels.tensor_parallel.experts import ParallelExperts
+
+FAMILIES = {
+    "Mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig),
+    "Qwen3Moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig),
+    "Qwen3Next": (transformers.Qwen3NextForCausalLM, transformers.Qwen3NextConfig),
+    "DeepseekV3": (transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config),
+    "Llama4": (transformers.Llama4ForCausalLM, transformers.Llama4TextConfig),
+    "Glm4Moe": (transformers.Glm4MoeForCausalLM, transformers.Glm4MoeConfig),
+    "GptOss": (transformers.GptOssForCausalLM, transformers.GptOssConfig),
+    "Olmoe": (transformers.OlmoeForCausalLM, transformers.OlmoeConfig),
+    "GraniteMoe": (transformers.GraniteMoeForCausalLM, transformers.GraniteMoeConfig),
+}
+DEALT = {"*.experts": "expert_parallel"}
+
+
+def model_of(family: str) -> Any:
+    kind, config = FAMILIES[family]
+    return small_model(kind, config())[0]
+
+
+def losses(model: Any, ids: torch.Tensor, steps: int) -> list[float]:
+    """Of training steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, **AUXILIARY.get(type(model).__name__, {})).loss
+        loss.backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+AUXILIARY = {
+    f"{name}ForCausalLM": {"output_router_logits": True}
+    for name in ("Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe")
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", in_gate(["Mixtral", "DeepseekV3", "GptOss"], [*FAMILIES]))
+@pytest.mark.parametrize("plan", ["auto", "dealt"])
+@pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
+def test_training_follows_the_losses_of_one_process(family: str, plan: Any, ranks: int) -> None:
+    if family == "Llama4" and plan == "dealt":
+        pytest.skip("its experts take hidden states that are sorted by experts")
+    full = model_of(family)
+    ids = torch.randint(3, 61, (2, 7))
+    expected = losses(copy.deepcopy(full).train(), ids, 10)
+    tokens = full.generate(ids, max_new_tokens=5, do_sample=False)
+
+    def body(comm: Communicator) -> None:
+        model = copy.deepcopy(full)
+        tensor_parallelize(model, "auto" if plan == "auto" else DEALT, comm)
+        assert any(isinstance(module, ParallelExperts) for module in model.modules())
+        assert model.generate(ids, max_new_tokens=5, do_sample=False).equal(tokens)
+        found = losses(model.train(), ids, 10)
+        # transformers computes the loss in float32.
+        bound = 16 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(found, expected, rtol=bound, atol=0)
+        tensor_unparallelize(model)
+        assert full_state_dict(model).keys() == full.state_dict().keys()
+
+    run_threads(ranks, body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("layout", ["fused", "per expert"])
+@pytest.mark.parametrize("plan", ["auto", "dealt"])
+def test_files_are_read_slice_by_slice(family: str, layout: str, plan: str, tmp_path: Path) -> None:
+    full = model_of(family).float()
+    if layout == "fused":
+        import safetensors.torch
+
+        state = {key: value.contiguous() for key, value in full.state_dict().items()}
+        safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    else:
+        full.save_pretrained(tmp_path)  # As checkpoints of this family are: a file per expert.
+
+    def body(comm: Communicator) -> None:
+        model = copy.deepcopy(full)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        tensor_parallelize(model, "auto" if plan == "auto" else DEALT, comm)
+        load_pretrained(model, tmp_path)
+        found = full_state_dict(model)
+        assert all(torch.equal(found[key], value) for key, value in full.state_dict().items())
+
+    run_threads(2, body)
+
+
+@pytest.mark.slow
+def test_the_full_model_is_saved(tmp_path: Path) -> None:
+    full = model_of("Mixtral").float()
+
+    def body(comm: Communicator) -> None:
+        model = tensor_parallelize(copy.deepcopy(full), "auto", comm)
+        model.save_pretrained(tmp_path)
+
+    run_threads(2, body)
+    loaded = type(full).from_pretrained(tmp_path)
+    for key, value in full.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+
+
+@pytest.mark.slow
+def test_a_plan_shows_experts_of_both_kinds() -> None:
+    full = model_of("Mixtral")
+    inside, dealt = plan_for(full, 2), plan_for(full, 2, DEALT)
+    (layer,) = (layer for layer in inside.layers if layer.kind == "experts")
+    assert (layer.shape, layer.shard) == ((4, 32, 48), (4, 32, 24))
+    assert layer.forward == "all-reduce 32"
+    (layer,) = dealt.layers
+    assert (layer.shape, layer.shard, layer.count) == ((4, 32, 48), (2, 32, 48), 2)
+    experts = sum(p.numel() for name, p in full.named_parameters() if "experts" in name)
+    assert dealt.full_parameters - dealt.rank_parameters == experts // 2
+
+
+@pytest.mark.slow
+def test_what_experts_do_not_support_is_refused() -> None:
+    full = model_of("Mixtral")
+    llama = model_of("Llama4")
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="invariant=True does not support experts"):
+            tensor_parallelize(copy.deepcopy(full), DEALT, comm, invariant=True)
+        with pytest.raises(ValueError, match="sorted by experts, and cannot be sharded so"):
+            tensor_parallelize(copy.deepcopy(llama), DEALT, comm)
+        with pytest.raises(TypeError, match="only a module of stacked experts can be made 'exp"):
+            tensor_parallelize(copy.deepcopy(full), {"*.gate": "experts"}, comm)
+
+    run_threads(2, body)
