@@ -14,16 +14,17 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_380,
+    "pipekernels": 1_390,
     "pipekernels/balance": 140,
+    "pipekernels/binding": 320,
     "pipekernels/comm": 1_990,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 560,
     "pipekernels/device": 620,
-    "pipekernels/huggingface": 1_140,
+    "pipekernels/huggingface": 1_810,
     "pipekernels/kernels": 1_160,
-    "pipekernels/local_ops": 1_430,
+    "pipekernels/local_ops": 1_540,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 690,
     "pipekernels/pipeline/engine": 2_060,
@@ -33,15 +34,15 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_080,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_360,
-    "pipekernels/tensor_parallel/arithmetic": 710,
+    "pipekernels/tensor_parallel": 2_570,
+    "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
-    "pipekernels/tensor_parallel/plan": 1_320,
-    "tests": 29_920,
+    "pipekernels/tensor_parallel/plan": 1_390,
+    "tests": 30_530,
     "bench": 8_450,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_740, "core": 20_050}
+TOTALS = {"pipekernels": 24_170, "core": 20_470}
 
 
 def lines(files: Iterable[Path]) -> int:

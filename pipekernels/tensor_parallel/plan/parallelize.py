@@ -99,9 +99,10 @@ def tensor_parallelize(
             stay whole.
             ``"auto"``: the plan that a transformers model carries (``model.tp_plan``), or ours for
             BERT, Bloom, DistilBERT, GPT-2, GPT-BigCode, OPT, RoBERTa, T5, ViT and Whisper, or one
-            derived from a small copy of the model, or for torch's own layers (``nn.TransformerEncoder`` and the like), where other layers stay
-            whole. It divides head counts as well. If there are fewer key heads than ranks, several
-            ranks hold each. :func:`plan_for` shows it.
+            derived from a small copy of the model, or for torch's own layers
+            (``nn.TransformerEncoder`` and the like), where other layers stay whole. It divides head
+            counts as well. If there are fewer key heads than ranks, several ranks hold each.
+            :func:`plan_for` shows it.
         comm: the communicator.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
             (:mod:`pipekernels.tensor_parallel.arithmetic`). ``"auto"`` leaves an embedding and a
