@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pipekernels.device.profiling import in_profile
 from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.outputs import Outputs, Sink
@@ -178,7 +179,8 @@ class Backward:
         task, context = batch.tasks[stage], batch.context
         assert context is not None
         try:
-            with context.applied():
+            shown = in_profile("recomputation stage %d, micro-batch %d", stage, m)
+            with context.applied(), shown:
                 return task.recompute(tape, partial(batch.runner.repeated, m))
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipekernels._log import info_once
-from pipekernels._torch_private import in_backward
+from pipekernels._torch_private import in_backward, is_profiler_enabled
 from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.auto import Signature
 from pipekernels.pipeline.engine.forward import forward
@@ -211,8 +211,9 @@ class Engine:
         )
         if stages.with_streams and not grad:
             self._spare.append(parameters)
+        fuses = self._timeline is None and not is_profiler_enabled()
         return MiniBatch(
-            runner=self._runners.make(signature, fuses=self._timeline is None),
+            runner=self._runners.make(signature, fuses=fuses),
             stages=stages,
             inputs=inputs,
             parameters=parameters if grad else None,

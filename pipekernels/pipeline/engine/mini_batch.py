@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from pipekernels._torch_private import is_profiler_enabled
+from pipekernels.device.profiling import in_profile
 from pipekernels.pipeline.engine.runners import Compute, Runner
 from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
@@ -60,6 +62,11 @@ class Inputs:
 def wants_grad(tensor: torch.Tensor) -> bool:
     """Whether an input is to get a gradient."""
     return tensor.requires_grad and differentiable(tensor)
+
+
+def _in_profile(compute: Compute, action: Action, value: Any) -> Any:
+    with in_profile("%s stage %d, micro-batch %d", *action):
+        return compute(action, value)
 
 
 class MiniBatch:
@@ -113,6 +120,8 @@ class MiniBatch:
             self._run(program, recorded)
 
     def _run(self, program: Program, compute: Compute) -> None:
+        if is_profiler_enabled():
+            compute = partial(_in_profile, compute)
         placed = partial(self._on_device, compute) if self.stages.with_streams else compute
         self.runner.run(program, placed)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipekernels.device import streams
 from pipekernels.device.edge import Arrival, Edge, edge, settle_all
+from pipekernels.device.profiling import in_profile
 from pipekernels.device.restoring import restoring
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.schedule.timeline import Clock, HostClock, StreamClock
@@ -94,7 +95,8 @@ class Transport:
                 routes.setdefault((tensor.device, target), []).append(i)
         for route, indices in routes.items():
             used = edge(*route, backward=receiver.backward)
-            copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
+            with in_profile("copy from %s to %s", *route):
+                copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self._edges.add(used)
             self.arrivals.setdefault(receiver, []).append(arrival)
             for i, copy in zip(indices, copies, strict=True):
