@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.codes import reduction_in
 from pipekernels.comm.tensors import (
@@ -26,6 +27,7 @@ from pipekernels.comm.tensors import (
     to_dense,
     to_dense_in_place,
 )
+from pipekernels.device.profiling import in_profile
 
 
 class Collectives:
@@ -101,12 +103,17 @@ class Collectives:
                 tree order over several hosts.
         """
         # One native call does everything: Python would take longer than a small reduction.
-        if self._all_reduce_tensor(tensor, op, algorithm, order):
+        is_watched = is_profiler_enabled()
+        if not is_watched and self._all_reduce_tensor(tensor, op, algorithm, order):
             return tensor
         check_tensor(tensor)
         check_reducible(tensor, op, algorithm, order)
-        dense = to_dense_in_place(tensor)
-        self._backend_for(tensor.device).all_reduce(dense, reduction_in(op, order), algorithm)
+        with in_profile("all_reduce of %d bytes, %s", tensor.nbytes, algorithm):
+            if is_watched and self._all_reduce_tensor(tensor, op, algorithm, order):
+                return tensor
+            dense = to_dense_in_place(tensor)
+            reduction = reduction_in(op, order)
+            self._backend_for(tensor.device).all_reduce(dense, reduction, algorithm)
         return put_back(dense, tensor)
 
     def all_reduce_when_ready(
@@ -187,7 +194,8 @@ class Collectives:
         dense = to_dense(input)
         rows = input.shape[0] // self._world_size
         output = output_for(dense, (rows, *input.shape[1:]), out)
-        self._backend_for(input.device).reduce_scatter(dense, output, reduction_in(op, order))
+        with in_profile("reduce_scatter of %d bytes", dense.nbytes):
+            self._backend_for(input.device).reduce_scatter(dense, output, reduction_in(op, order))
         if out is not None:
             mark_changed(out)
         return output
@@ -212,7 +220,8 @@ class Collectives:
         rows = self._world_size * input.shape[0]
         in_place = self._rank * dense.numel() * dense.itemsize
         output = output_for(dense, (rows, *input.shape[1:]), out, in_place)
-        self._backend_for(input.device).all_gather(dense, output)
+        with in_profile("all_gather of %d bytes", output.nbytes):
+            self._backend_for(input.device).all_gather(dense, output)
         if out is not None:
             mark_changed(out)
         return output
@@ -233,7 +242,8 @@ class Collectives:
         check_tensor(tensor)
         check_root(src, self._world_size)
         dense = to_dense_in_place(tensor)
-        self._backend_for(tensor.device).broadcast(dense, src)
+        with in_profile("broadcast of %d bytes", dense.nbytes):
+            self._backend_for(tensor.device).broadcast(dense, src)
         return put_back(dense, tensor)
 
     def barrier(self) -> None:

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "comm.messages": set(),
     "comm.tensors": {"comm.codes", "_arguments", "_backend"},
     "comm.backend": {"comm.tensors"},
-    "comm.collectives": {"comm.backend"},
+    "comm.collectives": {"comm.backend", "device"},
     "comm.shared_memory": {"comm.backend"},
     "comm.cuda": {"comm.shared_memory"},
     "comm.hosts": {"comm.cuda", "comm.errors", "comm.messages"},

@@ -1,0 +1,39 @@
+"""What torch.profiler shows of collectives."""
+
+from __future__ import annotations
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pipekernels import Communicator
+
+
+def test_collectives_have_ranges_with_their_bytes() -> None:
+    (comm,) = Communicator.threads(1)
+    x = torch.ones(4, 3)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        comm.all_reduce(x)
+        comm.all_reduce(x.t()[:2], algorithm="ring")  # Which is not dense.
+        comm.all_gather(x)
+        comm.reduce_scatter(x)
+        comm.broadcast(x, 0)
+    names = [event.name for event in found.events() if event.name.startswith("pipekernels::")]
+    assert sorted(name.partition("::")[2] for name in names) == [
+        "all_gather of 48 bytes",
+        "all_reduce of 32 bytes, ring",
+        "all_reduce of 48 bytes, auto",
+        "broadcast of 48 bytes",
+        "reduce_scatter of 48 bytes",
+    ]
+    assert x.eq(1).all()
+
+
+def test_a_wrong_call_raises_under_a_profiler_what_it_raises_without() -> None:
+    (comm,) = Communicator.threads(1)
+    with profile(activities=[ProfilerActivity.CPU]):
+        try:
+            comm.all_reduce(torch.ones(1), "product")
+        except ValueError as error:
+            assert "product" in str(error)
+        else:
+            raise AssertionError("nothing was raised")
