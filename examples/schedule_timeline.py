@@ -1,4 +1,4 @@
-"""Write a schedule of one's own, look at it on a timeline, and train with it.
+"""Write a custom schedule, look at it on a timeline, and train with it.
 
     python examples/schedule_timeline.py
 

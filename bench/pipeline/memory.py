@@ -3,7 +3,7 @@
 A byte-level GPT in 2 stages. Each candidate is a process of its own, in which every tensor of
 64 KiB or more has pages of its own, mapped and unmapped with it. A turn resets the process's peak
 of resident memory, makes a step, and counts how far above its start the peak was. The kernel counts
-in steps of some pages per thread: 0.3 MiB is no difference.
+in steps of some pages per thread: differences below 0.3 MiB mean nothing.
 
 * ``unpiped``: the bare module on the whole batch.
 * ``gpipe``, ``1f1b``, ``zb-h1``: ``pipe.train_step`` under that schedule, no checkpointing.

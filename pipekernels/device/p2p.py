@@ -33,7 +33,7 @@ def new_edge(source: torch.device, target: torch.device, slot_bytes: int) -> Any
             _backend.require_cuda_devices()
             _backend.require_cuda(device)
     edge = _backend.load().P2PEdge(index(source), index(target), slot_bytes)
-    way = "by peer access" if edge.has_peer_access else "by way of the CPU's memory or the driver"
+    way = "by peer access" if edge.has_peer_access else "through the CPU's memory or the driver"
     _log.info("copies from %s to %s go %s", source, target, way)
     if edge.has_peer_access:
         # torch's allocator may map memory itself (expandable segments), and then has to be told

@@ -271,7 +271,7 @@ class _Blocks:
 
     def _sizes(self, blocks: Sequence[int]) -> list[int] | None:
         """Sizes of the layers that are fused into one: each has every block once, in order, all of
-        one size. None if it is no such layer."""
+        one size. None if the layer is not so."""
         runs = [(block, len(list(same))) for block, same in groupby(blocks)]
         fused, rest = divmod(len(runs), self.count)
         if rest or [block for block, _ in runs] != list(range(self.count)) * fused:

@@ -190,7 +190,7 @@ def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 def _descriptor_at(
     base: _Address, rows: int, columns: int, stride: int, block: tuple[int, int]
 ) -> TensorDescriptor:
-    """A descriptor is no more than its arguments, so an old one is as good as a new one: weights
+    """A descriptor holds only its arguments, so an old one is as good as a new one: weights
     stay where they are, and torch's allocator uses addresses again."""
     return TensorDescriptor(base, [rows, columns], [stride, 1], list(block))
 

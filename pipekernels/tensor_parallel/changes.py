@@ -12,7 +12,7 @@ _ABSENT = "absent"
 
 
 def set_attribute(module: nn.Module, name: str, value: object) -> None:
-    """Set an attribute that is no parameter, buffer or module."""
+    """Set an attribute that is not a parameter, buffer or module."""
     before = vars(module).get(name, (_ABSENT,))
     _noted(module).setdefault(name, before)
     setattr(module, name, value)

@@ -114,7 +114,7 @@ class VocabParallelEmbedding(ShardedLayer):
             self.register_buffer("embed_scale", scale, persistent=False)
         else:
             self.embed_scale = scale
-        # The full layer without its weight; in a tuple it is no submodule.
+        # The full layer without its weight; in a tuple it is not a submodule.
         template = copy.copy(full)
         template._parameters = {"weight": None}
         self._template = (template,)

@@ -91,7 +91,7 @@ class ParallelExperts(ShardedLayer):
         self.hidden_size, self.inner_size = sizes[::-1] if self.is_transposed else sizes
         self.shard_dims = self._sharded_dims()  # type: ignore[misc]
         self._adopt(full)
-        # The full module, with this rank's parameters; in a tuple it is no submodule.
+        # The full module, with this rank's parameters; in a tuple it is not a submodule.
         template = copy.copy(experts)
         template._parameters = self._parameters
         self._template = (template,)

@@ -94,7 +94,7 @@ def test_ranks_need_no_room_in_dev_shm() -> None:
     mount = "mount -t tmpfs -o size=4k tmpfs /dev/shm"
     isolated = [unshare or "", "--map-root-user", "--mount", "sh", "-c"]
     if unshare is None or subprocess.run(isolated + [mount], check=False).returncode:
-        pytest.skip("a mount namespace of one's own is not allowed here")
+        pytest.skip("a private mount namespace is not allowed here")
     program = (
         "import os, torch, torch.distributed as dist; from pipekernels import Communicator;"
         "dist.init_process_group('gloo'); comm = Communicator.from_process_group();"
