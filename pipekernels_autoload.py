@@ -2,7 +2,7 @@
 
 ``import torch`` calls :func:`register`, by the entry point in the group ``torch.backends`` that
 pyproject.toml declares. So it must cost nothing and may not fail: the package, which itself imports
-torch, is imported when the first group is made. That is also why this module is outside the package.
+torch, is imported when the first group is made. So this module is outside the package.
 
 ``PIPEKERNELS_AUTOLOAD=0`` turns it off, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` all such entry points.
 One reason: where any backend is registered, torch 2.13 gives groups such as ``"cpu:gloo"`` no

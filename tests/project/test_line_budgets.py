@@ -17,17 +17,17 @@ BUDGETS = {
     "pipekernels": 1_390,
     "pipekernels/balance": 140,
     "pipekernels/binding": 320,
-    "pipekernels/comm": 1_990,
+    "pipekernels/comm": 2_000,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 560,
-    "pipekernels/device": 620,
+    "pipekernels/device": 630,
     "pipekernels/huggingface": 1_810,
     "pipekernels/kernels": 1_160,
     "pipekernels/local_ops": 1_540,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 690,
-    "pipekernels/pipeline/engine": 2_060,
+    "pipekernels/pipeline/engine": 2_070,
     "pipekernels/pipeline/placement": 540,
     "pipekernels/pipeline/planning": 1_050,
     "pipekernels/pipeline/schedule": 600,
@@ -38,11 +38,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_390,
-    "tests": 30_530,
+    "tests": 30_630,
     "bench": 8_450,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_170, "core": 20_470}
+TOTALS = {"pipekernels": 24_210, "core": 20_510}
 
 
 def lines(files: Iterable[Path]) -> int:
