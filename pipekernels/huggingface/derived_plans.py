@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from itertools import combinations, groupby
 from typing import Any, NamedTuple
 
@@ -60,16 +63,22 @@ def without_numbers(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-_known: dict[tuple[type[nn.Module], str], Derived] = {}
-
-
 def derive(model_class: type[nn.Module], config: Any) -> Derived:
     """The plan for models of a class of transformers and a configuration, from a small copy.
 
     Raises:
-        ValueError: no small copy can be made or run, or no layers can be sharded.
+        ValueError: no small copy can be made or run.
     """
-    model, inputs = small_model(model_class, config)
+    # Whatever the caller's thread has set; and its random numbers stay as they are.
+    clean = torch.inference_mode(False), torch.enable_grad(), torch.device("cpu")
+    with ExitStack() as stack:
+        for context in (*clean, torch.random.fork_rng(devices=[]), _quiet()):
+            stack.enter_context(context)
+        torch.manual_seed(0)
+        return _derive(*small_model(model_class, config))
+
+
+def _derive(model: nn.Module, inputs: dict[str, Tensor]) -> Derived:
     flow = _Flow(copy.deepcopy(model), inputs)
     names = {name: without_numbers(name) for name, _ in model.named_modules()}
     kinds: dict[str, str] = {}
@@ -96,6 +105,18 @@ def derive(model_class: type[nn.Module], config: Any) -> Derived:
         else:
             refused[shown] = why or "nothing was tried"
     return Derived(kinds, divided, refused)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings, which would be about the small copy."""
+    logging_of: Any = import_module("transformers.utils.logging")
+    before = logging_of.get_verbosity()
+    logging_of.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging_of.set_verbosity(before)
 
 
 class _Flow:
@@ -377,16 +398,23 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
 
 
+_known: dict[tuple[type[nn.Module], str], Derived] = {}
+_lock = threading.Lock()  # Held while one is derived: ranks may be threads.
+
+
 def derived_plan(model: Any, config: Any) -> ProvidedPlan:
     """The derived plan for a model of transformers; empty if nothing of it can be sharded."""
     key = type(model), config.to_json_string(use_diff=False)
-    if key not in _known:
-        try:
-            _known[key] = derive(type(model), config)
-        except ValueError as error:
-            _log.info("no plan is derived for %s: %s", type(model).__name__, error)
-            _known[key] = Derived({}, {}, {})
-    derived = _known[key]
+    with _lock:
+        if key not in _known:
+            try:
+                _known[key] = derive(type(model), config)
+            except ValueError as error:
+                _log.info("no plan is derived for %s: %s", type(model).__name__, error)
+                _known[key] = Derived({}, {}, {})
+        derived = _known[key]
+    for layers, why in derived.refused.items():
+        _log.info("%s of %s stay whole: %s", layers, type(model).__name__, why)
     names = [name for name, _ in model.named_modules()]
     kinds = {n: kind for n in names if (kind := derived.kinds.get(without_numbers(n)))}
     divided = {n: keys for n in names if (keys := derived.divided.get(without_numbers(n)))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,6 +79,29 @@ def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
 def test_families_without_a_plan_are_sharded(family: str) -> None:
     finding = families.look_at(family)
     assert finding.state == "equal", finding
+
+
+def test_heads_of_keys_that_ranks_cannot_share_are_refused() -> None:
+    config = transformers.StableLmConfig(
+        hidden_size=96, num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=1,
+        intermediate_size=64, vocab_size=100,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="num_key_value_heads=3, which 2 ranks cannot share"):
+        plan_for(transformers.StableLmForCausalLM(config), 2)
+
+
+def test_the_callers_state_does_not_matter_and_stays() -> None:
+    class Other(transformers.BertForMaskedLM):  # Not known yet.
+        pass
+
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    verbosity = transformers.logging.get_verbosity()
+    with torch.inference_mode(), torch.device("meta"):
+        derived = derive(Other, transformers.BertConfig())
+    assert len(derived.kinds) == 6 and transformers.logging.get_verbosity() == verbosity
+    assert torch.equal(torch.rand(2), expected)
 
 
 def test_models_that_have_no_small_form_have_no_plan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -65,6 +66,7 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
     kinds = with_tied(model, {name: kind for name, (kind, _) in named.items()})
     kinds |= dict.fromkeys(_between(model, kinds, provided.heads), SUMMED)
     divided = {p: dict.fromkeys(keys, world_size) for p, keys in provided.divided.items()}
+    _check_divided(model, provided.divided, world_size)
     columns = [n for n, k in kinds.items() if isinstance(k, LayerKind) and k.has_partner]
     if divided or any("attn" in name or "attention" in name for name in columns):
         for what, heads in provided.heads.items():
@@ -72,8 +74,20 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
                 raise _uneven(type(model).__name__, f"{what}={heads}", world_size)
         for name, groups in _shared_keys(model, kinds, world_size).items():
             kinds[f"{name}.k_proj"] = kinds[f"{name}.v_proj"] = shared_kind(groups)
-            divided[name] = {"num_key_value_groups": groups}
+            divided[name] = divided.get(name, {}) | {"num_key_value_groups": groups}
     return AutoPlan(kinds, divided)
+
+
+def _check_divided(
+    model: nn.Module, divided: Mapping[str, tuple[str, ...]], world_size: int
+) -> None:
+    """Raise a ValueError if an attribute that is to be divided cannot be."""
+    for name, module in model.named_modules():
+        for pattern, attributes in divided.items():
+            for attribute in attributes if fnmatchcase(name, pattern) else ():
+                value = getattr(module, attribute, 0)
+                if type(value) is int and value % world_size:
+                    raise _uneven(f"{name!r}", f"{attribute}={value}", world_size)
 
 
 _SMALL = re.compile(r"(q|k|query|key)_?(norm|layernorm|layer_norm|ln)|act(ivation)?(_fn)?")
