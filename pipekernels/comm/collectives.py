@@ -108,7 +108,7 @@ class Collectives:
             return tensor
         check_tensor(tensor)
         check_reducible(tensor, op, algorithm, order)
-        with in_profile("all_reduce of %d bytes, %s", tensor.nbytes, algorithm):
+        with in_profile("all_reduce of %d bytes, %s", tensor.numel() * tensor.itemsize, algorithm):
             if is_watched and self._all_reduce_tensor(tensor, op, algorithm, order):
                 return tensor
             dense = to_dense_in_place(tensor)

@@ -22,7 +22,7 @@ BUDGETS = {
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 560,
     "pipekernels/device": 630,
-    "pipekernels/huggingface": 1_810,
+    "pipekernels/huggingface": 1_840,
     "pipekernels/kernels": 1_160,
     "pipekernels/local_ops": 1_540,
     "pipekernels/ops": 50,
@@ -37,12 +37,12 @@ BUDGETS = {
     "pipekernels/tensor_parallel": 2_570,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
-    "pipekernels/tensor_parallel/plan": 1_390,
-    "tests": 30_630,
+    "pipekernels/tensor_parallel/plan": 1_410,
+    "tests": 30_660,
     "bench": 8_450,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_210, "core": 20_510}
+TOTALS = {"pipekernels": 24_250, "core": 20_520}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -72,7 +72,13 @@ def test_a_recomputation_draws_what_its_forward_drew(
         for layer in layers:
             layer.drawn.clear()
         x = torch.linspace(-1, 1, 8, requires_grad=True)
-        output = pipe(x)
+        try:
+            output = pipe(x)
+        except RuntimeError as error:  # Two stages have drawn their first numbers at once.
+            assert "run this mini-batch again" in str(error)
+            for layer in layers:
+                layer.drawn.clear()
+            output = pipe(x)
         state = random.getstate(), SHARED.get_state(), numpy.random.rand()
         (grad,) = torch.autograd.grad(output.sum(), x)
         assert (state[0] == random.getstate()) and torch.equal(state[1], SHARED.get_state())
