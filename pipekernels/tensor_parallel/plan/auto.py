@@ -66,12 +66,12 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
     kinds = with_tied(model, {name: kind for name, (kind, _) in named.items()})
     kinds |= dict.fromkeys(_between(model, kinds, provided.heads), SUMMED)
     divided = {p: dict.fromkeys(keys, world_size) for p, keys in provided.divided.items()}
-    _check_divided(model, provided.divided, world_size)
     columns = [n for n, k in kinds.items() if isinstance(k, LayerKind) and k.has_partner]
     if divided or any("attn" in name or "attention" in name for name in columns):
         for what, heads in provided.heads.items():
             if heads % world_size:
                 raise _uneven(type(model).__name__, f"{what}={heads}", world_size)
+        _check_divided(model, provided.divided, world_size)
         for name, groups in _shared_keys(model, kinds, world_size).items():
             kinds[f"{name}.k_proj"] = kinds[f"{name}.v_proj"] = shared_kind(groups)
             divided[name] = divided.get(name, {}) | {"num_key_value_groups": groups}
