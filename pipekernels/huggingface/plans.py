@@ -32,7 +32,7 @@ class Transformers(PlanProvider):
         plan = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
         if plan is None:
             plan = derived_plan(model, config)
-        words = {**_experts(model, plan.words), **_adapted(plan.words, config)}
+        words = {**_experts(model, plan.words), **_adapted(model, plan.words, config)}
         if not words:
             return None
         if not carried:
@@ -70,8 +70,15 @@ def _experts(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _adapted(words: Mapping[str, str], config: Any) -> dict[str, str]:
-    """``words``, with the sizes that are in ``config``, and without what is wrong for it."""
+def _adapted(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[str, str]:
+    """``words``, with the sizes that are in ``config`` and the latent projections that plans for
+    inference leave out, and without what is wrong for it."""
+    words = dict(words)
+    for name, _ in model.named_modules():
+        inner = name.replace("kv_a_proj_with_mqa", "kv_b_proj")
+        named = [any(fnmatchcase(n, pattern) for pattern in words) for n in (name, inner)]
+        if inner != name and named == [False, True]:
+            words[name] = "mla_kv_a_proj"
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "qk_rope_head_dim", 0)
     # An indexer takes the queries' whole features, and chooses tokens for the heads of all ranks.

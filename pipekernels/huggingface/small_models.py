@@ -44,7 +44,7 @@ _SIZES = (
         """,
     ),
     (KEYS, "num_key_value_heads num_experts_per_tok num_kv_heads moe_k top_k_experts"),
-    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    (VOCABULARY, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
     (16, "kv_lora_rank q_lora_rank"),
     (8, "qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"),
     (1, "n_group topk_group first_k_dense_replace"),

@@ -31,6 +31,7 @@ FAMILIES = {
     "DeepseekV3": (transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config),
     "Llama4": (transformers.Llama4ForCausalLM, transformers.Llama4TextConfig),
     "Glm4Moe": (transformers.Glm4MoeForCausalLM, transformers.Glm4MoeConfig),
+    "Glm4MoeLite": (transformers.Glm4MoeLiteForCausalLM, transformers.Glm4MoeLiteConfig),
     "GptOss": (transformers.GptOssForCausalLM, transformers.GptOssConfig),
     "Olmoe": (transformers.OlmoeForCausalLM, transformers.OlmoeConfig),
     "GraniteMoe": (transformers.GraniteMoeForCausalLM, transformers.GraniteMoeConfig),
@@ -64,7 +65,9 @@ AUXILIARY = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", in_gate(["Mixtral", "DeepseekV3", "GptOss"], [*FAMILIES]))
+@pytest.mark.parametrize(
+    "family", in_gate(["Mixtral", "DeepseekV3", "Glm4MoeLite", "GptOss"], [*FAMILIES])
+)
 @pytest.mark.parametrize("plan", ["auto", "dealt"])
 @pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
 def test_training_follows_the_losses_of_one_process(family: str, plan: Any, ranks: int) -> None:

@@ -22,7 +22,7 @@ BUDGETS = {
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 560,
     "pipekernels/device": 630,
-    "pipekernels/huggingface": 1_840,
+    "pipekernels/huggingface": 1_850,
     "pipekernels/kernels": 1_160,
     "pipekernels/local_ops": 1_540,
     "pipekernels/ops": 50,
@@ -42,7 +42,7 @@ BUDGETS = {
     "bench": 8_450,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_250, "core": 20_520}
+TOTALS = {"pipekernels": 24_260, "core": 20_530}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -24,7 +24,11 @@ from pipekernels.tensor_parallel.experts import ParallelExperts, is_experts
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
 from pipekernels.tensor_parallel.functional import copy_to_ranks, shard_sizes
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipekernels.tensor_parallel.partial_gradients import split_output, sum_gradients
+from pipekernels.tensor_parallel.partial_gradients import (
+    mark_column_output,
+    split_output,
+    sum_gradients,
+)
 
 # Of a weight, [out_features, in_features], of experts [experts, out_features, in_features].
 Shape: TypeAlias = tuple[int, ...]
@@ -158,7 +162,9 @@ def _sum_last(features: int) -> Callable[[nn.Module, Communicator, type[Plain]],
     def add(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             first, last = output.split([output.shape[-1] - features, features], -1)
-            return torch.cat([first, copy_to_ranks(last, comm)], -1)
+            result = torch.cat([first, copy_to_ranks(last, comm)], -1)
+            mark_column_output(result, None)
+            return result
 
         add_forward_hook(module, hook)
 
