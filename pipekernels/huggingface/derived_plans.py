@@ -38,7 +38,7 @@ from pipekernels.tensor_parallel.state import full_state_dict
 _log = logging.getLogger(__name__)
 
 RANKS = 2
-MOST_FEATURES = 8192
+MOST_FEATURES = 3000
 """Of the inputs of all linear layers together: each takes a backward."""
 MOST_TRIALS = 24
 """Of one group: which attributes to divide."""

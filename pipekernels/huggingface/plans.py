@@ -159,6 +159,8 @@ def _why_unfit(config: Any) -> str:
     kind = getattr(config, "model_type", None)
     if kind == "doge":
         return "its mask of attention has all heads, of which the carried plan shards the queries'"
+    if kind == "zaya":
+        return "it names layers of the router like those of an MLP"
     if kind == "gpt_bigcode" and config.add_cross_attention:
         return "its cross-attention splits one layer into keys and values of all heads"
     return ""

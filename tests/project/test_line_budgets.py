@@ -38,11 +38,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 30_660,
+    "tests": 30_670,
     "bench": 8_450,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_260, "core": 20_530}
+TOTALS = {"pipekernels": 24_270, "core": 20_530}
 
 
 def lines(files: Iterable[Path]) -> int:
