@@ -200,6 +200,13 @@ class ParallelExperts(ShardedLayer):
         result: Tensor = template._apply_gate(y) if template.has_gate else template.act_fn(y)
         return result
 
+    def reset_parameters(self) -> None:
+        """Not possible: how experts are initialised is their model's, before it is sharded."""
+        raise TypeError(
+            f"{self._described()} does not know how its model initialises experts; initialise the "
+            "model, then shard it"
+        )
+
     def to_full(self) -> nn.Module:
         """The full module, gathered. A collective that all ranks call."""
         full: nn.Module = copy.copy(self._template[0])

@@ -32,9 +32,9 @@ BUDGETS = {
     "pipekernels/pipeline/planning": 1_050,
     "pipekernels/pipeline/schedule": 600,
     "pipekernels/pipeline/spmd": 900,
-    "pipekernels/pipeline/stage": 2_080,
+    "pipekernels/pipeline/stage": 2_090,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_570,
+    "pipekernels/tensor_parallel": 2_580,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_410,
@@ -42,7 +42,7 @@ BUDGETS = {
     "bench": 8_450,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_270, "core": 20_530}
+TOTALS = {"pipekernels": 24_280, "core": 20_540}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -180,6 +180,8 @@ def test_wrong_arguments_are_refused() -> None:
         torch.no_grad(),
     ):
         layer(torch.zeros(2, HIDDEN, dtype=torch.float64), torch.full_like(chosen, 9), weights)
+    with pytest.raises(TypeError, match="initialise the model, then shard it"):
+        layer.reset_parameters()
     with pytest.raises(TypeError, match="comm must be a pipekernels.Communicator"):
         ParallelExperts(Experts(), None)  # type: ignore[arg-type]
 

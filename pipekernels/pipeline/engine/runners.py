@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -42,7 +43,7 @@ Compute = Callable[[Action, Any], Any]
 there is no such stage; returns its own result."""
 
 
-class Runner:
+class Runner(ABC):
     """Runs the actions of one mini-batch, and seeds each (stage, micro-batch). The constructor
     draws a number from the default CPU generator.
 
@@ -139,9 +140,9 @@ class Runner:
         with lanes.intra_op_threads(self._threads):
             _Exchange(program, compute).run(order)
 
+    @abstractmethod
     def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
         """Seed a task; ``states`` gets the generators that its layers give to functions."""
-        raise NotImplementedError
 
     @contextmanager
     def _watched(self, watch: HookWatch) -> Iterator[None]:

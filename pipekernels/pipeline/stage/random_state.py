@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -89,7 +90,7 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(TorchFunctionMode, ABC):
     """Has each function that the calling thread calls noted before it runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,8 +98,9 @@ class _Watch(TorchFunctionMode):
         self.note(func, args, kwargs)
         return func(*args, **kwargs)
 
+    @abstractmethod
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
-        raise NotImplementedError
+        """Note a call before it runs."""
 
 
 class HookWatch(_Watch):
