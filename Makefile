@@ -25,7 +25,8 @@
 #   make docs       the site, from docs/ and docstrings, into build/docs; only where they have changed
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
 #   make gpu-check  smoke cases, tests, benchmarks and memory checks on this machine's GPU, in 8
-#                   minutes, with the Python that is there (PYTHON=...)
+#                   minutes, with the Python that is there (PYTHON=...; ARGS=--built: without the
+#                   build, on the extension that is there)
 #   make bench-nccl collectives, the row-parallel layer and pipes on 2 to 8 GPUs, in turn with NCCL;
 #                   with the Python that is there (ARGS='--quick': tiny cases)
 #   make wheel      the source distribution and, from it, the wheel, by ordinary isolated builds into
@@ -198,7 +199,7 @@ cuda-check: $(TESTS)
 	PIPEKERNELS_TEST_EMITTED=1 $(BIN)/python -m pytest -q tests/csrc/test_emitted_code.py
 
 gpu-check:
-	$(PYTHON) -m bench.gpu.check
+	$(PYTHON) -m bench.gpu.check $(ARGS)
 
 bench-nccl:
 	$(PYTHON) csrc/cmake/build_extension.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import signal
@@ -40,7 +41,8 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        return self.status in ("passed", "skipped")
+        """Whether nothing went wrong as far as it ran."""
+        return self.status in ("passed", "skipped", "not run")
 
 
 class Log:
@@ -58,22 +60,54 @@ class Log:
                 stream.flush()
 
 
-class Process:
-    """A command in a session of its own, so that it can be killed with all its child processes.
+class Running(abc.ABC):
+    """A process that leads a session, so that it can be killed with all its child processes.
 
-    On a timeout it is first sent SIGABRT: Python's fault handler, enabled for all commands, then
-    prints the stacks of all threads. A process that a driver holds does not end even after SIGKILL.
+    On a timeout it is first sent SIGABRT: Python's fault handler then prints the stacks of all
+    threads. A process that a driver holds does not end even after SIGKILL.
 
     Attributes:
-        unkillable: ids of processes that did not. They hold the GPU, so nothing else is to use it.
+        pid: its id, and its session's.
+        unkillable: ids of processes that did not end. They hold the GPU, so nothing else is to use
+            it.
+    """
+
+    unkillable: ClassVar[list[int]] = []
+    pid: int
+
+    @property
+    @abc.abstractmethod
+    def output(self) -> str:
+        """All that it has printed so far."""
+
+    @abc.abstractmethod
+    def join(self, seconds: float) -> int | None:
+        """Wait at most so long for its end; the exit status, or None if it still runs."""
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, or None if it did not end in time and was killed."""
+        status = self.join(max(0.0, seconds))
+        if status is None:
+            self._signal(signal.SIGABRT)
+            self.join(PATIENCE)
+        self._signal(signal.SIGKILL)  # what is left of its session
+        if self.join(PATIENCE) is None:
+            self.unkillable.append(self.pid)
+        return status
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class Process(Running):
+    """A command.
 
     Args:
         command: what to run.
         environment: added to this process's own.
         log: if given, receives each line of output at once; ``output`` has all lines too.
     """
-
-    unkillable: ClassVar[list[int]] = []
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Log | None = None
@@ -91,6 +125,7 @@ class Process:
             env=os.environ | defaults | dict(environment),
             start_new_session=True,
         )
+        self.pid = self._process.pid
         assert self._process.stdout is not None
         self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout,), daemon=True
@@ -98,28 +133,16 @@ class Process:
         self._reader.start()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def output(self) -> str:
-        """All that it has printed so far."""
         return "".join(self._lines)
 
+    def join(self, seconds: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
     def wait(self, seconds: float) -> int | None:
-        """The exit status, or None if it did not end in time and was killed."""
-        status = None
-        try:
-            status = self._process.wait(max(0.0, seconds))
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGABRT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PATIENCE)
-        self._signal(signal.SIGKILL)  # what is left of its session
-        try:
-            self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.unkillable.append(self._process.pid)
+        status = super().wait(seconds)
         self._reader.join(PATIENCE)  # Processes that left the session may keep the output open.
         return status
 
@@ -128,10 +151,6 @@ class Process:
             self._lines.append(line)
             if self._log is not None:
                 self._log.write(line)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
 
 def run_step(

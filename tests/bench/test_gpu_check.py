@@ -98,7 +98,7 @@ def test_a_command_that_cannot_run_here_is_skipped(log: steps.Log) -> None:
 def test_a_step_without_time_is_not_run(log: steps.Log) -> None:
     outcome = steps.run_step("late", python(""), {}, in_seconds(-1), log)
     assert (outcome.status, outcome.note) == ("not run", "no time was left for it")
-    assert not outcome.good
+    assert outcome.good
 
 
 def test_a_process_that_the_driver_holds_ends_the_use_of_the_gpu(
@@ -116,8 +116,7 @@ def test_a_process_that_the_driver_holds_ends_the_use_of_the_gpu(
         )
         after = steps.run_step("after", python(""), {}, in_seconds(60), log)
         assert (after.status, after.note) == ("not run", f"process {pid} holds the GPU")
-        pytest_command = [sys.executable, "-m", "pytest"]
-        tests = cuda_tests.run(pytest_command, ["a.py::t"], in_seconds(60), log)
+        tests = cuda_tests.run(["a.py::t"], in_seconds(60), log)
         assert tests.outcomes == {"a.py::t": "not run"}
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -255,20 +254,17 @@ def test_a_test_that_breaks_its_process_does_not_affect_others(
         "import pytest\ndef test_on_the_cpu(): pass\n"
         "@pytest.mark.processes\n@pytest.mark.cuda\ndef test_ranks(): pass\n"
     )
-    pytest_command = [sys.executable, "-m", "pytest"]
     (tmp_path / "test_slow.py").write_text(TESTS.partition("def test_crash")[0])
     monkeypatch.setattr(cuda_tests, "COMPILING", {"test_slow.py"})
+    monkeypatch.setattr(cuda_tests, "FIRST", ["test_slow.py"])
     monkeypatch.setattr(cuda_tests, "SMALL_PIECE", 2)
-    alone = cuda_tests.collect(pytest_command, cuda_tests.ALONE, log)
+    alone = cuda_tests.collect(cuda_tests.ALONE, log)
     assert alone == [["test_none.py::test_ranks"]]
-    slow, *pieces = cuda_tests.collect(pytest_command, cuda_tests.SHARING, log, 4)
+    slow, *pieces = cuda_tests.collect(cuda_tests.SHARING, log, 4)
     assert slow == ["test_slow.py::test_good", "test_slow.py::test_bad[a b]"]
     assert pieces.pop(0) == ["test_slow.py::test_bad[c]"]
     assert [len(tests) for tests in pieces] == [4, 4, 2]
-    results = [
-        cuda_tests.run(pytest_command, tests, in_seconds(90), log, test_seconds=3)
-        for tests in pieces
-    ]
+    results = [cuda_tests.run(tests, in_seconds(90), log, test_seconds=3) for tests in pieces]
     outcomes = {test: outcome for result in results for test, outcome in result.outcomes.items()}
     assert {test.partition("::")[2]: outcome for test, outcome in outcomes.items()} == {
         "test_good": "passed",
@@ -285,7 +281,7 @@ def test_a_test_that_breaks_its_process_does_not_affect_others(
     report = cuda_tests.summary(results)
     assert "test_some.py: 3 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in report
     assert "  crashed: test_some.py::test_hang" in report and "test_good" not in report
-    late = cuda_tests.run(pytest_command, pieces[0], in_seconds(-1), log)
+    late = cuda_tests.run(pieces[0], in_seconds(-1), log)
     assert set(late.outcomes.values()) == {"not run"}
 
 
@@ -318,7 +314,12 @@ class Calls:
 
 
 def run_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: set[str], outcome: str = "passed"
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    failing: set[str],
+    outcome: str = "passed",
+    built: bool = False,
 ) -> tuple[bool, Calls, list[steps.Outcome]]:
     calls = Calls(failing)
     monkeypatch.setattr(check, "ROOT", tmp_path)
@@ -326,16 +327,14 @@ def run_check(
     monkeypatch.setattr(check, "run_step", calls)
     monkeypatch.setattr(check, "_sanitizer", lambda: "compute-sanitizer")
     found = {cuda_tests.SHARING: [["a.py::t"]], cuda_tests.ALONE: []}
-    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, marked, log: found[marked])
+    monkeypatch.setattr(check.cuda_tests, "collect", lambda marked, log: found[marked])
 
-    def run_tests(
-        pytest: list[str], tests: list[str], deadline: float, log: steps.Log
-    ) -> cuda_tests.Result:
+    def run_tests(tests: list[str], deadline: float, log: steps.Log) -> cuda_tests.Result:
         return cuda_tests.Result(dict.fromkeys(tests, outcome), 1.0)
 
     monkeypatch.setattr(check.cuda_tests, "run", run_tests)
     run = check.Check(tmp_path, "90", 132)
-    return run.run(), calls, [*run.outcomes, *run.sanitized]
+    return run.run(built=built), calls, [*run.outcomes, *run.sanitized]
 
 
 def test_all_steps_are_run_for_the_gpu_at_hand(
@@ -348,7 +347,8 @@ def test_all_steps_are_run_for_the_gpu_at_hand(
     assert calls.commands["racecheck"][:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert {outcome.status for outcome in outcomes} == {"passed"}
     order = list(calls.commands)
-    assert order[:2] == ["environment", "build"] and set(order[2:13]) == set(check.SMOKE)
+    assert order[:4] == ["environment", "build", "kernels", "extension"]
+    assert set(order[4:15]) == set(check.SMOKE)
     assert order.index("tuner's kernels") < order.index("gpu.micro_batch")
     assert calls.commands["tuner's kernels"][-2:] == ["90", "132"]
     assert set(order[-4:]) == {name for name, *_ in check.SANITIZERS}
@@ -356,7 +356,7 @@ def test_all_steps_are_run_for_the_gpu_at_hand(
     assert len(["gpu_check.log", *gpu.NAMES, "the tuner's table"]) <= 8
     for printed in (capsys.readouterr().out, (tmp_path / "gpu_check.log").read_text()):
         assert "a.py: 1 passed" in printed and "gpu.micro_batch            passed" in printed
-        before, sanitized = printed.split("compute-sanitizer:\n")
+        before, sanitized = printed.split("compute-sanitizer (fails nothing):\n")
         assert "racecheck" in sanitized and "racecheck" not in before.partition("summary")[2]
 
 
@@ -370,9 +370,7 @@ def test_tests_that_start_processes_run_one_at_a_time(
         cuda_tests.ALONE: [[f"a{i}.py::t"] for i in range(6)],
     }
 
-    def run_tests(
-        pytest: list[str], tests: list[str], deadline: float, log: steps.Log
-    ) -> cuda_tests.Result:
+    def run_tests(tests: list[str], deadline: float, log: steps.Log) -> cuda_tests.Result:
         kind = tests[0][0]
         with lock:
             running[kind] += 1
@@ -383,14 +381,14 @@ def test_tests_that_start_processes_run_one_at_a_time(
         return cuda_tests.Result(dict.fromkeys(tests, "passed"), 1.0)
 
     monkeypatch.setattr(check, "run_step", Calls(set()))
-    monkeypatch.setattr(check.cuda_tests, "collect", lambda pytest, marked, log: found[marked])
+    monkeypatch.setattr(check.cuda_tests, "collect", lambda marked, log: found[marked])
     monkeypatch.setattr(check.cuda_tests, "run", run_tests)
     run = check.Check(tmp_path, "90", 132)
     run.tests()
     assert len(run.tested) == 12 and most["a"] == 1 and most["s"] > 1
 
 
-@pytest.mark.parametrize("failing", ["gpu.micro_batch", "memcheck", "environment", "copy"])
+@pytest.mark.parametrize("failing", ["gpu.micro_batch", "build", "environment", "copy"])
 def test_a_failing_step_is_reported_and_does_not_stop_others(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,25 +400,44 @@ def test_a_failing_step_is_reported_and_does_not_stop_others(
 
 
 @pytest.mark.parametrize(
-    ("outcome", "note"),
+    ("outcome", "status", "note"),
     [
-        ("failed", "1 tests, 1 did not pass, 0 were skipped"),
+        ("failed", "failed", "1 tests, 1 failed, 0 skipped, 0 not run for lack of time"),
         # Skipping all tests is a failure, as there is a GPU.
-        ("skipped", "1 tests, 0 did not pass, 1 were skipped"),
+        ("skipped", "failed", "1 tests, 0 failed, 1 skipped, 0 not run for lack of time"),
+        ("not run", "not run", "1 tests, 0 failed, 0 skipped, 1 not run for lack of time"),
     ],
 )
 def test_tests_that_do_not_pass_are_reported_and_stop_no_benchmark(
-    outcome: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcome: str, status: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, calls, outcomes = run_check(tmp_path, monkeypatch, failing=set(), outcome=outcome)
-    assert not good and f"gpu.{gpu.NAMES[-1]}" in calls.commands
+    assert good == (status == "not run") and f"gpu.{gpu.NAMES[-1]}" in calls.commands
     (tests,) = (found for found in outcomes if found.name == "tests")
-    assert (tests.status, tests.note) == ("failed", note)
+    assert (tests.status, tests.note) == (status, note)
 
 
-def test_without_a_build_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, calls, _ = run_check(tmp_path, monkeypatch, failing={"build"})
-    assert not good and set(calls.commands) == {"environment", "build"}
+def test_what_sanitizers_find_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, calls, outcomes = run_check(tmp_path, monkeypatch, failing={"memcheck"})
+    assert good and "racecheck" in calls.commands
+    assert [outcome.name for outcome in outcomes if outcome.status == "failed"] == ["memcheck"]
+    assert calls.commands["racecheck"][5:7] == ["--racecheck-detect-level", "error"]
+
+
+def test_an_extension_built_before_needs_no_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, calls, _ = run_check(tmp_path, monkeypatch, failing=set(), built=True)
+    assert good and "build" not in calls.commands and "gpu.pipe" in calls.commands
+
+
+def test_without_an_extension_nothing_else_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, calls, _ = run_check(tmp_path, monkeypatch, failing={"build", "extension"})
+    assert not good and set(calls.commands) == {"environment", "build", "extension"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -428,5 +445,5 @@ def test_without_a_gpu_it_reports_that(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(os.getcwd())  # Restores the folder, which main() changes.
-    assert check.main() == 1
+    assert check.main([]) == 1
     assert "sees no CUDA GPU" in capsys.readouterr().err
